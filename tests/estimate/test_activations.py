@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from padfree.cp.shard import shard
 from padfree.estimate.activations import layer_bytes, token_bytes
 from padfree.layers.compile import compile_layers
-from padfree.layers.recompute import SAVED_MATMULS, recompute_layers
+from padfree.layers.matmuls import is_matmul
+from padfree.layers.recompute import recompute_layers
 from padfree.model import attach, hidden_states
 from padfree.model.structure import layers_of
 from padfree.testing.models import ARCHITECTURES, build, row
@@ -31,7 +32,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in SAVED_MATMULS:
+        if is_matmul(func, "after autograd"):
             self.kept += num_bytes([result])
         return result
 

@@ -253,6 +253,9 @@ READ_BY: dict[str, Reason | None] = {
     "parallel.kernels": _unless(
         lambda config: config.parallel.compile != "none", lambda _: "with parallel.compile=none"
     ),
+    "parallel.linear": None,
+    "parallel.float8_products": None,  # refused without parallel.linear=float8
+    "parallel.float8_budget": None,
     "parallel.head_memory": _task(lambda task: task.head == "tokens"),
     "parallel.reshard": None,
     "parallel.offload": None,

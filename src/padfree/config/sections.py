@@ -16,9 +16,11 @@ from padfree.choices import (
     ContextMethod,
     DeviceName,
     ExportDtype,
+    Float8Product,
     HeadMemory,
     LayerKernels,
     LayoutKind,
+    LinearDtype,
     LossOn,
     OnBadRow,
     Overlong,
@@ -45,6 +47,7 @@ SAMPLED = need_of(
     fix="leave it out: this run samples no responses",
     about="rollout.reward, rollout.environment or rollout.agent",
 )
+FLOAT8 = need_of("linear", "float8", fix="leave it out, or set parallel.linear=float8")
 SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy responses to a prompt are all the same")
 
 MOST_EPOCHS = 100_000
@@ -299,6 +302,26 @@ class ParallelConfig:
         about="Use padfree's fused operators (RMSNorm, QK-norm with RoPE, SwiGLU) in compiled layers; none uses "
         "torch.compile only.",
     )
+    linear: LinearDtype = setting(
+        "bfloat16",
+        about="The dtype in which linear layers of decoder layers multiply: float8 casts the operands with one scale "
+        "per matrix row. Weights, adapters, the head, routers and experts stay as they are.",
+        needs=need_of(
+            "model.dtype", "bfloat16", fix="set model.dtype=bfloat16: float8 matmuls have bfloat16 inputs and results"
+        ),
+    )
+    float8_products: tuple[Float8Product, ...] = setting(
+        ("output", "input-gradient", "weight-gradient"),
+        about="The matmuls of a linear layer that are computed in float8; the others stay in bfloat16.",
+        needs=FLOAT8,
+    )
+    float8_budget: float | None = setting(
+        None,
+        above=0.0,
+        about="Maximum relative change of a decoder layer's gradient that float8 in one layer may cause. It is "
+        "measured on the first micro-batch, and layers above it stay in bfloat16; none measures nothing.",
+        needs=FLOAT8,
+    )
     head_memory: HeadMemory | float = setting(
         "speed",
         **GIB,
@@ -314,6 +337,11 @@ class ParallelConfig:
     offload: bool = setting(False, about="Keep weights, gradients and optimizer state in CPU memory.")
 
     @property
+    def float8(self) -> tuple[Float8Product, ...]:
+        """The matmuls of a linear layer that are computed in float8."""
+        return self.float8_products if self.linear == "float8" else ()
+
+    @property
     def head_bytes(self) -> HeadMemory | int:
         """Return `head_memory` as "speed", "low" or a number of bytes."""
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
@@ -324,6 +352,9 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_table(self, "parallel.")
+        products = list(self.float8_products)
+        fix = "give each product once, or set parallel.linear=bfloat16 to compute none in float8"
+        need(products and len(set(products)) == len(products), "parallel.float8_products", products, fix)
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         compiled = self.checkpointing != "host" or self.compile != "none"

@@ -24,20 +24,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.choices import Checkpointing
 from padfree.errors import UserError
-from padfree.layers.passes.graph_nodes import MATMULS
+from padfree.layers.matmuls import is_matmul
 
 Kept = Literal["none", "input", "selective", "host"]
 """Which activations a compiled layer saves. With `none` the compiler decides."""
-
-SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-"""The matmuls whose results the mode `selective` saves if layers are not compiled."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
@@ -59,7 +55,8 @@ def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
 
 
 def _save_matmuls(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in SAVED_MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = is_matmul(operation, "after autograd")
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def mark_saved(graph: fx.Graph, kept: Kept) -> None:
@@ -92,7 +89,7 @@ def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[f
             if node in seen:
                 continue
             seen.add(node)
-            if node.target in MATMULS:
+            if is_matmul(node.target, "before autograd"):
                 found.add(node)
             else:
                 todo.append(node)

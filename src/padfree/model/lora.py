@@ -193,7 +193,7 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
     ends = (model.get_input_embeddings(), *heads)
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
-    passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
+    passed_by = {f"{name}.{part}" for name, module in modules.items() for part in weights_read_by(module)} & linear
     fit = {name for name in linear - passed_by if modules[name] not in ends}
     routers = {router.module for router in routers_of(model)}
     experts = {name: names for name, module in modules.items() if (names := stacked_weights(module))}
@@ -277,7 +277,7 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
     return set(trial.target_modules) != set(config.target_modules)
 
 
-def _weights_read_by(module: nn.Module) -> set[str]:
+def weights_read_by(module: nn.Module) -> set[str]:
     """The names of submodules that a mixer's forward does not call, but whose weight it reads as `self.name.weight`."""
     if kind_of(module).name == "other":
         return set()

@@ -13,6 +13,7 @@
     resume          the checkpoint, and the settings that have changed
     note            a note that was shown at the start
     compile         layers were compiled in this step
+    float8          how far float8 moves the gradient of each layer, and the layers that stay in bfloat16
     nonfinite       the file with the samples of a step whose loss or gradient was not finite
     stop            a signal stopped the run
     end             all steps are done
@@ -39,7 +40,9 @@ from padfree.record.file_names import EVENTS
 from padfree.record.run_folder import writing
 from padfree.version import __version__
 
-Kind = Literal["start", "resolved_auto", "note", "resume", "compile", "stop", "end", "export", "failed", "nonfinite"]
+Kind = Literal[
+    "start", "resolved_auto", "note", "resume", "compile", "float8", "stop", "end", "export", "failed", "nonfinite"
+]  # fmt: skip
 
 
 class Events:

@@ -4,6 +4,7 @@
     freeze          no gradients: reference models, teachers
     adapters        trained instead of the weights                       lora.rank
     replay          routers choose the sampler's experts                 rollout.routing
+    float8          matmuls of linear layers in float8                   parallel.linear, parallel.float8_products
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
@@ -34,12 +35,15 @@ import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from padfree.choices import Checkpointing
+from padfree.choices import Checkpointing, Float8Product
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.layers.compile import compile_layers
+from padfree.layers.float8 import fits_float8, use_float8
 from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
+from padfree.model.decoder_linears import decoder_linears
 from padfree.model.lora import add_adapters
 from padfree.model.route_replay import RouteReplay, need_replay
 from padfree.model.structure import layers_of
@@ -66,13 +70,14 @@ def transformations(
     offload: bool = False,
     frozen: bool = False,
     lora: LoraConfig | None = None,
+    float8: Sequence[Float8Product] = (),
     rules: Sequence[Rule] = (),
     replay: bool = False,
 ) -> list[Transformation]:
     """The transformations of a model, in the order in which they are applied.
 
-    `rules` select the parameters that are sharded over a mesh other than that of all ranks. With `replay`, routers
-    replay the routes of samples.
+    `float8` names the matmuls of linear layers that are computed in float8. `rules` select the parameters that are
+    sharded over a mesh other than that of all ranks. With `replay`, routers replay the routes of samples.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -81,6 +86,8 @@ def transformations(
         steps.append(partial(add_adapters, settings=lora))
     if replay:
         steps.append(_replay)
+    if float8:
+        steps.append(partial(_use_float8, products=tuple(float8)))
     assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
     # In compiled layers, the compiler implements the modes "selective" and "host". All other cases use PyTorch's
     # activation checkpointing.
@@ -124,6 +131,18 @@ def _replay(model: PreTrainedModel) -> None:
 
 def _freeze(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
+
+
+def _use_float8(model: PreTrainedModel, products: tuple[Float8Product, ...]) -> None:
+    linears = [linear for linear in decoder_linears(model).values() if fits_float8(linear)]
+    if not linears:
+        raise UserError(
+            "parallel.linear",
+            f"'float8', but no linear layer in the decoder layers of {type(model).__name__} can be computed in float8",
+            "set parallel.linear=bfloat16",
+        )
+    for linear in linears:
+        use_float8(linear, products)
 
 
 def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool) -> None:

@@ -22,6 +22,7 @@ from padfree.config.functions import model_of
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
+from padfree.layers.float8 import check_float8_device
 from padfree.model.export import export_adapters, export_model
 from padfree.model.load import load_model, opened_together
 from padfree.model.model_files import base_dtype
@@ -65,6 +66,8 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
     For a reward model, the tokenizer determines the padding token in the model's config.
     """
     check_placement(config, mesh.device.type)
+    if config.parallel.linear == "float8":
+        check_float8_device(mesh.device)
     config = resolve_auto_on(config, mesh).config
     model = _load(
         config,
@@ -74,6 +77,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         checkpointing=config.parallel.checkpointing,
         reshard=config.parallel.reshard,
         lora=config.lora,
+        float8=config.parallel.float8,
         init=config.model.init,
         head=config.loss.head,
         replay=config.rollout.routing == "replay",

@@ -30,6 +30,7 @@ from padfree.train.determinism import restore_random_state
 from padfree.train.end_record import remove_end
 from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
+from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY, GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import change_line, check_made_with, check_ranks_agree, made_with, model_fields
@@ -98,10 +99,12 @@ def begin_run(
     check_ranks_agree(record, mesh.loss.group)
     torch.manual_seed(config.run.seed + mesh.loss.rank)
     newest = checkpointer.agreed_latest() if config.checkpoint.resume else None
+    budget = config.parallel.float8_budget
+    float8 = None if budget is None else Float8Budget(engine, budget)
     position, evaluated, resumed = RunPosition(), False, None
     if newest is not None:
         changed = _check_against_checkpoint(newest, checkpointer, record, config, batches, note)
-        position, evaluated = _restore(newest, checkpointer, config, batches, changed)
+        position, evaluated = _restore(newest, checkpointer, config, batches, changed, float8)
         differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
         resumed = {"checkpoint": newest.name, **differs}
     run_log: RunResponseLog | None = None
@@ -125,6 +128,7 @@ def begin_run(
         on_activity=on_activity,
         signals=signals,
         planned_steps=planned_steps,
+        float8=float8,
     )
 
 
@@ -192,6 +196,7 @@ def _restore(
     config: Config,
     batches: BatchPreparer,
     changed: Mapping[str, Any],
+    float8: Float8Budget | None,
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
@@ -202,6 +207,8 @@ def _restore(
         path, model=engine.model, optimizer=engine.optimizer, **batches.models_to_load()
     )
     batches.restore(extra)
+    if float8 is not None:
+        float8.restore(extra)
     batch = None
     if KEY in extra:
         batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.last_batch_number))

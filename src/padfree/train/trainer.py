@@ -48,6 +48,7 @@ from padfree.train.end_record import write_end
 from padfree.train.engine import Engine, PreparedStep
 from padfree.train.evaluate import Evaluate
 from padfree.train.finite_checks import NonFiniteError, check_weights
+from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY as ROLLOUTS
 from padfree.train.global_batch import GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
@@ -113,14 +114,16 @@ class Trainer:
         on_activity: OnActivity | None = None,
         signals: StopSignals | None = None,
         planned_steps: int | None = None,
+        float8: Float8Budget | None = None,
     ) -> None:
         """`padfree.train.start_run` creates the arguments, and restores them from the checkpoint.
 
         `made_with` is stored in every checkpoint. `response_log` keeps sampled responses until the next checkpoint.
-        `signals` are the command's signal handlers, already installed. `planned_steps` is only displayed.
+        `signals` are the command's signal handlers, already installed. `planned_steps` is only displayed. `float8`
+        chooses the layers that stay in bfloat16.
         """
         self._signals, self._planned_steps = signals, planned_steps
-        self._on_activity, self.on_note = on_activity, on_note
+        self._on_activity, self.on_note, self._float8 = on_activity, on_note, float8
         self.config, self.engine, self.batches, self.evaluate = config, engine, batches, evaluate
         self.mesh, self.checkpointer, self.made_with, self.response_log = (
             engine.mesh,
@@ -317,6 +320,7 @@ class Trainer:
             metrics |= critic.step(batch.samples_of(batch.done), lr_factor=factor, step=self.step)
             apply = self.step >= self.config.critic.warmup
         prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), eager=False)
+        self._choose_float8_layers(prepared)
         self.updates.begin(
             prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, wants_stop=wants_stop, apply=apply
         )
@@ -326,6 +330,15 @@ class Trainer:
         batch.advance()
         if not self.prepares_next or self._prepared is None:
             self.updates.finish()
+
+    def _choose_float8_layers(self, prepared: PreparedStep) -> None:
+        if self._float8 is None or not self._float8.choose(prepared):
+            return
+        self.events.write(
+            "float8", step=self.step, bfloat16_layers=self._float8.bfloat16_layers, **self._float8.state()["float8"]
+        )
+        if self.on_note is not None:
+            self.on_note(self._float8.line())
 
     # Checkpoints
 
@@ -350,6 +363,8 @@ class Trainer:
                 self.step, after=extra["batcher"]["step"], last_batch=self.batches.last_batch_number
             )
         extra |= self.batches.state()
+        if self._float8 is not None:
+            extra |= self._float8.state()
         if self._batch is not None:
             extra |= self._batch.state()
         if self.best is not None:

@@ -5,22 +5,11 @@ The fake tensor of a node is stored in `meta["example_value"]` before autograd a
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
-
-MATMULS = (
-    nn.functional.linear,
-    torch._C._nn.linear,
-    torch.addmm,
-    torch.mm,
-    torch.matmul,
-    operator.matmul,
-)
-"""The functions that are matmuls in a graph before autograd."""
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes that padfree's kernels support."""

@@ -23,9 +23,9 @@ import torch
 from torch import fx
 
 import padfree.layers.ops.rms_norm  # noqa: F401 (the operators)
+from padfree.layers.matmuls import is_matmul
 from padfree.layers.passes.graph_nodes import (
     KERNEL_DTYPES,
-    MATMULS,
     arguments,
     erase,
     example,
@@ -124,7 +124,7 @@ def _num_dims(node: fx.Node) -> int:
 def _reaches_matmul(node: fx.Node) -> bool:
     """Whether the result of a node, possibly reshaped, is an input of a matmul."""
     for user in node.users:
-        if user.target in MATMULS:
+        if is_matmul(user.target, "before autograd"):
             return True
         if user.op == "call_method" and user.target in RESHAPES and _reaches_matmul(user):
             return True

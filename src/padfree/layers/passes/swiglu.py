@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 import padfree.layers.ops.swiglu  # noqa: F401 (the operators)
-from padfree.layers.passes.graph_nodes import KERNEL_DTYPES, MATMULS
+from padfree.layers.matmuls import is_matmul
+from padfree.layers.passes.graph_nodes import KERNEL_DTYPES
 
 
 def swiglu_pass(graph: fx.Graph) -> int:
@@ -34,7 +35,7 @@ def swiglu_pass(graph: fx.Graph) -> int:
         if gated.target is not operator.mul or len(others) != 1:
             continue
         (up,) = others
-        if not all(isinstance(node, fx.Node) and node.target in MATMULS for node in (gate, up)):
+        if not all(isinstance(node, fx.Node) and is_matmul(node.target, "before autograd") for node in (gate, up)):
             continue
         values = [node.meta.get("example_value") for node in (gate, up)]
         if any(value is None or value.dtype not in KERNEL_DTYPES for value in values):

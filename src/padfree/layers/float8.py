@@ -1,0 +1,73 @@
+"""Linear layers that multiply in float8: the modules, and what a device must have.
+
+    nn.Linear  ->  Float8Linear      the same parameters and names, another forward
+
+`layers.ops.float8` describes the three matmuls of a linear layer, and their casts. Weights stay in the dtype of the
+model: they are gathered by FSDP2, exported, sampled from and updated as before, and cast to float8 where a matmul reads
+them. A layer whose `float8_products` are empty computes like `nn.Linear`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+import padfree.layers.ops.float8  # noqa: F401 (the operators)
+from padfree.choices import Float8Product
+from padfree.errors import UserError
+from padfree.layers.ops.float8 import MULTIPLE
+
+CAPABILITY = (8, 9)
+"""The first CUDA compute capability with float8 matmuls (Ada)."""
+
+
+class Float8Linear(nn.Linear):
+    """An `nn.Linear` that computes `float8_products` in float8. `use_float8` makes one of an `nn.Linear`, in place."""
+
+    float8_products: tuple[Float8Product, ...]
+
+    def forward(self, input: Tensor) -> Tensor:
+        products = self.float8_products
+        if not products:
+            return super().forward(input)
+        result: Tensor = torch.ops.padfree.float8_linear.default(
+            input,
+            self.weight,
+            self.bias,
+            "output" in products,
+            "input-gradient" in products,
+            "weight-gradient" in products,
+        )
+        return result
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, float8={','.join(self.float8_products) or 'none'}"
+
+
+def use_float8(linear: nn.Linear, products: Iterable[Float8Product]) -> None:
+    """Make `linear` compute these products in float8 from now on. Its parameters stay as they are."""
+    assert type(linear).forward in (nn.Linear.forward, Float8Linear.forward)
+    if not isinstance(linear, Float8Linear):
+        linear.__class__ = Float8Linear
+    linear.float8_products = tuple(products)  # type: ignore[assignment]
+
+
+def fits_float8(linear: nn.Linear) -> bool:
+    """Whether the sizes of a linear layer are ones that float8 matmuls accept."""
+    return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
+
+
+def check_float8_device(device: torch.device) -> None:
+    """Raise an error if the device has no float8 matmul. A CPU computes the same products in float32."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < CAPABILITY:
+        raise UserError(
+            "parallel.linear",
+            f"'float8', but {torch.cuda.get_device_name(device)} has no float8 matmul: its compute capability is "
+            f"{capability[0]}.{capability[1]}, and float8 needs {CAPABILITY[0]}.{CAPABILITY[1]} or newer",
+            "set parallel.linear=bfloat16",
+        )

@@ -1,0 +1,248 @@
+"""Linear layers whose matmuls are computed in float8 (e4m3) with one scale per matrix row.
+
+    float8_linear    x [.., K], weight [N, K], bias [N] or None           -> y [.., N]
+
+It is up to three matmuls, each of which is computed in float8 or in the dtype of its operands:
+
+    output             y  [T, N] = x  · weightᵀ     scales of x by token, of the weight by output      summed over K
+    input gradient     dx [T, K] = dy · weight      scales of dy by token, of the weight by input      summed over N
+    weight gradient    dw [N, K] = dyᵀ · x          scales of dy by output, of x by input              summed over T
+
+A scale must be constant along the dimension that a matmul sums over. A tensor that occurs in two of these matmuls is
+therefore cast twice: by rows, and by columns into a transposed copy.
+
+    float8_rows      x [R, K]                      -> q [R, K], scale [R, 1], largest [K]      x ≈ q · scale
+    float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
+    float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
+
+R' is R rounded up to a multiple of 16 (`torch._scaled_mm` requires it), and the columns that are added are 0. `largest`
+holds the bits of the largest absolute value of each column, which `float8_rows` finds while it has the rows in
+registers; it is empty if it is not requested. `after` is not read. It is a tensor of the backward pass, so that a
+compiler does not cast weights in forward and keep the casts of all layers in memory until backward. (The cast of x may
+move to forward, because it replaces x, which takes twice the memory.)
+
+A scale is the smallest power of two with which no value exceeds the largest float8 number, 448. Multiplication by a
+power of two is exact, so that the only rounding is that of the cast to float8, and all devices give the same bits. A
+row with a value that is not finite gets the scale NaN, and so does what is computed from it.
+
+All matmuls use e4m3 (4 bits of exponent, 3 of mantissa) because each row has its own scale: gradients do not need the
+range of e5m2, which has one bit of mantissa less. On a GPU the casts are Triton kernels (`triton_float8`) and the
+matmul is `torch._scaled_mm`. On the CPU all of it is plain torch, and the matmul is a float32 matmul of the float8
+values: this is the reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from padfree.layers.ops.precision import has_kernels
+
+DTYPE = torch.float8_e4m3fn
+LINEAR, ROWS, COLUMNS = "padfree::float8_linear", "padfree::float8_rows", "padfree::float8_columns"
+MATMUL = "padfree::float8_matmul"
+
+MULTIPLE = 16
+"""The multiple that `torch._scaled_mm` requires of the dimension it sums over, and of the last one of its result."""
+
+WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
+LARGEST_MANTISSA = 0x600000
+"""The mantissa of 448 = 1.75 · 2⁸ as bits of a float32."""
+LARGEST_EXPONENT = 127 + 127 + 8
+"""The biased exponent of 448 plus the bias: minus the biased exponent of x, this is that of 2⁸ / 2^exponent(x)."""
+NOT_FINITE = 255
+"""The biased exponent of infinity and NaN."""
+
+torch.library.define(ROWS, "(Tensor x, bool columns) -> (Tensor, Tensor, Tensor)")
+torch.library.define(COLUMNS, "(Tensor x, Tensor largest, Tensor? after=None) -> (Tensor, Tensor)")
+torch.library.define(
+    MATMUL, "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType dtype) -> Tensor"
+)
+torch.library.define(
+    LINEAR,
+    "(Tensor x, Tensor weight, Tensor? bias, bool output, bool input_gradient, bool weight_gradient) -> Tensor",
+)
+
+
+# The references in plain torch
+
+
+def float8_rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    bits = magnitude_bits(x)
+    multiplier, scale = factors(_largest(bits, 1)[:, None])
+    largest = _largest(bits, 0) if columns else bits.new_empty(0)
+    return (x.float() * multiplier).to(DTYPE), scale, largest
+
+
+def float8_columns(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    if not largest.numel():
+        largest = _largest(magnitude_bits(x), 0)
+    multiplier, scale = factors(largest[:, None])
+    q = (x.float().T * multiplier).to(DTYPE)
+    padded = q.new_zeros(q.shape[0], rounded_up(x.shape[0]))
+    padded[:, : x.shape[0]] = q
+    return padded, scale
+
+
+def float8_matmul(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    result = (a.float() @ b.float().T) * a_scale * b_scale.T
+    return (result if bias is None else result + bias.float()).to(dtype)
+
+
+def magnitude_bits(x: Tensor) -> Tensor:
+    """The bits of |x| in float32. They are ordered as the values are, and those of infinity and NaN are the largest."""
+    return x.float().view(torch.int32) & WITHOUT_SIGN
+
+
+def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factor that values are multiplied by before the cast to float8, and the scale: 1 / this factor.
+
+    `largest`: the bits of the largest absolute value. The factor is at most 2¹²⁶, so that the scale is not subnormal.
+    """
+    exponent = largest >> EXPONENT_BITS
+    above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
+    power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)
+    multiplier = (power << EXPONENT_BITS).view(torch.float32)
+    scale = ((2 * 127 - power) << EXPONENT_BITS).view(torch.float32)
+    return multiplier, torch.where(exponent == NOT_FINITE, torch.nan, scale)
+
+
+def _largest(bits: Tensor, dim: int) -> Tensor:
+    if not bits.shape[dim]:
+        return bits.new_zeros(bits.shape[1 - dim])
+    return bits.amax(dim)
+
+
+def rounded_up(count: Any) -> Any:
+    return (count + MULTIPLE - 1) // MULTIPLE * MULTIPLE
+
+
+# The operators
+
+
+@torch.library.impl(ROWS, ("cpu", "cuda"))
+def _rows(x: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if not has_kernels(x):
+        return float8_rows(x, columns=columns)
+    from padfree.layers.ops import triton_float8
+
+    return triton_float8.rows(x, columns=columns)
+
+
+@torch.library.impl(COLUMNS, ("cpu", "cuda"))
+def _columns(x: Tensor, largest: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if not has_kernels(x):
+        return float8_columns(x, largest)
+    from padfree.layers.ops import triton_float8
+
+    return triton_float8.columns(x, largest)
+
+
+@torch.library.impl(MATMUL, ("cpu", "cuda"))
+def _matmul(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if not a.is_cuda:
+        return float8_matmul(a, b, a_scale, b_scale, bias, dtype)
+    if not a.shape[0]:
+        return a.new_empty((0, b.shape[0]), dtype=dtype)
+    return torch._scaled_mm(a, b.T, scale_a=a_scale, scale_b=b_scale.T, bias=bias, out_dtype=dtype, use_fast_accum=True)
+
+
+@torch.library.register_fake(ROWS)  # type: ignore[untyped-decorator]
+def _row_shapes(x: Tensor, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape, dtype=DTYPE),
+        x.new_empty((x.shape[0], 1), dtype=torch.float32),
+        x.new_empty(x.shape[1] if columns else 0, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake(COLUMNS)  # type: ignore[untyped-decorator]
+def _column_shapes(x: Tensor, largest: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    return x.new_empty((width, rounded_up(rows)), dtype=DTYPE), x.new_empty((width, 1), dtype=torch.float32)
+
+
+@torch.library.register_fake(MATMUL)  # type: ignore[untyped-decorator]
+def _matmul_shape(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+# The linear layer. `_linear` runs below autograd, so that a compiled layer has one node for it before autograd, and the
+# operators above after it.
+
+
+class _Float8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        output: bool,
+        input_gradient: bool,
+        weight_gradient: bool,
+    ) -> Tensor:
+        needs_x, needs_weight, _, _, _, _ = ctx.needs_input_grad
+        by_column = (needs_weight and weight_gradient, needs_x and input_gradient)
+        y, *largest = _output(x, weight, bias, output, by_column)
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None, *largest)
+        ctx.products = input_gradient, weight_gradient
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, x_largest, weight_largest = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _, _, _ = ctx.needs_input_grad
+        input_gradient, weight_gradient = ctx.products
+        ops = torch.ops.padfree
+        dx = dweight = None
+        dy_largest = weight_largest[:0]
+        if needs_x and input_gradient:
+            q, scale, dy_largest = ops.float8_rows(dy, needs_weight and weight_gradient)
+            weight_q, weight_scale = ops.float8_columns(weight, weight_largest, dy)
+            dx = ops.float8_matmul(q, weight_q, scale, weight_scale, None, dy.dtype)
+        elif needs_x:
+            dx = dy @ weight
+        if needs_weight and weight_gradient:
+            q, scale = ops.float8_columns(dy, dy_largest)
+            x_q, x_scale = ops.float8_columns(x, x_largest)
+            dweight = ops.float8_matmul(q, x_q, scale, x_scale, None, dy.dtype)
+        elif needs_weight:
+            dweight = dy.T @ x
+        return dx, dweight, dy.sum(0) if needs_bias else None, None, None, None
+
+
+def _output(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, and the `largest` of the columns of x and of the weight (empty where they are not needed or known)."""
+    if not output:
+        empty = x.new_empty(0, dtype=torch.int32)
+        return torch.nn.functional.linear(x, weight, bias), empty, empty.clone()
+    ops = torch.ops.padfree
+    q, scale, x_largest = ops.float8_rows(x, by_column[0])
+    weight_q, weight_scale, weight_largest = ops.float8_rows(weight, by_column[1])
+    return ops.float8_matmul(q, weight_q, scale, weight_scale, bias, x.dtype), x_largest, weight_largest
+
+
+@torch.library.impl(LINEAR, "Autograd")
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, input_gradient: bool, weight_gradient: bool
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y: Tensor = _Float8Linear.apply(rows, weight, bias, output, input_gradient, weight_gradient)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@torch.library.impl(LINEAR, "CompositeExplicitAutograd")
+def _linear_without_autograd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, input_gradient: bool, weight_gradient: bool
+) -> Tensor:
+    y, _, _ = _output(x.reshape(-1, x.shape[-1]), weight, bias, output, (False, False))
+    return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,0 +1,38 @@
+"""The linear layers of a model's decoder layers that multiply hidden states of all tokens.
+
+    {"model.layers.0.self_attn.q_proj": Linear, ...}
+
+Left out are embeddings and the head, routers, experts, adapters, and linear layers whose weight a mixer reads without
+calling the layer. Linear layers that adapters were added to are in: their frozen weight is in `base_layer`.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.model.lora import is_adapter, weights_read_by
+from padfree.model.roles import roles_of
+from padfree.model.structure import layers_of
+
+
+def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linear layers by their name in the model, in its order. The model may be on the meta device."""
+    roles = roles_of(model)
+    modules = dict(model.named_modules())
+    inner = set(layers_of(model).modules())
+    read = {f"{name}.{part}" for name, module in modules.items() for part in weights_read_by(module)}
+    return {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear)
+        and module in inner
+        and name not in read
+        and not is_adapter(f".{name}.weight")
+        and roles[module.weight] == "hidden"
+    }
+
+
+def layer_numbers(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """The number of the decoder layer that each module inside the decoder layers belongs to."""
+    return {module: number for number, layer in enumerate(layers_of(model)) for module in layer.modules()}

@@ -1,0 +1,218 @@
+"""Measure how far float8 moves the gradient, and choose the decoder layers that stay in bfloat16.
+
+    pass                     what is compared with a pass in which no layer multiplies in float8
+    all layers in float8     the gradient of each layer: its distance `together`
+    layer l alone            the gradients of all layers: the largest distance is the distance of layer l `alone`
+
+The distance of two gradients of a layer is the norm of their difference divided by the norm of the one without float8.
+Noise from one layer reaches the gradients of the layers below it through the gradient of its input, and those above it
+through its output. Therefore the distances `together` do not tell which layer causes them, and those `alone` do.
+
+Up to `MOST` elements of each parameter's gradient are compared, evenly spread over the part that a rank holds, so that
+the gradient of the whole model is not kept twice. Random numbers (dropout) are the same in all passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from padfree.layers.float8 import Float8Linear, use_float8
+from padfree.model.named_tensors import local_part
+from padfree.model.structure import layers_of
+
+if TYPE_CHECKING:
+    from padfree.train.engine import Engine, PreparedStep
+
+KEY = "float8"
+"""The key in a checkpoint's `extra` dict under which the choice is stored."""
+
+MOST = 1 << 16
+"""The number of elements of a parameter's gradient that are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Float8Distance:
+    """How far float8 moves the gradient of one decoder layer, or, `alone`, how far this layer moves any gradient."""
+
+    layer: int
+    together: float
+    alone: float | None  # None: not measured
+
+    def exceeds(self, budget: float) -> bool:
+        """Whether float8 in this layer moves a gradient by more than `budget`. NaN exceeds every budget."""
+        return self.alone is not None and not self.alone <= budget
+
+
+class Float8Layers:
+    """The decoder layers of a model that can multiply in float8. `use` chooses the ones that do."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.layers: dict[int, list[Float8Linear]] = {}
+        for number, layer in enumerate(layers_of(model)):
+            linears = [module for module in layer.modules() if isinstance(module, Float8Linear)]
+            if linears:
+                self.layers[number] = linears
+        self._products = {linear: linear.float8_products for linears in self.layers.values() for linear in linears}
+
+    def use(self, numbers: Collection[int]) -> None:
+        """Let these layers multiply in float8, and all others as `nn.Linear` does."""
+        for number, linears in self.layers.items():
+            for linear in linears:
+                use_float8(linear, self._products[linear] if number in numbers else ())
+
+    @contextmanager
+    def only(self, numbers: Collection[int]) -> Iterator[None]:
+        """Context manager: in its block, only these layers multiply in float8."""
+        before = {linear: linear.float8_products for linear in self._products}
+        self.use(numbers)
+        try:
+            yield
+        finally:
+            for linear, products in before.items():
+                use_float8(linear, products)
+
+
+def measure_distances(
+    model: PreTrainedModel,
+    layers: Float8Layers,
+    gradients: Callable[[], object],
+    *,
+    group: dist.ProcessGroup | None = None,
+    budget: float = 0.0,
+) -> tuple[Float8Distance, ...]:
+    """Measure the distances of all layers. `gradients` computes gradients and leaves them in the parameters.
+
+    Distances `alone` are measured if a distance `together` is above `budget`. Collective over `group`.
+    """
+
+    def compute(numbers: Iterable[int]) -> dict[int, list[Tensor]]:
+        with layers.only(tuple(numbers)), torch.random.fork_rng():
+            torch.manual_seed(0)
+            gradients()
+        return _sampled_gradients(model)
+
+    without = compute(())
+    together = _distances(compute(layers.layers), without, group)
+    alone: dict[int, float] = {}
+    if any(not distance <= budget for distance in together.values()):
+        for number in layers.layers:
+            alone[number] = _largest(_distances(compute((number,)), without, group).values())
+    return tuple(
+        Float8Distance(layer=number, together=together.get(number, 0.0), alone=alone.get(number))
+        for number in layers.layers
+    )
+
+
+def _sampled_gradients(model: PreTrainedModel) -> dict[int, list[Tensor]]:
+    """The gradients of each layer's parameters, in float32, at up to `MOST` elements per parameter."""
+    return {
+        number: [_sampled(parameter) for parameter in layer.parameters() if parameter.grad is not None]
+        for number, layer in enumerate(layers_of(model))
+    }
+
+
+def _sampled(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    values = local_part(parameter.grad).flatten()
+    return values[:: -(-values.numel() // MOST) or 1].to(torch.float32, copy=True)
+
+
+def _distances(
+    found: Mapping[int, list[Tensor]], without: Mapping[int, list[Tensor]], group: dist.ProcessGroup | None
+) -> dict[int, float]:
+    """The distance of each layer that has gradients. A gradient of 0 that does not move has the distance 0."""
+    numbers = [number for number, gradients in without.items() if gradients]
+    if not numbers:
+        return {}
+    squares = torch.stack(
+        [
+            torch.stack([_square_sum(ours, theirs), _square_sum(theirs)])
+            for ours, theirs in ((found[number], without[number]) for number in numbers)
+        ]
+    )
+    dist.all_reduce(squares, group=group)
+    moved, size = squares.sqrt().cpu().unbind(1)
+    ratios = torch.where(moved == 0, 0.0, moved / size)
+    return dict(zip(numbers, ratios.tolist(), strict=True))
+
+
+def _square_sum(tensors: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
+    """The sum of squares of all elements, or of their differences to those of `others`, in float64."""
+    parts = tensors if others is None else [a - b for a, b in zip(tensors, others, strict=True)]
+    return torch.stack([part.double().square().sum() for part in parts]).sum()
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest value, or NaN if one of them is NaN."""
+    found = list(values)
+    return next((value for value in found if value != value), max(found, default=0.0))
+
+
+class Float8Budget:
+    """Chooses the layers that stay in bfloat16, on the first micro-batch of a run, and keeps the choice.
+
+    Until then, all layers multiply in float8: in an evaluation before the first step, and in the old log-probabilities
+    of the first rollout batch.
+    """
+
+    def __init__(self, engine: Engine, budget: float) -> None:
+        self._engine, self.budget = engine, budget
+        self._layers = Float8Layers(engine.model)
+        self.distances: tuple[Float8Distance, ...] | None = None  # None: not chosen yet
+
+    @property
+    def bfloat16_layers(self) -> list[int]:
+        """The numbers of the layers that stay in bfloat16."""
+        return [each.layer for each in self.distances or () if each.exceeds(self.budget)]
+
+    def choose(self, prepared: PreparedStep) -> bool:
+        """Choose the layers, unless they are chosen. Return whether this call chose them. Collective."""
+        if self.distances is not None or not len(prepared.packs):
+            return False
+        first = replace(prepared, packs=prepared.packs[:1])
+        self.distances = measure_distances(
+            self._engine.model,
+            self._layers,
+            lambda: self._engine.gradients(first),
+            group=self._engine.mesh.loss.group,
+            budget=self.budget,
+        )
+        self._engine.optimizer.zero_grad(set_to_none=True)
+        self._apply()
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """The entries of a checkpoint's `extra` dict."""
+        if self.distances is None:
+            return {}
+        return {KEY: {"budget": self.budget, "distances": [asdict(each) for each in self.distances]}}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Take the choice of a checkpoint, unless it was made with another budget."""
+        stored = extra.get(KEY)
+        if stored is not None and stored["budget"] == self.budget:
+            self.distances = tuple(Float8Distance(**each) for each in stored["distances"])
+            self._apply()
+
+    def line(self) -> str:
+        """The choice in one line."""
+        assert self.distances is not None
+        kept = self.bfloat16_layers
+        far = _largest(each.together for each in self.distances)
+        if not kept:
+            return f"parallel.float8_budget={self.budget:g}: all layers multiply in float8 (largest distance {far:.2g})"
+        alone = {each.layer: each.alone for each in self.distances}
+        named = ", ".join(f"{number} ({alone[number]:.2g})" for number in kept)
+        return f"parallel.float8_budget={self.budget:g}: these layers stay in bfloat16, with their distance: {named}"
+
+    def _apply(self) -> None:
+        kept = self.bfloat16_layers
+        self._layers.use([number for number in self._layers.layers if number not in kept])
