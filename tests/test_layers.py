@@ -50,10 +50,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": {"config", "distributed", "model", "sample", "version", "warning"},
     "rollout": {
         "arrays",
+        "attention",
         "batch",
         "config",
         "data",
         "distributed",
+        "head",
+        "layers",
         "model",
         "packing",
         "record",

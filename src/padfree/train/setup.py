@@ -266,6 +266,7 @@ def _load(
         attention=config.model.attention,
         compile=str(config.parallel.compile),
         operators=config.parallel.kernels == "auto",
+        exact=config.rollout.exact is True,
         dtype=getattr(torch, config.model.dtype),
         offload=offload,
         **changes,
