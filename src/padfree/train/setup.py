@@ -27,6 +27,7 @@ from padfree.model.load import load_model, opened_together
 from padfree.model.model_files import base_dtype
 from padfree.model.scalar_head import WEIGHT, use_pad_token
 from padfree.optim.optimizer import make_optimizer
+from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks import task_of
 from padfree.train.critic import Critic
@@ -303,6 +304,7 @@ def _scorer(
             share_prefixes=config.batch.share_prefixes,
             ends=ends,
             pad_token=model.config.pad_token_id if ends else None,
+            min_tokens=SHORTEST_PACK if config.rollout.exact is True else 0,
         ),
         temperature=config.loss.temperature,
         overlong=overlong or config.batch.overlong,

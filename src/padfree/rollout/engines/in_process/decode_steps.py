@@ -309,7 +309,7 @@ class DecodeSteps:
         request = torch.where(active, slots[REQUEST], buffers.num_requests)
         written = torch.where(active, slots[WRITTEN], 0)
         buffers.tokens[request, written] = sampled.tokens
-        buffers.logprobs[request, written] = logprobs
+        buffers.logprobs[request, written] = logprobs.float()
         written = written + 1
         ends = (sampled.tokens[:, None] == self.stops).any(1) | (written >= slots[MAX_NEW_TOKENS])
         buffers.status[0, request] = written

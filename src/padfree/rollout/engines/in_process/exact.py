@@ -79,8 +79,8 @@ def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: Lo
 
 
 def _device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda":
-        return "on a CPU, the bits of attention and of matmuls depend on the number of queries"
+    if device.type == "cpu":
+        return None if dtype == torch.float32 else "on a CPU, kernels were compared in float32 only"
     if not torch.cuda.is_available():
         return "this machine has no GPU to try the matmuls on"
     capability = torch.cuda.get_device_capability(device)
@@ -120,9 +120,9 @@ def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch
             return "attention in chunks of positions has other borders of blocks"
         window = getattr(module, "sliding_window", None)
         spec = AttentionSpec(scale=1.0, window=window if isinstance(window, int) else None, softcap=capped)
-        if not BACKENDS[name].reads_pages(torch.empty(1, 1, size, dtype=dtype, device=device), spec):
+        if not BACKENDS[name].has_decode_bits(torch.empty(1, 1, size, dtype=dtype, device=device), spec):
             what = f"attention with a window of {window} keys" if spec.window else f"attention of head size {size}"
-            return f"the backend {name!r} cannot read pages of keys for {what}"
+            return f"the backend {name!r} computes {what} with other bits for one query than for a pack"
     return None
 
 

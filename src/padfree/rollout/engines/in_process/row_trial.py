@@ -3,8 +3,8 @@
     x [R, K] @ weight.T [K, N]       row i depends on row i of x only, but its bits depend on how the library sums over
                                      K: with few rows, it may split the sum into parts
 
-    16384 rows   1003 4096 8192 rows    16 rows   64 rows   256 rows
-    reference    equal                  differ    differ    equal         a decode step uses 256 rows
+    16384 rows   1024 to 12289 rows    16 rows   64 rows   256 rows
+    reference    equal                 differ    differ    equal         a decode step uses 256 rows
 
 The trial multiplies random numbers with the library's own kernel, in every shape of the model's layers, and compares
 bits. Decode steps then use only numbers of rows at which all matmuls agree. Rows without a response cost little,
@@ -20,8 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-PACK_ROWS = (1003, 4096, 8192)
+PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
 """Numbers of rows of a pack at which a matmul must agree with REFERENCE_ROWS."""
+
+SHORTEST_PACK = PACK_ROWS[0]
+"""A shorter pack is padded to this number of tokens."""
 
 REFERENCE_ROWS = 16384
 

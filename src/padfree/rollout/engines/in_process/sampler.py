@@ -78,7 +78,7 @@ class InProcessSampler:
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled, self._exact = cache_bytes, attention, compiled, exact
-        self._decodes = _decodes(policy) if decodes is None else decodes
+        self._decodes = (exact or _decodes(policy)) if decodes is None else decodes
         self._cache_use: CacheUse = "padded"
         self._decoder: Decoder | None = None  # made at the first call of `sample`
         self._version = 0
