@@ -62,10 +62,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": {"config", "distributed", "model", "routes", "sample", "version", "warning"},
     "rollout": {
         "arrays",
+        "attention",
         "batch",
         "config",
         "data",
         "distributed",
+        "head",
+        "layers",
         "model",
         "packing",
         "record",

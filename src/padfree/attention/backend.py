@@ -150,6 +150,13 @@ class AttentionBackend(Protocol):
         """Whether the caller should call `paged_forward` instead of `forward` for these queries."""
         return False
 
+    def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
+        """Whether `paged_forward` with one query per segment gives the bits that the query gets in a packed forward.
+
+        `q` has the dtype, the device and the head size of the calls; its content does not matter.
+        """
+        return False
+
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Choose the backend for an attention call.
 
 `BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call; it chooses the reference only
-for float64 on CUDA. If the user requests a backend that does not support the call, an error gives the reason and lists
-the backends that support it.
+for float64 on CUDA, and never `tiles`. If the user requests a backend that does not support the call, an error gives
+the reason and lists the backends that support it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from padfree.attention import cpu, flash4, flex, reference, torch_varlen
+from padfree.attention import cpu, flash4, flex, reference, tiles, torch_varlen
 from padfree.attention.backend import AttentionBackend, AttentionNeeds, span
 from padfree.errors import UserError
 
@@ -23,6 +23,7 @@ BACKENDS: dict[str, AttentionBackend] = {
         flex.BACKEND,
         cpu.BACKEND,
         reference.BACKEND,
+        tiles.BACKEND,
     )
 }
 

@@ -128,6 +128,7 @@ READ_BY: dict[str, Reason | None] = {
             lambda config: f"with rollout.engine={config.rollout.engine}",
         ),
     ),
+    "rollout.exact": _sampled,
     "rollout.staleness": _sampled,
     "rollout.filter": _sampled,
     "rollout.oversample": _first(

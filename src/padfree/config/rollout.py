@@ -117,6 +117,12 @@ class RolloutConfig:
         "most half of the free memory.",
         fix="give 'auto' or a number of GiB greater than 0",
     )
+    exact: Literal["auto"] | bool = setting(
+        "auto",
+        about="With in_process: sampled tokens get log-probabilities with the same bits as in the trainer; auto: if "
+        "every operator of the model allows it on this device.",
+        fix="give 'auto', true or false",
+    )
     staleness: int = setting(
         0,
         least=0,

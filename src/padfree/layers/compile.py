@@ -7,6 +7,14 @@ Attention is one operator in the graph. If several context ranks share a pack, a
 wide layers on a GPU, RMSNorm, QK-norm with RoPE, and SwiGLU are custom operators too, and on Hopper GPUs SwiGLU is
 computed in the epilogues of the matmuls around it. With `parallel.kernels = "none"` the compiler generates all kernels
 except attention. The numbers of tokens and of samples are dynamic from the first batch on; all other sizes are static.
+
+With `exact`, the result for a token has the same bits in every graph that is compiled from the same layer, whatever the
+number of tokens and whatever is saved for backward (`rollout.exact`):
+
+    reductions      RMSNorm and QK-norm are custom operators in every layer, whose order of sums depends on the width
+    elementwise     the compiler rounds after each operation, as PyTorch without the compiler does, and fuses no
+                    multiplication with an addition, so that it does not matter which operations share a kernel
+    matmuls         have no epilogues in forward graphs, where an epilogue would omit a rounding
 """
 
 from __future__ import annotations
@@ -25,6 +33,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from padfree.layers.offload import ActivationOffload
 from padfree.layers.ops.quack_support import has_epilogues
 from padfree.layers.passes import PASSES, GraphPass, Stage, graph_nodes
+from padfree.layers.passes.rms_norm import rms_norm_pass
 from padfree.layers.recompute import Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
@@ -46,18 +55,18 @@ layer's kernels.
 """
 
 
-def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none", *, operators: bool = True) -> None:
+def compile_layers(
+    layers: Iterable[nn.Module], backend: str, kept: Kept = "none", *, operators: bool = True, exact: bool = False
+) -> None:
     """Compile each layer separately, in place.
 
     `kept` says which activations are saved for backward. If `operators` is True, the operators of `padfree.layers.ops`
-    are used in layers in which they save time.
+    are used in layers in which they save time. With `exact` they are used in all layers on a GPU, and the result for a
+    token has the same bits in every graph; see above.
     """
     layers = list(layers)
     offload = ActivationOffload(len(layers)) if kept == "host" else None
-    compilers = {
-        name: partial(_compiled, backend=lookup_backend(backend), kept=name, operators=operators)
-        for name in get_args(Kept)
-    }
+    compilers = {name: layer_compiler(backend, name, operators=operators, exact=exact) for name in get_args(Kept)}
     for number, layer in enumerate(layers):
         input_only = kept == "host" and number < HOST_INPUT_ONLY_FRACTION * len(layers)
         layer.compile(backend=compilers["input" if input_only else kept])
@@ -66,6 +75,11 @@ def compile_layers(layers: Iterable[nn.Module], backend: str, kept: Kept = "none
         if offload is not None:
             call = offload.around(layer, call, number)
         object.__setattr__(layer, "_compiled_call_impl", call)
+
+
+def layer_compiler(backend: str, kept: Kept, *, operators: bool, exact: bool) -> Callable[..., Any]:
+    """Return the compiler of a layer's graph, a `backend` of `torch.compile`. Arguments: see `compile_layers`."""
+    return partial(_compiled, backend=lookup_backend(backend), kept=kept, operators=operators, exact=exact)
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
@@ -100,20 +114,30 @@ def _mark(tensor: Tensor, dim: int) -> None:
 
 
 def _compiled(
-    graph: fx.GraphModule, inputs: Any, *, backend: Callable[..., Any], kept: Kept, operators: bool = True
+    graph: fx.GraphModule,
+    inputs: Any,
+    *,
+    backend: Callable[..., Any],
+    kept: Kept,
+    operators: bool = True,
+    exact: bool = False,
 ) -> Any:
     hidden = _hidden_states(inputs)
-    inserted = operators and _operators_pay(hidden)
+    on_gpu = hidden is not None and hidden.is_cuda
+    inserted = (exact and on_gpu) or (operators and _operators_pay(hidden))
     if inserted:
-        counts = [each.run(graph.graph) for each in PASSES if each.stage == "before autograd"]
+        counts = [rms_norm_pass(graph.graph, every=True)] if exact else []
+        counts += [each.run(graph.graph) for each in PASSES if each.stage == "before autograd"]
         if any(counts):
             graph.recompile()
     if backend is lookup_backend("inductor"):
         patches: dict[str, Any] = {}
-        if operators:
-            epilogues = inserted and _has_epilogues(hidden)
-            patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues)
-            patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues)
+        if operators or exact:
+            epilogues = operators and inserted and _has_epilogues(hidden)
+            patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues, exact=exact)
+            patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues, exact=exact)
+        if exact:
+            patches["emulate_precision_casts"] = True
         if hidden is not None and hidden.is_cuda:
             # Let the compiler choose reductions without regard to the pack's length, because a guard on the length
             # would cause recompilation.
@@ -132,17 +156,27 @@ def _compiled(
 class InductorPass(CustomGraphPass):
     """All graph passes of one stage after autograd, joined into one callable with a cache key, as Inductor requires."""
 
-    def __init__(self, stage: Stage, *, epilogues: bool) -> None:
+    def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [
             each for each in PASSES if each.stage == stage and (epilogues or not each.needs_epilogues)
         ]
+        self.exact = exact
 
     def __call__(self, graph: fx.Graph) -> None:
+        forward = self.exact and not _is_backward(graph)
         for each in self.passes:
-            each.run(graph)
+            if not (forward and each.needs_epilogues):
+                each.run(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((*(inspect.getfile(each.run) for each in self.passes), graph_nodes.__file__))
+        files = (*(inspect.getfile(each.run) for each in self.passes), graph_nodes.__file__, __file__)
+        key: bytes = get_hash_for_files(files, extra=f"exact={self.exact}")
+        return key
+
+
+def _is_backward(graph: fx.Graph) -> bool:
+    """Whether a graph after autograd is a backward graph: autograd names its inputs, the gradients, tangents."""
+    return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:

@@ -64,6 +64,7 @@ def transformations(
     attention: str = "auto",
     compile: str = "none",
     operators: bool = True,
+    exact: bool = False,
     checkpointing: Checkpointing = "none",
     dtype: torch.dtype = torch.float32,
     reshard: bool = True,
@@ -76,8 +77,9 @@ def transformations(
 ) -> list[Transformation]:
     """The transformations of a model, in the order in which they are applied.
 
-    `float8` names the matmuls of linear layers that are computed in float8. `rules` select the parameters that are
-    sharded over a mesh other than that of all ranks. With `replay`, routers replay the routes of samples.
+    `float8` names the matmuls of linear layers that are computed in float8. With `exact`, compiled layers give a token
+    the same bits as the sampler does (`rollout.exact`). `rules` select the parameters that are sharded over a mesh
+    other than that of all ranks. With `replay`, routers replay the routes of samples.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -94,7 +96,7 @@ def transformations(
     by_compiler = compile != "none" and checkpointing in ("selective", "host")
     if compile != "none":
         kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
-        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators))
+        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators, exact=exact))
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(_recompute, mode=checkpointing))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
@@ -145,8 +147,8 @@ def _use_float8(model: PreTrainedModel, products: tuple[Float8Product, ...]) -> 
         use_float8(linear, products)
 
 
-def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool) -> None:
-    compile_layers(layers_of(model), backend, kept, operators=operators)
+def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool, exact: bool) -> None:
+    compile_layers(layers_of(model), backend, kept, operators=operators, exact=exact)
 
 
 def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:

@@ -4,6 +4,7 @@
     parallel.checkpointing   the first of none, host, selective, full (fastest first) that fits the device; `host` is
                              tried only if computing a layer takes longer than copying its activations to the host
     parallel.reshard         false (layers stay gathered between forward and backward) if this also fits, else true
+    rollout.exact            true if every operator of the model allows it on this device, else false
 
 Values that the user sets are kept. Each resolved value comes with its reason, for display and for the event log.
 """
@@ -25,10 +26,12 @@ from padfree.choices import Checkpointing
 from padfree.config import Config, LoraConfig, ParallelConfig
 from padfree.config.processes import processes_of
 from padfree.distributed import Mesh
+from padfree.errors import UserError
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
 from padfree.model.structure import skeleton
+from padfree.rollout.engines.in_process import exact
 from padfree.sizes import ModelSizes
 
 USABLE_FRACTION = 0.9
@@ -119,13 +122,16 @@ def resolve_auto_on(
 
     All ranks use the memory of the smallest device. Other arguments: see `estimate_memory`.
     """
-    if "auto" not in (config.parallel.compile, config.parallel.checkpointing, config.parallel.reshard):
+    parallel = config.parallel
+    samples = config.rollout.source is not None and config.rollout.exact is not False
+    if not samples and "auto" not in (parallel.compile, parallel.checkpointing, parallel.reshard):
         return ResolvedAuto(config=config, reasons={})
     memory = torch.tensor(device_memory(mesh.device), dtype=torch.float64, device=mesh.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MIN, group=mesh.loss.group)
-    return resolve_auto(
+    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head)
+    found = resolve_auto(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
+        model,
         processes=mesh.loss.size,
         device_type=mesh.device.type,
         memory=float(memory),
@@ -133,6 +139,31 @@ def resolve_auto_on(
         prompt_tokens=prompt_tokens,
         copied_keys=copied_keys,
     )
+    return with_exact(found, model, mesh.device) if samples else found
+
+
+def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.device) -> ResolvedAuto:
+    """Resolve `rollout.exact` of a run that samples. Raise a `UserError` if it is true but not possible.
+
+    `resolved`: all other settings are resolved. `model`: the model without weights.
+    """
+    config = resolved.config
+    problem = exact.problem(
+        model,
+        device,
+        rollout=config.rollout,
+        parallel=config.parallel,
+        lora=config.lora,
+        dtype=getattr(torch, config.model.dtype),
+        attention=config.model.attention,
+    )
+    if config.rollout.exact is True and problem is not None:
+        raise UserError("rollout.exact", f"true, but {problem}", "set rollout.exact=auto or false")
+    if config.rollout.exact != "auto":
+        return resolved
+    reason = problem or "every operator of the sampler and of the trainer has the same bits"
+    changed = replace(config, rollout=replace(config.rollout, exact=problem is None))
+    return replace(resolved, config=changed, reasons={**resolved.reasons, "rollout.exact": reason})
 
 
 def device_memory(device: torch.device) -> float:
@@ -196,7 +227,8 @@ def _named(parallel: ParallelConfig) -> str:
 
 
 def _shown(config: Config, name: str) -> str:
-    value = getattr(config.parallel, name.rpartition(".")[2])
+    section, _, setting = name.partition(".")
+    value = getattr(getattr(config, section), setting)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

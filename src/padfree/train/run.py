@@ -51,6 +51,7 @@ from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
 from padfree.train.rl.sampled_batches import SampledBatches
+from padfree.train.rl.sampler_agreement import SamplerAgreement
 from padfree.train.setup import (
     build_critic,
     build_engine,
@@ -185,7 +186,7 @@ def _train(
             if collector is None
             else SampledBatches(config.rollout, config.loss, config.run, batcher, collector, engine),
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
-            on_step=on_step,
+            on_step=SamplerAgreement(on_step, on_note) if config.rollout.exact is True else on_step,
             on_note=on_note,
             on_activity=report_activity,
             evaluate=evaluation,

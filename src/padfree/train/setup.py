@@ -28,6 +28,7 @@ from padfree.model.load import load_model, opened_together
 from padfree.model.model_files import base_dtype
 from padfree.model.scalar_head import WEIGHT, use_pad_token
 from padfree.optim.optimizer import make_optimizer
+from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks import task_of
 from padfree.train.critic import Critic
@@ -272,6 +273,7 @@ def _load(
         attention=config.model.attention,
         compile=str(config.parallel.compile),
         operators=config.parallel.kernels == "auto",
+        exact=config.rollout.exact is True,
         dtype=getattr(torch, config.model.dtype),
         offload=offload,
         **changes,
@@ -310,6 +312,7 @@ def _scorer(
             ends=ends,
             routes=routes,
             pad_token=model.config.pad_token_id if ends else None,
+            min_tokens=SHORTEST_PACK if config.rollout.exact is True else 0,
         ),
         temperature=config.loss.temperature,
         overlong=overlong or config.batch.overlong,

@@ -52,12 +52,15 @@ class RMSNorm(NamedTuple):
     result: fx.Node
 
 
-def rms_norm_pass(graph: fx.Graph) -> int:
-    """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm. Returns the number of replacements."""
+def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
+    """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm. Returns the number of replacements.
+
+    With `every`, replace each RMSNorm of hidden states, whatever reads its result.
+    """
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
-        if norm is None or _num_dims(norm.x) != 3 or not _reaches_matmul(norm.result):
+        if norm is None or _num_dims(norm.x) != 3 or not (every or _reaches_matmul(norm.result)):
             continue
         count += 1
         if _is_residual_add(norm.x):

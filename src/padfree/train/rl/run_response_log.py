@@ -31,6 +31,7 @@ WITHOUT_EFFECT = (
     "rollout.canary",
     "rollout.max_concurrent",
     "rollout.kv_cache_memory",
+    "rollout.exact",
     "batch.max_tokens",
     "parallel.",
     "checkpoint.",

@@ -7,6 +7,9 @@ A slot holds one response that is being sampled. In both cases the model sees on
 explicit positions. This works because all layers but attention treat tokens independently, which `padfree.model.probe`
 verifies. Attention gets its context (cache, slots, packs) as an argument of the forward pass, never as a global. Before
 each layer the context is narrowed to that layer, outside of compiled code, so that all layers share one compiled graph.
+
+With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): decode steps and prefill are compiled
+as the layers of the trainer are, and decode attention is the trainer's kernel with one query per slot.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from padfree.batch import AttnContext, LmHead
+from padfree.layers.compile import layer_compiler
 from padfree.model.interface import NAME, attention, position_limit
 from padfree.model.outputs import base_of, described_head
 from padfree.model.route_replay import RouteRecorder
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.decode_experts import all_stacked, use_decode_experts
+from padfree.rollout.engines.in_process.exact_attention import exact_decode_attention, step_keys, store_keys
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.segments import Segments
 
@@ -41,6 +46,18 @@ class _DecodeLayer:
     values: Tensor  # [M, Hkv, dv]
     slots: Tensor  # [F, L]
     longest: int  # maximum number of keys of a slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ExactLayer:
+    """Attention context of one layer in a decode step with the bits of the trainer."""
+
+    keys: Tensor  # [M, Hkv, d]
+    values: Tensor  # [M, Hkv, dv]
+    place: Tensor  # [L]; for this and the next two fields see `StepKeys`
+    table: Tensor  # [L, m]
+    lengths: Tensor  # [L]
+    longest: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,14 +82,15 @@ class _ShapeOfLayer:
 class _Context:
     """The attention context of a forward pass of the model. `of_layer` returns the context of one layer."""
 
-    of_layer: Callable[[int], _DecodeLayer | _PrefillLayer | _ShapeOfLayer]
+    exact: bool
+    of_layer: Callable[[int], _DecodeLayer | _ExactLayer | _PrefillLayer | _ShapeOfLayer]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Return the reason why this model cannot be decoded with padfree's KV cache, or None if it can."""
     if position_limit(model.config) is not None:
         return "its rotary frequencies depend on the longest response in the batch"
-    if _layers(model) is None:
+    if layers_of_model(model) is None:
         return "its layers are not in a ModuleList"
     return None
 
@@ -94,18 +112,23 @@ class CachedModel:
         *,
         backend: str = "auto",
         compiled: bool = False,
+        exact: bool = False,
         recorder: RouteRecorder | None = None,
     ) -> None:
         """`recorder`: records the routes of each pass."""
-        layers = _layers(model)
+        layers = layers_of_model(model)
         assert layers is not None
         assert not model.training
-        self.model, self.device, self.recorder = model, model.device, recorder
+        self.model, self.device, self.backend, self.compiled, self.exact = model, model.device, backend, compiled, exact
+        self.recorder = recorder
         name = f"{NAME}_rollout_{backend}"
         AttentionInterface.register(name, partial(_cached_attention, backend=backend))
         model.set_attn_implementation(name)
         use_decode_experts(model)
-        run = torch.compile(_run_layer) if compiled else _run_layer
+        run = _run_layer
+        if compiled:
+            compiler = layer_compiler("inductor", "none", operators=True, exact=True) if exact else "inductor"
+            run = torch.compile(_run_layer, backend=compiler)
         for index, layer in enumerate(layers):
             # `layer(...)` calls this attribute, but `layer.forward(...)` does not. `nn.Module.compile` sets it too.
             object.__setattr__(layer, "_compiled_call_impl", partial(_call_layer, layer, index, run))
@@ -122,7 +145,7 @@ class CachedModel:
         shapes: list[LayerShape] = []
         packed = AttnContext(segments=Segments.from_lengths([1], device=self.device))
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._forward(one, one, _Context(lambda _: _ShapeOfLayer(shapes, packed)))
+        self._forward(one, one, _Context(self.exact, lambda _: _ShapeOfLayer(shapes, packed)))
         return shapes
 
     @torch.no_grad()
@@ -137,7 +160,7 @@ class CachedModel:
         self._forward(
             tokens,
             positions,
-            _Context(lambda layer: _PrefillLayer(cache.keys[layer], cache.values[layer], indices, packed)),
+            _Context(self.exact, lambda layer: _PrefillLayer(cache.keys[layer], cache.values[layer], indices, packed)),
         )
 
     @torch.no_grad()
@@ -147,10 +170,17 @@ class CachedModel:
         `tokens` and `positions` are [L]. `slots` [F, L]: see `decode_attention`. `longest`: the maximum number of
         earlier keys of a slot.
         """
+        if self.exact:
+            step = step_keys(slots, cache.capacity, longest)
+            return self._forward(
+                tokens,
+                positions,
+                _Context(self.exact, lambda layer: _ExactLayer(cache.keys[layer], cache.values[layer], *step, longest)),
+            )
         return self._forward(
             tokens,
             positions,
-            _Context(lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest)),
+            _Context(self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest)),
         )
 
     def _forward(self, tokens: Tensor, positions: Tensor, context: _Context) -> Tensor:
@@ -167,7 +197,7 @@ class CachedModel:
         return hidden
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList | None:
+def layers_of_model(model: PreTrainedModel) -> nn.ModuleList | None:
     wanted = int(model.config.num_hidden_layers)
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == wanted)
     return next(lists, None)
@@ -178,10 +208,18 @@ def _call_layer(layer: nn.Module, index: int, run: Callable[..., Any], *args: An
     assert isinstance(context, _Context), "a layer was called outside of CachedModel"
     narrowed = context.of_layer(index)
     kwargs = {**kwargs, "attn_context": narrowed}
-    if not isinstance(narrowed, _DecodeLayer):
+    if isinstance(narrowed, _ShapeOfLayer) or (isinstance(narrowed, _PrefillLayer) and not context.exact):
         return _run_layer(layer, *args, **kwargs)
     if run is not _run_layer:
-        _mark_variable((*args, *kwargs.values(), narrowed.slots))
+        _mark_variable((*args, *kwargs.values()))
+        if isinstance(narrowed, _DecodeLayer):
+            _mark(narrowed.slots, 1)
+        elif isinstance(narrowed, _ExactLayer):
+            for tensor in (narrowed.place, narrowed.table, narrowed.lengths):
+                _mark(tensor, 0)
+        else:
+            _mark(narrowed.indices, 0)
+            _mark(narrowed.packed.segments.cu_seqlens, 0)
     return run(layer, *args, **kwargs)
 
 
@@ -192,14 +230,18 @@ def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _mark_variable(inputs: Sequence[Any]) -> None:
     """Tell the compiler that the number of slots L may vary, so that it does not compile once for each number.
 
-    `inputs` have L as a dimension: hidden states [1, L, D], positions [1, L], slots [F, L].
+    `inputs` have L as a dimension: hidden states [1, L, D], positions [1, L].
     """
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2:
-            if not hasattr(each, "_dynamo_weak_dynamic_indices"):
-                torch._dynamo.maybe_mark_dynamic(each, 1)
+            _mark(each, 1)
         elif isinstance(each, tuple):
             _mark_variable(each)
+
+
+def _mark(tensor: Tensor, dim: int) -> None:
+    if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def _cached_attention(
@@ -210,7 +252,7 @@ def _cached_attention(
     attention_mask: Tensor | None,
     *,
     backend: str,
-    attn_context: _DecodeLayer | _PrefillLayer | _ShapeOfLayer,
+    attn_context: _DecodeLayer | _ExactLayer | _PrefillLayer | _ShapeOfLayer,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -223,17 +265,22 @@ def _cached_attention(
     layers with the same arguments, so they need no check.
     """
     context = attn_context
-    if isinstance(context, _DecodeLayer):
+    if isinstance(context, (_DecodeLayer, _ExactLayer)):
         q, k, v = (states.transpose(1, 2).squeeze(0).contiguous() for states in (query, key, value))
         scale = q.shape[2] ** -0.5 if scaling is None else scaling
+        if isinstance(context, _ExactLayer):
+            out = exact_decode_attention(
+                q, k, v, context.keys, context.values, context.place, context.table, context.lengths, s_aux, scale,
+                sliding_window, softcap, context.longest, backend,
+            )  # fmt: skip
+            return out[None], None
         out = decode_attention(
             q, k, v, context.keys, context.values, context.slots, s_aux, scale, sliding_window, softcap, context.longest
         )
         return out[None], None
     k, v = (states.transpose(1, 2).squeeze(0) for states in (key, value))
     if isinstance(context, _PrefillLayer):
-        context.keys.index_copy_(0, context.indices, k)
-        context.values.index_copy_(0, context.indices, v)
+        store_keys(context.keys, context.values, context.indices, k, v)
     else:
         context.shapes.append(LayerShape(heads=k.shape[1], key_size=k.shape[2], value_size=v.shape[2], dtype=k.dtype))
     return attention(

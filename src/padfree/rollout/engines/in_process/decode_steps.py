@@ -18,7 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.attention.backend import PAGE_SIZE
 from padfree.errors import UserError
+from padfree.head import score
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.in_process import sample_token
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
@@ -34,6 +36,9 @@ MIN_SLOTS = 16
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
+
+PREFILL_ROWS = (1024, 2048, 4096, 8192)
+"""Numbers of tokens of prefill passes with the bits of the trainer. A matmul of fewer rows may split its sums."""
 
 GROWTH = 1.1
 """The cache is allocated larger by this factor, because the next batch may have longer prompts."""
@@ -100,12 +105,14 @@ class DecodeSteps:
         stops: Sequence[int],
         cache_bytes: int | None = None,
         captured: bool | None = None,
+        step_rows: Sequence[int] | None = None,
     ) -> None:
         """Create the steps. Their buffers and CUDA graphs are created when they are first needed.
 
         `cache_bytes` limits the KV cache. If it is None, the cache has as much memory as `num_slots` responses need,
         but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, steps are
-        CUDA graphs if the device and the model allow it.
+        CUDA graphs if the device and the model allow it. `step_rows`: the numbers of slots of a step, descending, of
+        which the first is at least `num_slots`; None: `slot_counts` if steps are captured, else any number.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature = num_slots, temperature
@@ -113,6 +120,8 @@ class DecodeSteps:
         self.cache_bytes = cache_bytes
         cuda = self.device.type == "cuda"
         self.captured = cuda and can_be_captured(model.model) if captured is None else captured
+        self.step_rows = list(slot_counts(num_slots) if step_rows is None and self.captured else step_rows or ())
+        self.page = PAGE_SIZE if model.exact else 1  # prompts and responses begin at multiples of this in the cache
         self.shapes: list[LayerShape] | None = None
         self.route_shape: tuple[int, ...] | None = None  # (R, k) if routes are recorded
         self.statistics = DecodeStatistics()
@@ -138,7 +147,7 @@ class DecodeSteps:
     def prepare(self, requests: Sequence[SamplingRequest]) -> None:
         """Allocate the memory for these requests and capture all steps, so that `sample` does not have to."""
         self._buffers = self._fitting_buffers(requests)
-        for count in slot_counts(self.num_slots) if self.captured else ():
+        for count in self.step_rows if self.captured else ():
             if count not in self._graphs:
                 self._capture(count)
 
@@ -151,10 +160,16 @@ class DecodeSteps:
             if self.model.recorder is not None:
                 self.route_shape = tuple(self.model.recorder.take().shape[1:])
         longest = max(request.max_new_tokens for request in requests)
-        prompts = {id(request.tokens): len(request.tokens) - 1 for request in requests}
-        wanted = min(self.num_slots, len(requests)) * longest + sum(prompts.values())
-        needed = max(len(request.tokens) - 1 + request.max_new_tokens for request in requests)
-        num_requests, max_keys, old_capacity = len(requests), rounded_up(needed, KEYS_STEP), 0
+        prompts = {id(request.tokens): self.prompt_size(len(request.tokens) - 1) for request in requests}
+        own = max(self.own_size(len(request.tokens) - 1, request.max_new_tokens) for request in requests)
+        unused = self.page if self.model.exact else 0  # the last page, to which inactive slots write
+        wanted = min(self.num_slots, len(requests)) * own + sum(prompts.values()) + unused
+        keys = max(len(request.tokens) - 1 + request.max_new_tokens for request in requests)
+        needed = max(
+            prompts[id(request.tokens)] + self.own_size(len(request.tokens) - 1, request.max_new_tokens) + unused
+            for request in requests
+        )
+        num_requests, max_keys, old_capacity = len(requests), rounded_up(keys, KEYS_STEP), 0
         old = self._buffers
         if old is not None:
             fits = num_requests <= old.num_requests and longest <= old.longest and max_keys <= old.max_keys
@@ -173,10 +188,11 @@ class DecodeSteps:
                 f"take {needed * token_bytes / 2**30:.3g} GiB",
                 f"set rollout.kv_cache_memory={np.ceil(needed * token_bytes / 2**30 * 100) / 100:g} or more",
             )
-        capacity = min(limit, max(old_capacity, int(wanted * GROWTH)))
+        num_rows = max([self.num_slots, *self.step_rows[:1]])
+        capacity = min(limit, max(old_capacity, int(wanted * GROWTH))) // self.page * self.page
         return Buffers(
             cache=KVCache.allocated(self.shapes, capacity, self.device),
-            slots=torch.zeros(NUM_SLOT_FIELDS, self.num_slots, dtype=torch.int64, device=self.device),
+            slots=torch.zeros(NUM_SLOT_FIELDS, num_rows, dtype=torch.int64, device=self.device),
             tokens=torch.zeros(num_requests + 1, longest, dtype=torch.int64, device=self.device),
             logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
@@ -190,6 +206,13 @@ class DecodeSteps:
         assert self.model.recorder is not None
         dtype = torch.uint8 if self.model.recorder.dtype == np.uint8 else torch.int16
         return torch.zeros(num_requests, longest, *self.route_shape, dtype=dtype, device=self.device)
+    def prompt_size(self, stored: int) -> int:
+        """Number of cache entries for a prompt with `stored` keys."""
+        return rounded_up(stored, self.page)
+
+    def own_size(self, stored: int, max_new_tokens: int) -> int:
+        """Number of cache entries for a response. They begin with a copy of the prompt's last, partial page."""
+        return rounded_up(stored % self.page + max_new_tokens, self.page)
 
     def _max_capacity(self) -> int:
         """Maximum number of tokens in the cache."""
@@ -217,30 +240,46 @@ class DecodeSteps:
             lengths = np.cumsum([len(tokens) for tokens, _ in prompts])
             count = max(1, int(np.searchsorted(lengths, PREFILL_TOKENS, side="right")))
             chosen, prompts = prompts[:count], prompts[count:]
-            pack = np.zeros((3, int(lengths[count - 1])), np.int64)  # tokens, positions, cache indices
+            total = int(lengths[count - 1])
+            padded = prefill_rows(total) if self.model.exact else total
+            pack = np.zeros((3, padded), np.int64)  # tokens, positions, cache indices
+            pack[2, total:] = self._buffers.cache.capacity - 1  # padding is stored in the unused page
             start = 0
             for tokens, first in chosen:
                 position = np.arange(len(tokens))
                 pack[:, start : start + len(tokens)] = tokens, position, first + position
                 start += len(tokens)
             ids, positions, indices = self.uploaded(pack)
-            self.model.prefill(ids, positions, indices, [len(tokens) for tokens, _ in chosen], self._buffers.cache)
-            self.statistics.prefilled += start
+            segments = [len(tokens) for tokens, _ in chosen] + [padded - total] * (padded > total)
+            self.model.prefill(ids, positions, indices, segments, self._buffers.cache)
+            self.statistics.prefilled += total
             if self.model.recorder is None:
                 routes += [None] * len(chosen)
             else:
-                routes += self.model.recorder.take().split([len(tokens) for tokens, _ in chosen])
+                routes += self.model.recorder.take().split(segments)[: len(chosen)]
         return routes
+
+    def copy_keys(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Copy keys and values inside the cache. `ranges`: first index, first index of the copy, and length."""
+        assert self._buffers is not None
+        lengths = np.array([length for _, _, length in ranges], np.int64)
+        if not lengths.sum():
+            return
+        offset = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        starts = np.array([(source, target) for source, target, _ in ranges], np.int64).T
+        source, target = self.uploaded(np.repeat(starts, lengths, axis=1) + offset)
+        for cached in (*self._buffers.cache.keys, *self._buffers.cache.values):
+            cached.index_copy_(0, target, cached[source])
 
     def run_steps(self, steps: int, occupied: int) -> None:
         """Sample `steps` tokens in each of the first `occupied` slots."""
         if self.captured:
-            count = next(size for size in reversed(slot_counts(self.num_slots)) if size >= occupied)
+            count = next(size for size in reversed(self.step_rows) if size >= occupied)
             graph = self._graphs.get(count) or self._capture(count)
             for _ in range(steps):
                 graph.replay()
         else:
-            count = occupied
+            count = next((size for size in reversed(self.step_rows) if size >= occupied), occupied)
             for _ in range(steps):
                 self._step(count)
         self.statistics.steps += steps
@@ -279,11 +318,16 @@ class DecodeSteps:
         sampled = sample_token.sample_token(
             sample_token.products(hidden, head), head, slots[KEY], slots[WRITTEN], self.temperature
         )
+        logprobs = sampled.logprobs
+        if self.model.exact:
+            logprobs = score(
+                hidden, head, sampled.tokens, temperature=self.temperature, num_labels=len(hidden)
+            ).logprobs
         active = slots[ACTIVE] != 0
         request = torch.where(active, slots[REQUEST], buffers.num_requests)
         written = torch.where(active, slots[WRITTEN], 0)
         buffers.tokens[request, written] = sampled.tokens
-        buffers.logprobs[request, written] = sampled.logprobs
+        buffers.logprobs[request, written] = logprobs.float()
         if buffers.routes is not None:
             assert self.model.recorder is not None
             buffers.routes[request, written] = self.model.recorder.take()
@@ -317,6 +361,14 @@ class DecodeSteps:
 
 def rounded_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+def prefill_rows(tokens: int) -> int:
+    """Return the number of tokens of a prefill pass with the bits of the trainer: `tokens` with padding.
+
+    It is 1024, 2048, 4096 or a multiple of 8192: sizes at which matmuls were tried (`row_trial`).
+    """
+    return next((size for size in PREFILL_ROWS if size >= tokens), rounded_up(tokens, PREFILL_TOKENS))
 
 
 def slot_counts(num_slots: int) -> list[int]:

@@ -26,10 +26,11 @@ from padfree.errors import UserError
 from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.model.route_replay import RouteRecorder
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
-from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
+from padfree.rollout.engines.in_process.cached_model import CachedModel, layers_of_model, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.rollout.engines.in_process.row_trial import trial
 from padfree.warning import PadfreeWarning
 
 
@@ -49,6 +50,7 @@ def make_in_process_sampler(
         attention=config.model.attention,
         compiled=config.parallel.compile == "inductor",
         records_routes=config.rollout.routing == "replay",
+        exact=config.rollout.exact is True,
     )
 
 
@@ -67,17 +69,20 @@ class InProcessSampler:
         compiled: bool = False,
         decodes: bool | None = None,
         records_routes: bool = False,
+        exact: bool = False,
     ) -> None:
         """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache.
 
         If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
         `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used on a GPU, provided
-        that it supports the model. `records_routes`: whether responses have `routes`.
+        that it supports the model. `records_routes`: whether responses have `routes`. `exact`: whether the `Decoder`
+        computes log-probabilities with the bits of the trainer; `padfree.rollout.engines.in_process.exact.problem` must
+        have found no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
-        self._cache_bytes, self._attention, self._compiled = cache_bytes, attention, compiled
-        self._decodes = _decodes(policy) if decodes is None else decodes
+        self._cache_bytes, self._attention, self._compiled, self._exact = cache_bytes, attention, compiled, exact
+        self._decodes = (exact or _decodes(policy)) if decodes is None else decodes
         self._cache_use: CacheUse = "padded"
         self._decoder: Decoder | None = None  # made at the first call of `sample`
         self._version = 0
@@ -136,12 +141,26 @@ class InProcessSampler:
             self._decoder.free()
 
     def _made_decoder(self) -> Decoder:
+        model, step_rows = self.policy.model, None
+        if self._exact:
+            layers = layers_of_model(model)
+            assert layers is not None
+            choice = trial(layers, self.batch_size, self.policy.device, model.dtype)
+            assert choice.problem is None, choice.problem
+            step_rows = choice.step_rows
         return Decoder(
-            CachedModel(self.policy.model, backend=self._attention, compiled=self._compiled, recorder=self._recorder),
+            CachedModel(
+                model,
+                backend=self._attention,
+                compiled=self._compiled,
+                exact=self._exact,
+                recorder=self._recorder,
+            ),
             num_slots=self.batch_size,
             temperature=self.temperature,
             stops=self.stops,
             cache_bytes=self._cache_bytes,
+            step_rows=step_rows,
         )
 
 

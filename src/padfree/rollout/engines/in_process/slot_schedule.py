@@ -68,9 +68,18 @@ class DecodeSlot:
 
     request: int
     prompt: CachedPrompt
-    own: int  # cache index of its first own token
+    start: int  # its first cache index
+    size: int  # number of its cache entries
+    own: int  # cache index of its first own token, after the copy of the prompt's partial page
     remaining: int  # steps until it reaches `max_new_tokens`
     index: int | None = None  # its slot on the device; None: not assigned yet
+
+    @property
+    def partial_page(self) -> tuple[int, int, int]:
+        """The keys of the prompt's last, partial page: first index, first index of the slot's copy, and number."""
+        assert self.prompt.start is not None
+        length = self.own - self.start
+        return self.prompt.start + self.prompt.stored - length, self.start, length
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +99,8 @@ class SlotSchedule:
     num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
 
     def run(self) -> None:
-        self.extents = Extents(self.buffers.cache.capacity)
+        # With pages, the last one is left for inactive slots and padding.
+        self.extents = Extents(self.buffers.cache.capacity - (self.decoder.page if self.decoder.page > 1 else 0))
         for number, request in enumerate(self.requests):
             self.prompts.setdefault(id(request.tokens), CachedPrompt(request.tokens)).unfinished += 1
             self.waiting.append(number)
@@ -145,22 +155,28 @@ class SlotSchedule:
         for slot in admitted:
             if slot.prompt.routes is not None:
                 self.prompt_routes[slot.request] = slot.prompt.routes
+        if self.decoder.page > 1 and admitted:
+            self.decoder.copy_keys([slot.partial_page for slot in admitted])
         return bool(admitted)
 
     def _admitted(self, number: int, missing: list[CachedPrompt]) -> DecodeSlot | None:
         request = self.requests[number]
         prompt = self.prompts[id(request.tokens)]
-        own = self.extents.allocate(request.max_new_tokens)
-        if own is None:
+        size = self.decoder.own_size(prompt.stored, request.max_new_tokens)
+        start = self.extents.allocate(size)
+        if start is None:
             return None
         if prompt.start is None:
-            prompt.start = self.extents.allocate(prompt.stored)
+            prompt.start = self.extents.allocate(self.decoder.prompt_size(prompt.stored))
             if prompt.start is None:
-                self.extents.free(own, request.max_new_tokens)
+                self.extents.free(start, size)
                 return None
             if prompt.stored:
                 missing.append(prompt)
-        return DecodeSlot(request=number, prompt=prompt, own=own, remaining=request.max_new_tokens)
+        own = start + prompt.stored % self.decoder.page
+        return DecodeSlot(
+            request=number, prompt=prompt, start=start, size=size, own=own, remaining=request.max_new_tokens
+        )
 
     def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
         """Append prompts of waiting requests to `missing`, the prompts of the next prefill pass.
@@ -175,10 +191,12 @@ class SlotSchedule:
                 continue
             tokens += prompt.stored
             free_slots = self.decoder.num_slots - len(self.occupied)
-            spare = self.extents.num_free - prompt.stored - free_slots * request.max_new_tokens
+            size = self.decoder.prompt_size(prompt.stored)
+            own = self.decoder.own_size(prompt.stored, request.max_new_tokens)
+            spare = self.extents.num_free - size - free_slots * own
             if tokens > PREFILL_TOKENS or spare < 0:
                 return
-            prompt.start = self.extents.allocate(prompt.stored)
+            prompt.start = self.extents.allocate(size)
             if prompt.start is None:
                 return
             missing.append(prompt)
@@ -187,12 +205,12 @@ class SlotSchedule:
         """Free the cache space of all prefilled prompts. Call this only if no slot is occupied."""
         for prompt in self.prompts.values():
             if prompt.start is not None:
-                self.extents.free(prompt.start, prompt.stored)
+                self.extents.free(prompt.start, self.decoder.prompt_size(prompt.stored))
                 prompt.start = None
 
     def _arrange(self) -> None:
         """Compact the occupied slots on the device and initialise the new ones."""
-        num_slots = self.decoder.num_slots
+        num_slots = self.buffers.slots.shape[1]
         # For each slot: its previous index, whether it is new, and the fields of a new slot.
         table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)
         previous, is_new, fresh = table[0], table[1], table[2:]
@@ -219,11 +237,11 @@ class SlotSchedule:
             if slot.remaining > 0 and (status is None or not status[1, slot.request]):
                 remaining.append(slot)
                 continue
-            self.extents.free(slot.own, self.requests[slot.request].max_new_tokens)
+            self.extents.free(slot.start, slot.size)
             slot.prompt.unfinished -= 1
             if slot.prompt.unfinished == 0:
                 assert slot.prompt.start is not None
-                self.extents.free(slot.prompt.start, slot.prompt.stored)
+                self.extents.free(slot.prompt.start, self.decoder.prompt_size(slot.prompt.stored))
                 slot.prompt.start = None
         self.occupied = remaining
         if status is not None and self.on_progress is not None:

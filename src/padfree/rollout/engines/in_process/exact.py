@@ -1,0 +1,147 @@
+"""`rollout.exact`: whether the sampler can compute the bits of the trainer, and if not, which operator prevents it.
+
+    operator                  kernel in the sampler and in the trainer             what could change the bits
+    embedding, RoPE angles    the model's own code                                 nothing: elementwise
+    RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
+                              not compiled: the model's own code                   depends on the width only
+    linear layers             the library's matmul                                 a sum over K in parts: `row_trial`
+    attention                 the trainer's kernel: packed, or paged with one      the borders of blocks of keys:
+                              query per slot                                       `exact_attention`
+    SwiGLU, residual, bias    compiled with a rounding after every operation       which operations share a kernel:
+                                                                                   `padfree.layers.compile`, `exact`
+    head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
+
+`problem` returns the first operator or setting for which this does not hold. It needs no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.attention.selection import BACKENDS, choose_backend
+from padfree.attention.spec import AttentionSpec
+from padfree.config import LoraConfig, ParallelConfig, RolloutConfig
+from padfree.errors import UserError
+from padfree.model.interface import chunk_of, text_config
+from padfree.model.sharing import state_obstacle
+from padfree.rollout.engines.in_process.cached_model import EXPERTS, layers_of_model, unsupported_reason
+from padfree.rollout.engines.in_process.row_trial import trial
+
+HOPPER = (9, 0)
+"""The compute capability of the GPUs on which all operators have been compared."""
+
+LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU)
+"""Modules without children that may occur in a layer, besides RMSNorm and activations without parameters."""
+
+
+def problem(
+    model: PreTrainedModel,
+    device: torch.device,
+    *,
+    rollout: RolloutConfig,
+    parallel: ParallelConfig,
+    lora: LoraConfig,
+    dtype: torch.dtype,
+    attention: str,
+) -> str | None:
+    """Return why the sampler of a run cannot compute the bits of the trainer on `device`, or None if it can.
+
+    `model` may be on the meta device. The matmuls of its layers are tried on `device`. `dtype` and `attention`: the
+    settings `model.dtype` and `model.attention`.
+    """
+    return (
+        _settings_problem(rollout, parallel, lora)
+        or _device_problem(device, dtype)
+        or model_problem(model)
+        or attention_problem(model, device, dtype, attention)
+        or _matmul_problem(model, device, dtype, rollout.max_concurrent)
+    )
+
+
+def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: LoraConfig) -> str | None:
+    if rollout.engine != "in_process":
+        return f"rollout.engine={rollout.engine} has kernels of its own"
+    if lora.rank:
+        return "the sampler multiplies by merged weights, but the trainer adds the product of the adapter"
+    if parallel.context != 1:
+        return f"parallel.context={parallel.context} divides the attention of a sample"
+    if parallel.expert != 1:
+        return f"parallel.expert={parallel.expert} divides the experts"
+    if parallel.compile not in ("none", "inductor"):
+        return f"parallel.compile={parallel.compile} was not compared"
+    if parallel.compile == "inductor" and parallel.kernels != "auto":
+        return f"parallel.kernels={parallel.kernels} lets the compiler choose the order of sums in RMSNorm"
+    return None
+
+
+def _device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cpu":
+        return None if dtype == torch.float32 else "on a CPU, kernels were compared in float32 only"
+    if not torch.cuda.is_available():
+        return "this machine has no GPU to try the matmuls on"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != HOPPER:
+        return f"kernels were compared on compute capability 9.0 only, not on {capability[0]}.{capability[1]}"
+    if dtype != torch.bfloat16:
+        return f"kernels were compared in bfloat16 only, not in {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def model_problem(model: PreTrainedModel) -> str | None:
+    """Return the operator that may have other bits in a decode step than in a pack, or None if there is none."""
+    reason = state_obstacle(model) or unsupported_reason(model)
+    if reason is not None:
+        return reason
+    if any(getattr(text_config(model.config), name, None) for name in EXPERTS):
+        return "the matmuls of experts depend on how many tokens each expert gets"
+    layers = layers_of_model(model)
+    assert layers is not None
+    for name, module in _leaves(layers):
+        if not _is_row_invariant(module):
+            return f"{type(module).__name__} ({name}) has no kernel whose bits are known not to depend on other tokens"
+    return None
+
+
+def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, requested: str) -> str | None:
+    """Return why attention of a decode step has other bits than the trainer's with the backend `requested`."""
+    config = text_config(model.config)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    capped = getattr(config, "attn_logit_softcapping", None)
+    try:
+        name = choose_backend(device, dtype, size, softcap=capped is not None, requested=requested)
+    except UserError as error:
+        return f"no attention backend: {error}"
+    for module in model.modules():
+        if chunk_of(module) is not None:
+            return "attention in chunks of positions has other borders of blocks"
+        window = getattr(module, "sliding_window", None)
+        spec = AttentionSpec(scale=1.0, window=window if isinstance(window, int) else None, softcap=capped)
+        if not BACKENDS[name].has_decode_bits(torch.empty(1, 1, size, dtype=dtype, device=device), spec):
+            what = f"attention with a window of {window} keys" if spec.window else f"attention of head size {size}"
+            return f"the backend {name!r} computes {what} with other bits for one query than for a pack"
+    return None
+
+
+def _matmul_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_slots: int) -> str | None:
+    layers = layers_of_model(model)
+    assert layers is not None
+    return trial(layers, num_slots, device, dtype).problem
+
+
+def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if not any(True for _ in module.children()):
+                yield name, module
+
+
+def _is_row_invariant(module: nn.Module) -> bool:
+    """Whether a module without children is a linear layer, an RMSNorm, or elementwise."""
+    if isinstance(module, LEAVES) or type(module).__name__.endswith("RMSNorm"):
+        return True
+    has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    return not has_state and "act" in type(module).__module__.rpartition(".")[2]

@@ -1,0 +1,119 @@
+"""Decode attention with the kernel of the trainer, so that its output has the trainer's bits (`rollout.exact`).
+
+The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE`, counted from the first key, and combines the
+blocks from the last to the first. Its output for a query depends only on the keys that the query sees and on the
+borders of the blocks, and not on the other queries of the call. So a decode step calls the same kernel, with one query
+in each slot, and keeps the borders. The KV cache is divided into pages of one block. Slots share the whole pages of a
+prompt, and the rest of the prompt is copied to the slot's own first page:
+
+    prompt of 5 tokens, pages of 4             pages 0: p p p p   1: p . . .      prefilled once
+    two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3
+    own                                        pages 4: p b . .                   slot 1 sees pages 0 4
+
+    place [L]        cache index where the new token's key is stored; for an inactive slot the last index of the cache
+    table [L, m]     int32: the pages of each slot
+    lengths [L]      int32: number of keys of each slot with the new one; 1 for an inactive slot
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from padfree.attention.backend import PAGE_SIZE, Pages
+from padfree.attention.selection import BACKENDS, choose_backend
+from padfree.attention.sinks import apply_sinks
+from padfree.attention.spec import AttentionSpec
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.segments import Segments
+
+
+class StepKeys(NamedTuple):
+    """Which keys the L slots see in a decode step; see the module docstring."""
+
+    place: Tensor  # [L] int64
+    table: Tensor  # [L, m] int32
+    lengths: Tensor  # [L] int32
+
+
+def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
+    """Return the keys of a decode step for `slots` [F, L]. All slots share it, in all layers.
+
+    `capacity`: number of tokens in the cache, a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys of a
+    slot before the new one. A prompt begins at a multiple of `PAGE_SIZE`. The keys of a slot's own tokens begin
+    `STORED % PAGE_SIZE` tokens after one.
+    """
+    assert capacity % PAGE_SIZE == 0
+    active = slots[ACTIVE] != 0
+    before = torch.where(active, slots[STORED] + slots[WRITTEN], 0)
+    place = torch.where(active, slots[OWN] + slots[WRITTEN], capacity - 1)
+    shared = slots[STORED] // PAGE_SIZE  # [L] whole pages of the prompt
+    own = slots[OWN] // PAGE_SIZE
+    page = torch.arange(longest // PAGE_SIZE + 1, device=slots.device)  # [m]
+    table = torch.where(
+        page < shared[:, None], slots[PROMPT][:, None] // PAGE_SIZE + page, own[:, None] + page - shared[:, None]
+    )
+    # Entries after a slot's last page are never read, but must be pages of the cache.
+    last = capacity // PAGE_SIZE - 1
+    table = torch.where(active[:, None], table.clamp(0, last), last)
+    return StepKeys(place, table.int(), (before + 1).int())
+
+
+@torch.library.custom_op("padfree::store_keys", mutates_args=("keys", "values"))
+def store_keys(keys: Tensor, values: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
+    """Store k and v [T, Hkv, d] at `indices` [T] of the cache [M, Hkv, d]."""
+    keys.index_copy_(0, indices, k)
+    values.index_copy_(0, indices, v)
+
+
+@store_keys.register_fake
+def _nothing(keys: Tensor, values: Tensor, indices: Tensor, k: Tensor, v: Tensor) -> None:
+    return None
+
+
+@torch.library.custom_op("padfree::exact_decode_attention", mutates_args=("keys", "values"))
+def exact_decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    place: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    longest: int,
+    backend: str,
+) -> Tensor:
+    """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
+
+    q [L, H, d], k and v [L, Hkv, d], keys and values [M, Hkv, d]; `place`, `table` and `lengths`: see `StepKeys`.
+    `longest`: maximum number of keys of a slot before the new one. Other arguments: see `decode_attention` and
+    `choose_backend`.
+    """
+    store_keys(keys, values, place, k, v)
+    name = choose_backend(
+        q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
+    )
+    # A window that holds all keys is left out, as in the trainer.
+    spec = AttentionSpec(
+        scale=scale, window=None if window is not None and window > longest else window, softcap=softcap
+    )
+    count = len(q)
+    ends = torch.arange(count + 1, dtype=torch.int32, device=q.device)
+    queries = Segments(cu_seqlens=ends, offsets=np.arange(count + 1), max_seqlen=1)
+    pages = Pages(table=table, lengths=lengths, longest=longest + 1)
+    paged = (cached.view(-1, PAGE_SIZE, *cached.shape[1:]) for cached in (keys, values))
+    out, lse = BACKENDS[name].paged_forward(q, *paged, queries, pages, spec)
+    return (out if sinks is None else apply_sinks(out, lse, sinks)[0]).contiguous()
+
+
+@exact_decode_attention.register_fake
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])

@@ -1,0 +1,123 @@
+"""Find the numbers of rows at which a matmul has the same bits as in the packs of the trainer.
+
+    x [R, K] @ weight.T [K, N]       row i depends on row i of x only, but its bits depend on how the library sums over
+                                     K: with few rows, it may split the sum into parts
+
+    16384 rows   1024 to 12289 rows    16 rows   64 rows   256 rows
+    reference    equal                 differ    differ    equal         a decode step uses 256 rows
+
+The trial multiplies random numbers with the library's own kernel, in every shape of the model's layers, and compares
+bits. Decode steps then use only numbers of rows at which all matmuls agree. Rows without a response cost little,
+because a decode step mostly waits for the weights. Results are kept for the process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
+"""Numbers of rows of a pack at which a matmul must agree with REFERENCE_ROWS."""
+
+SHORTEST_PACK = PACK_ROWS[0]
+"""A shorter pack is padded to this number of tokens."""
+
+REFERENCE_ROWS = 16384
+
+STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Numbers of slots of a decode step that are tried, besides `rollout.max_concurrent`."""
+
+
+class MatmulShape(NamedTuple):
+    inputs: int  # K
+    outputs: int  # N
+    has_bias: bool
+
+
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
+    """Return the distinct shapes of the linear layers in `layers`, in their order."""
+    linear = (module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear))
+    return list(
+        dict.fromkeys(MatmulShape(each.in_features, each.out_features, each.bias is not None) for each in linear)
+    )
+
+
+@torch.no_grad()
+def agreeing_rows(
+    shape: MatmulShape,
+    rows: Collection[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    matmul: Matmul = nn.functional.linear,
+    reference_rows: int = REFERENCE_ROWS,
+) -> frozenset[int]:
+    """Return those of `rows` at which `matmul` gives each row the bits that it has among `reference_rows` rows."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, generator=generator).to(dtype)
+
+    x, weight = random(reference_rows, shape.inputs), random(shape.outputs, shape.inputs)
+    bias = random(shape.outputs) if shape.has_bias else None
+    expected = matmul(x, weight, bias)
+
+    def agrees(count: int) -> bool:
+        starts = {0, (reference_rows - count) // 2, reference_rows - count}
+        return all(
+            torch.equal(matmul(x[start : start + count], weight, bias), expected[start : start + count])
+            for start in starts
+        )
+
+    return frozenset(count for count in rows if count <= reference_rows and agrees(count))
+
+
+@functools.cache
+def _agreeing_on_device(
+    shape: MatmulShape, rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> frozenset[int]:
+    return agreeing_rows(shape, rows, device=device, dtype=dtype)
+
+
+class RowChoice(NamedTuple):
+    """The numbers of rows of decode steps, descending; or the reason why there are none."""
+
+    step_rows: tuple[int, ...]
+    problem: str | None
+
+
+def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
+    """Choose the numbers of rows of decode steps from the rows at which each matmul agrees with a pack.
+
+    The first number is the smallest one that is at least `num_slots`. The reason names the matmul.
+    """
+    for shape, rows in agreeing.items():
+        name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"
+        differing = [count for count in PACK_ROWS if count not in rows]
+        if differing:
+            return RowChoice((), f"{name} has other bits in a pack of {differing[0]} tokens than in a longer one")
+        if not any(count >= num_slots for count in rows if count in candidates(num_slots)):
+            return RowChoice((), f"{name} has other bits with {num_slots} to {STEP_ROWS[-1]} rows than in a pack")
+    common = [count for count in candidates(num_slots) if all(count in rows for rows in agreeing.values())]
+    enough = [count for count in common if count >= num_slots]
+    if not enough:
+        return RowChoice((), f"no number of rows of at least {num_slots} agrees with a pack in every matmul")
+    return RowChoice(tuple(sorted((count for count in common if count <= enough[0]), reverse=True)), None)
+
+
+def candidates(num_slots: int) -> tuple[int, ...]:
+    return tuple(sorted({*STEP_ROWS, max(num_slots, STEP_ROWS[0])}))
+
+
+def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
+    """Try the matmuls of `layers` on the device, and choose the numbers of rows of decode steps."""
+    rows = (*PACK_ROWS, *candidates(num_slots))
+    agreeing = {shape: _agreeing_on_device(shape, rows, device, dtype) for shape in matmul_shapes(layers)}
+    return choose_rows(num_slots, agreeing)

@@ -1,0 +1,285 @@
+"""`check_sampler`: compare log-probabilities of sampled tokens with the trainer's, bit by bit, and find a difference.
+
+    prompts -> sampler: prefill, decode steps   tokens, log-probabilities [n]     the kernels of `rollout.exact`
+            -> trainer: one pack of all         log-probabilities [n]             equal bits?
+
+If any bit differs, the same tokens run through both paths once more, without the compiler and with a record of what
+every operator reads and writes. Operators run in the same order in both paths. The first one whose results differ is
+the cause, because everything before it is equal:
+
+    layer 0   input_layernorm   q_proj   k_proj   v_proj   (attention)   o_proj   ...
+    equal     yes               yes      yes      no <- the report names layer 0, self_attn.v_proj
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from padfree.attention.backend import PAGE_SIZE
+from padfree.batch import IGNORE, LocalBatch
+from padfree.cp import shard
+from padfree.head import score
+from padfree.layers.compile import compile_layers
+from padfree.model import attach, hidden_states, lm_head_of
+from padfree.model.structure import layers_of
+from padfree.packing import collate
+from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.engines.in_process.cached_model import CachedModel
+from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.decode_steps import NUM_SLOT_FIELDS, prefill_rows
+from padfree.rollout.engines.in_process.exact import model_problem
+from padfree.rollout.engines.in_process.kv_cache import KVCache
+from padfree.rollout.engines.in_process.policy_model import PolicyModel
+from padfree.rollout.engines.in_process.row_trial import STEP_ROWS, trial
+from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.sampling_rng import response_keys
+from padfree.sample import Sample
+
+TRACED_TOKENS = 32
+"""Number of sampled tokens for which the search runs decode steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerReport:
+    """The result of a comparison. `operator`: the first operator with other bits, or None if all bits are equal."""
+
+    model: str
+    dtype: str
+    num_tokens: int
+    unequal: int
+    largest: float
+    operator: str | None
+    problem: str | None  # why a run with this model on this device has rollout.exact=false
+
+    @property
+    def passed(self) -> bool:
+        return self.unequal == 0
+
+    @property
+    def verdict(self) -> str:
+        if self.passed:
+            return f"passed: sampler and trainer agree to the bit for all {self.num_tokens} sampled tokens"
+        return (
+            f"FAILED: {self.unequal} of {self.num_tokens} log-probabilities differ, by at most {self.largest:.3g}; "
+            f"first operator with other bits: {self.operator}"
+        )
+
+
+@torch.no_grad()
+def check_sampler(
+    model: PreTrainedModel,
+    prompts: Sequence[NDArray[np.integer[Any]]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    backend: str = "auto",
+    compiled: bool = False,
+) -> SamplerReport:
+    """Sample a response to each prompt, and compare its log-probabilities with those of the trainer.
+
+    `model`: a loaded model on its device, which this function attaches and compiles as training does. The sampler gets
+    a copy of its modules with the same weights.
+    """
+    device, dtype = model.device, model.dtype
+    model.train(False)
+    problem = model_problem(model)
+    trained = attach(model, backend)
+    step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)
+    decoder = Decoder(
+        CachedModel(sampling_model(trained, dtype, device), backend=backend, compiled=compiled, exact=True),
+        num_slots=len(prompts),
+        temperature=temperature,
+        stops=[int(model.config.vocab_size)],  # no token ends a response
+        step_rows=step_rows,
+    )
+    keys = response_keys(0, 0, np.arange(len(prompts)))
+    requests = [
+        SamplingRequest(tokens=prompt, max_new_tokens=max_new_tokens, key=int(key))
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    responses = decoder.sample(requests)
+    decoder.free()
+    if compiled:
+        compile_layers(layers_of(trained), "inductor", exact=True)
+    samples = [_sample(request, response) for request, response in zip(requests, responses, strict=True)]
+    expected = _trainer_logprobs(trained, samples, temperature)
+    found = np.concatenate([response.logprobs for response in responses])
+    unequal = found != expected
+    operator = None
+    if unequal.any():
+        first = int(np.flatnonzero(unequal)[0]) // max_new_tokens
+        _forget_compilation(trained)
+        operator = first_difference(trained, requests[first], responses[first], backend=backend, rows=step_rows[-1])
+        if operator is None:
+            operator = "a compiled layer (not compiled, all operators agree)" if compiled else "the head"
+    return SamplerReport(
+        model=type(model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        num_tokens=len(found),
+        unequal=int(unequal.sum()),
+        largest=float(np.abs(found - expected).max()),
+        operator=operator,
+        problem=problem or row_problem,
+    )
+
+
+def sampling_model(trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Return a model for sampling that shares its weights with `trained`."""
+    policy = PolicyModel(trained, dtype, device)
+    policy.update(trained)
+    return policy.model
+
+
+def _step_rows(
+    model: PreTrainedModel, num_slots: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Sequence[int], str | None]:
+    """Return the numbers of rows of decode steps, and why no number of rows suits all matmuls (None: one does)."""
+    choice = trial(layers_of(model), num_slots, device, dtype)
+    if choice.problem is None:
+        return choice.step_rows, None
+    return [next((rows for rows in STEP_ROWS if rows >= num_slots), num_slots)], choice.problem
+
+
+def _sample(request: SamplingRequest, response: Response) -> Sample:
+    tokens = np.concatenate([request.tokens, response.tokens])
+    return Sample(tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(request.tokens))
+
+
+def _packed(samples: Sequence[Sample], device: torch.device) -> LocalBatch:
+    """Return one pack of the samples, padded as prefill passes are, to a number of rows at which matmuls were tried."""
+    packed = collate(samples)
+    return shard(packed.padded_to(prefill_rows(packed.num_tokens)).to(device))
+
+
+def _trainer_logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> NDArray[np.float32]:
+    local = _packed(samples, model.device)
+    logprobs = score(hidden_states(model, local), lm_head_of(model), local.labels, temperature=temperature).logprobs
+    found: NDArray[np.float32] = logprobs[local.labels != IGNORE].float().cpu().numpy()
+    return found
+
+
+def _forget_compilation(model: PreTrainedModel) -> None:
+    for layer in layers_of(model):
+        layer._compiled_call_impl = None  # type: ignore[assignment]
+
+
+# The search for the operator
+
+Trace = Mapping[str, list[Tensor]]
+"""What operators read and wrote for some tokens: [tokens, ...] for each call, by "layer 0, self_attn.q_proj", etc."""
+
+
+def first_difference(
+    trained: PreTrainedModel, request: SamplingRequest, response: Response, *, backend: str, rows: int
+) -> str | None:
+    """Return the first operator that gives other bits in the sampler than in the trainer, or None if there is none.
+
+    `rows`: number of slots of a decode step, of which one is active.
+    """
+    tokens = np.concatenate([request.tokens, response.tokens[:TRACED_TOKENS]])
+    expected = _trainer_trace(trained, Sample(tokens=tokens))
+    cached = CachedModel(sampling_model(trained, trained.dtype, trained.device), backend=backend, exact=True)
+    found = _sampler_trace(cached, tokens, len(request.tokens) - 1, rows)
+    for name, results in expected.items():
+        if not torch.equal(torch.cat(found[name]), torch.cat(results)[: len(tokens) - 1]):
+            return name
+    return None
+
+
+def _trainer_trace(model: PreTrainedModel, sample: Sample) -> Trace:
+    local = _packed([sample], model.device)
+    with _recorded(model, local.num_tokens, slice(0, len(sample))) as trace:
+        hidden_states(model, local)
+    return trace
+
+
+def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored: int, rows: int) -> Trace:
+    """Record a prefill of `stored` tokens, and then a decode step for each further token but the last.
+
+    The cache has the pages of the prompt first, then those of the response, then an unused page.
+    """
+    own = -(-stored // PAGE_SIZE) * PAGE_SIZE
+    length = len(tokens) - 1
+    capacity = own + -(-(length - stored + stored % PAGE_SIZE) // PAGE_SIZE + 1) * PAGE_SIZE + PAGE_SIZE
+    cache = KVCache.allocated(model.layer_shapes(), capacity, model.device)
+    ids = torch.from_numpy(tokens.astype(np.int64)).to(model.device)
+    padded = prefill_rows(max(1, stored))
+    packed, positions = (torch.zeros(padded, dtype=torch.int64, device=model.device) for _ in range(2))
+    indices = torch.full((padded,), capacity - 1, device=model.device)
+    packed[:stored] = ids[:stored]
+    positions[:stored] = indices[:stored] = torch.arange(stored, device=model.device)
+    parts: list[Trace] = []
+    lengths = [count for count in (stored, padded - stored) if count]
+    if stored:
+        with _recorded(model.model, padded, slice(0, stored)) as trace:
+            model.prefill(packed, positions, indices, lengths, cache)
+        parts.append(trace)
+    tail = stored % PAGE_SIZE
+    for cached in (*cache.keys, *cache.values):
+        cached[own : own + tail] = cached[stored - tail : stored].clone()
+    slots = torch.zeros(NUM_SLOT_FIELDS, rows, dtype=torch.int64, device=model.device)
+    slots[[PROMPT, STORED, OWN, ACTIVE], 0] = torch.tensor([0, stored, own + tail, 1], device=model.device)
+    inputs = torch.zeros(rows, dtype=torch.int64, device=model.device)
+    for position in range(stored, length):
+        slots[WRITTEN, 0] = position - stored
+        inputs[0] = ids[position]
+        with _recorded(model.model, rows, slice(0, 1)) as trace:
+            model.decode(inputs, slots[STORED] + slots[WRITTEN], slots, cache, length)
+        parts.append(trace)
+    return {name: [result for part in parts for result in part[name]] for name in parts[-1]}
+
+
+@contextmanager
+def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[Trace]:
+    """Record what each module without children reads and writes while the context is active, for the tokens `kept`.
+
+    `num_tokens`: number of tokens of the pass. A module reads something new if an operator that is not a module, such
+    as attention, ran before it.
+    """
+    trace: dict[str, list[Tensor]] = defaultdict(list)
+    handles: list[Any] = []
+    last = ["the embedding"]
+
+    def keep(name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and value.ndim >= 3 and num_tokens in value.shape[1:3]:
+            dim = 1 if value.shape[1] == num_tokens else 2
+            trace[name].append(value.detach().movedim(dim, 0)[kept].clone())
+
+    for path, module in model.named_modules():
+        if any(True for _ in module.children()) or module is model.get_output_embeddings():  # type: ignore[no-untyped-call]
+            continue
+        name = operator_name(model, path)
+
+        def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+            if args:
+                keep(f"an operator between {last[0]} and {name}", args[0])
+
+        def after(_: nn.Module, args: tuple[Any, ...], result: Any, name: str = name) -> None:
+            keep(name, result)
+            last[0] = name
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        yield trace
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def operator_name(model: PreTrainedModel, path: str) -> str:
+    """Return the name of a module for the user: `layer 3, self_attn.q_proj`, or its path if it is in no layer."""
+    prefix = next(name for name, module in model.named_modules() if module is layers_of(model))
+    if not path.startswith(f"{prefix}."):
+        return path
+    number, _, rest = path.removeprefix(f"{prefix}.").partition(".")
+    return f"layer {number}, {rest}"

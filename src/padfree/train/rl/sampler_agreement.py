@@ -1,0 +1,46 @@
+"""Compare, in a run with `rollout.exact`, the sampler's log-probabilities with the trainer's, and tell the user."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from padfree.train.step_pipeline import OnStep
+from padfree.warning import PadfreeWarning
+
+DIFFERENCE = "loss/sampler_difference"
+FIRST_UPDATE = "seconds/sampling"
+"""A metric of the first update of a batch only. Later updates have other weights than the sampler had."""
+
+AGREED = "sampler and trainer agree to the bit"
+
+
+class SamplerAgreement:
+    """Checks the metrics of each batch, and reports the first agreement and the first difference."""
+
+    def __init__(self, on_step: OnStep | None, on_note: Callable[[str], None] | None) -> None:
+        self._on_step, self._on_note = on_step, on_note
+        self._agreed = self._differed = False
+
+    def __call__(self, metrics: Mapping[str, Any]) -> None:
+        difference = metrics.get(DIFFERENCE)
+        if difference is not None and FIRST_UPDATE in metrics:
+            self._compare(float(difference), metrics["step"])
+        if self._on_step is not None:
+            self._on_step(metrics)
+
+    def _compare(self, difference: float, step: int) -> None:
+        if difference == 0.0 and not self._agreed:
+            self._agreed = True
+            if self._on_note is not None:
+                self._on_note(AGREED)
+        elif difference != 0.0 and not self._differed:
+            self._differed = True
+            if self._on_note is not None:
+                warnings.warn(
+                    f"rollout.exact: true, but log-probabilities of sampler and trainer differ by {difference:.3g} on "
+                    f"average in step {step}; padfree check --sampler names the operator",
+                    PadfreeWarning,
+                    stacklevel=2,
+                )
