@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 from padfree.arrays import concatenated_ranges, need_whole
 from padfree.attention.copies import copies_of
 from padfree.attention.prefix_attention import prepare_prefix_keys
-from padfree.batch import AttnContext, LocalBatch, LocalEntries, LocalImages, PackedBatch, need_tensor
+from padfree.batch import AttnContext, LocalBatch, LocalEntries, PackedBatch, need_tensor
 from padfree.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
+from padfree.cp.images import local_images
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.ranges import to_device
@@ -75,10 +76,6 @@ def shard(
             prefix_keys=prepare_prefix_keys(batch.segments),
         )  # fmt: skip
         return _local(batch, context, None)
-    if batch.images is not None:
-        raise UserError(
-            "images", f"are not supported on {world} context ranks", "use one context rank for samples with images"
-        )
     layout = make_layout(batch.segments, world, kind)
     plan = ContextPlan(layout, batch.segments, rank, batch.input_ids.device)
     if method == "allgather":
@@ -105,14 +102,11 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
         **{field: chosen(getattr(batch, field), own) for field in PackedBatch.PACK_FIELDS},
         **{field: chosen(getattr(batch, field), labelled) for field in PackedBatch.LABEL_FIELDS},
     }
-    images, rotary = None, batch.rotary_positions
-    if batch.images is not None:
-        features = copies_of(batch.images.index, batch.images.num_features, batch.input_ids.device)
-        images = LocalImages(packed=batch.images, features=features)
+    rotary = batch.rotary_positions
     return LocalBatch(
         **fields,
         context=context,
-        images=images,
+        images=None if batch.images is None else local_images(batch.images, context, batch.input_ids.device),
         rotary_positions=rotary if rotary is None or own is None else rotary.index_select(1, own),
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: chosen(values, labelled)),
         samples=batch.samples,

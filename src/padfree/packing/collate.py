@@ -320,8 +320,10 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
     distinct: dict[str, tuple[Image, int]] = {}  # digest -> image, and the number of its first feature
     num_features = 0
     index: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+    tokens: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
     placeholders: set[int] = set()
-    for sample, begin, end in ranges:
+    starts = np.cumsum([0, *(end - begin for _, begin, end in ranges)])
+    for (sample, begin, end), place in zip(ranges, starts, strict=False):
         for image in sample.images:
             low, high = np.searchsorted(image.positions, [begin, end])
             if low == high:
@@ -337,6 +339,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
                     "give different images different digests",
                 )
             index.append(np.arange(start + low, start + high))
+            tokens.append(image.positions[low:high] - begin + place)
             placeholders.add(int(sample.tokens[image.positions[0]]))
     if not distinct:
         return None
@@ -372,8 +375,9 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
                 )
     return PackedImages(
         inputs={name: torch.from_numpy(np.concatenate([inputs[name] for inputs in loaded])) for name in names},
+        tokens=np.concatenate(tokens),
         index=chosen,
         counts=tuple(len(image.positions) for image in images),
-        rows=tuple(len(inputs["pixel_values"]) for inputs in loaded),
+        rows={name: tuple(len(inputs[name]) for inputs in loaded) for name in names},
         placeholder=placeholder,
     )

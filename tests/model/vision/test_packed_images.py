@@ -243,13 +243,6 @@ def test_logits_of_one_sample_equal_the_stock_logits(model: PreTrainedModel) -> 
 # What cannot be done is refused.
 
 
-def test_images_need_one_context_rank() -> None:
-    model = build_vision("qwen3_vl")
-    batch = collate(mixed(model)).padded_to_multiple(2)
-    with refused("images", "2 context ranks"):
-        shard(batch, world=2, rank=0)
-
-
 def test_images_are_not_arguments_of_a_model() -> None:
     model = build_vision("internvl")
     batch = collate(mixed(model))
