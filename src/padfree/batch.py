@@ -382,6 +382,7 @@ class AttnContext:
     group: Any = None  # torch.distributed.ProcessGroup
     plan: Any = None  # what padfree.cp has prepared for this layout and rank
     prefix_keys: PrefixKeys | None = None
+    image_blocks: Any = None  # padfree.cp.image_blocks.ImageBlocks, if the pack has images
 
     @property
     def world(self) -> int:

@@ -25,7 +25,8 @@ from padfree.attention.prefix_attention import prepare_prefix_keys
 from padfree.batch import AttnContext, LocalBatch, LocalEntries, PackedBatch, need_tensor
 from padfree.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
-from padfree.cp.images import local_images
+from padfree.cp.image_blocks import ImageBlocks
+from padfree.cp.image_owners import local_images
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.ranges import to_device
@@ -70,10 +71,13 @@ def shard(
             f"this process is rank {group.rank()} of {group.size()} in the group, not {rank} of {world}",
             "set rank and world to this process's rank in the context group and the size of this group",
         )
+    blocks = None
+    if batch.images is not None:
+        blocks = ImageBlocks(batch.images.tokens, batch.segments, batch.input_ids.device)
     if world == 1:
         context = AttnContext(
             segments=batch.segments, backend=backend, method=method, group=group,
-            prefix_keys=prepare_prefix_keys(batch.segments),
+            prefix_keys=prepare_prefix_keys(batch.segments), image_blocks=blocks,
         )  # fmt: skip
         return _local(batch, context, None)
     layout = make_layout(batch.segments, world, kind)
@@ -85,8 +89,9 @@ def shard(
     elif method == "ulysses":
         prepare_prefix_attention(plan)
     context = AttnContext(
-        segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan
-    )
+        segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan,
+        image_blocks=blocks,
+    )  # fmt: skip
     return _local(batch, context, plan.own)
 
 

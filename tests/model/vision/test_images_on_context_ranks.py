@@ -15,20 +15,18 @@ from transformers import PreTrainedModel
 
 from padfree.batch import PackedBatch
 from padfree.cp import shard
-from padfree.cp.images import owners
+from padfree.cp.image_owners import owners
+from padfree.cp.ring import attend_ring
 from padfree.cp.shard import METHODS
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.packing.collate import collate
 from padfree.sample import Sample
 from padfree.testing.vision_models import VISION_MODELS, build_vision, picture, shown
 from tests.model.vision.one_at_a_time import gradients, packed, sum_of_losses, without_rounding
-from tests.model.vision.test_packed_images import mixed, with_prompts
+from tests.model.vision.test_packed_images import RECURRENT, mixed, with_prompts
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.rounding import in_float64, largest_difference
-
-WHOLE_SAMPLES = ("qwen3_5",)
-"""Models with mixers, which need whole samples on a rank, and whose samples cannot share prefixes."""
 
 
 def packs(name: str, world: int) -> dict[str, PackedBatch]:
@@ -39,7 +37,7 @@ def packs(name: str, world: int) -> dict[str, PackedBatch]:
         "one image at the end": collate([shown(model, [17], seed=1), last]),
         "no image": collate([shown(model, [9]), shown(model, [9], seed=1)]),
     }
-    if name not in WHOLE_SAMPLES:
+    if name not in RECURRENT:
         found["shared"] = collate(with_prompts(model), share_prefixes=True)
     return {key: batch.padded_to_multiple(world) for key, batch in found.items()}
 
@@ -78,19 +76,21 @@ def assert_equal_to_one_process(world: int, cases: Sequence[tuple[str, str, str]
 
 
 def test_every_family_on_two_ranks() -> None:
-    layouts = {name: "balanced" if name in WHOLE_SAMPLES else "contiguous" for name in VISION_MODELS}
+    layouts = {name: "balanced" if name in RECURRENT else "contiguous" for name in VISION_MODELS}
     assert_equal_to_one_process(2, [(name, layouts[name], "allgather") for name in VISION_MODELS])
 
 
 def test_every_method_and_layout() -> None:
     """The layout headtail gives each rank two parts of an image."""
     cases = [("qwen3_vl", kind, method) for method in METHODS for kind in ("balanced", "contiguous", "headtail")]
+    cases += [("gemma3", kind, method) for method in ("allgather", "ulysses") for kind in ("balanced", "headtail")]
     assert_equal_to_one_process(2, cases)
 
 
 def test_four_ranks() -> None:
     """More ranks than images, so that some encode none."""
-    assert_equal_to_one_process(4, [("qwen3_vl", "contiguous", "allgather"), ("internvl", "headtail", "ring")])
+    cases = [("qwen3_vl", "contiguous", "allgather"), ("gemma3", "headtail", "allgather")]
+    assert_equal_to_one_process(4, [*cases, ("internvl", "headtail", "ring")])
 
 
 @pytest.mark.parametrize("kind", ["balanced", "contiguous", "headtail"])
@@ -110,6 +110,17 @@ def test_each_image_is_encoded_by_one_rank(kind: Any) -> None:
         assert local.rotary_positions.shape == (3, local.num_tokens)
     with refused("group", "is not set"):
         hidden_states(attach(copy.deepcopy(model)), locals_[0])
+
+
+def test_a_ring_does_not_support_whole_images() -> None:
+    model = attach(build_vision("gemma3"))
+    local = shard(collate(mixed(model)).padded_to_multiple(2), world=2, rank=0, method="ring", group=None)
+    blocks = local.context.image_blocks
+    states = torch.zeros(local.num_tokens, 2, 4)
+    with refused("method", "ring"):
+        attend_ring(
+            states, states, states, local.context.plan, None, causal=True, window=None, sinks=None, image_blocks=blocks,  # type: ignore[arg-type]
+        )  # fmt: skip
 
 
 def test_images_are_balanced_by_their_patches() -> None:
