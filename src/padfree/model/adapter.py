@@ -171,7 +171,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     language = language_part(model)
     reason = unsupported(language.config) or (family and unsupported_vision(model.config))
     if family is None and is_image_text(model):
-        reason = f"{why_refused(type(model))}; only its language model can be packed"
+        reason = why_refused(type(model))
     verdict = None if reason else probe(_probed(language))
     if verdict is None or verdict.leak:
         raise UserError(

@@ -1,7 +1,7 @@
 """Prepare a plain Hugging Face model for training with an ordered list of transformations:
 
     attach          attention within each sample                         padfree.model.attach
-    freeze          no gradients: reference models, teachers
+    freeze          no gradients: reference models, teachers; parts     model.freeze
     adapters        trained instead of the weights                       lora.rank
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
@@ -39,7 +39,8 @@ from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.lora import add_adapters
-from padfree.model.structure import layers_of
+from padfree.model.parts import freeze as freeze_parts
+from padfree.model.structure import layers_of, tower_blocks
 from padfree.optim.master_weights import compute_copies, keep_master_weights
 from padfree.sharding.fsdp import shard_model
 from padfree.sharding.rules import Rule
@@ -62,6 +63,7 @@ def transformations(
     reshard: bool = True,
     offload: bool = False,
     frozen: bool = False,
+    freeze: Sequence[str] = (),
     lora: LoraConfig | None = None,
     rules: Sequence[Rule] = (),
 ) -> list[Transformation]:
@@ -72,6 +74,8 @@ def transformations(
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
+    if freeze:
+        steps.append(partial(freeze_parts, selections=freeze))
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
     assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
@@ -119,11 +123,12 @@ def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool) 
 
 
 def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
-    recompute_layers(layers_of(model), mode)
+    trained = [block for block in tower_blocks(model) if any(each.requires_grad for each in block.parameters())]
+    recompute_layers([*layers_of(model), *trained], mode)
 
 
 def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    keep_master_weights(model, dtype, layers_of(model))
+    keep_master_weights(model, dtype, [*layers_of(model), *tower_blocks(model)])
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:

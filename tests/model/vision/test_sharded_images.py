@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from padfree.distributed import Mesh, make_mesh
+from padfree.model.structure import tower_blocks
 from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel
 from padfree.sample import Sample
@@ -58,7 +61,8 @@ def on_two_ranks(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
     model = build_vision("qwen3_vl")
     parallelize(model, transformations(mesh))
     layers = model.base_model.language_model.layers
-    return found, all(isinstance(layer, FSDPModule) for layer in layers)
+    blocks: Any = tower_blocks(model)
+    return found, len(blocks) == 3 and all(isinstance(layer, FSDPModule) for layer in (*layers, *blocks))
 
 
 def test_two_ranks_equal_one_process(mesh: Mesh) -> None:

@@ -39,6 +39,7 @@ class VisionFamily:
 
     language: str  # attribute of the base model: the language model
     encoders: tuple[str, ...]  # attributes of the base model: all modules and parameters that only images use
+    projector: tuple[str, ...]  # the part of the encoders that maps to the width of the language model, by path
     inputs: tuple[str, ...]  # the tower's inputs, as the model's processor names them
     encode: Callable[[Any, Inputs], Any]  # the base model and the inputs -> the output of its get_image_features
     filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of the smallest image
@@ -105,11 +106,19 @@ def _masked_tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 _GRID = ("pixel_values", "image_grid_thw")
 _QWEN = VisionFamily(
-    language="language_model", encoders=("visual",), inputs=_GRID, encode=_encode, filler=_patch_filler, rotary=True
+    language="language_model",
+    encoders=("visual",),
+    projector=("visual.merger", "visual.deepstack_merger_list"),
+    inputs=_GRID,
+    encode=_encode,
+    filler=_patch_filler,
+    rotary=True,
 )
+_GLM = replace(_QWEN, projector=("visual.merger", "visual.downsample"))
 _TILES = VisionFamily(
     language="language_model",
     encoders=("vision_tower", "multi_modal_projector"),
+    projector=("multi_modal_projector",),
     inputs=("pixel_values",),
     encode=_encode,
     filler=_tile_filler,
@@ -118,6 +127,7 @@ _MISTRAL = replace(_TILES, inputs=("pixel_values", "image_sizes"), filler=_cut_f
 _ONEVISION = VisionFamily(
     language="language_model",
     encoders=("vision_tower", "multi_modal_projector", "image_newline"),
+    projector=("multi_modal_projector", "image_newline"),
     inputs=("pixel_values", "image_sizes"),
     encode=_encode_sized,
     filler=_sized_filler,
@@ -126,6 +136,7 @@ _ONEVISION = VisionFamily(
 _IDEFICS = VisionFamily(
     language="text_model",
     encoders=("vision_model", "connector"),
+    projector=("connector",),
     inputs=("pixel_values", "pixel_attention_mask"),
     encode=_encode_tiles,
     filler=_masked_tile_filler,
@@ -138,10 +149,10 @@ FAMILIES: dict[str, VisionFamily] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN,
     "Qwen3_5ForConditionalGeneration": _QWEN,
     "Qwen3_5MoeForConditionalGeneration": _QWEN,
-    "Glm4vForConditionalGeneration": _QWEN,
-    "Glm4vMoeForConditionalGeneration": _QWEN,
-    "Glm46VForConditionalGeneration": _QWEN,
-    "GlmOcrForConditionalGeneration": _QWEN,
+    "Glm4vForConditionalGeneration": _GLM,
+    "Glm4vMoeForConditionalGeneration": _GLM,
+    "Glm46VForConditionalGeneration": _GLM,
+    "GlmOcrForConditionalGeneration": _GLM,
     "Gemma3ForConditionalGeneration": replace(_TILES, whole_images=True),
     "InternVLForConditionalGeneration": _TILES,
     "LlavaForConditionalGeneration": _TILES,
@@ -149,7 +160,10 @@ FAMILIES: dict[str, VisionFamily] = {
     "Cohere2VisionForConditionalGeneration": _TILES,
     "Mistral3ForConditionalGeneration": _MISTRAL,
     "LightOnOcrForConditionalGeneration": replace(
-        _MISTRAL, encoders=("vision_encoder", "vision_projection"), encode=_encode_listed
+        _MISTRAL,
+        encoders=("vision_encoder", "vision_projection"),
+        projector=("vision_projection",),
+        encode=_encode_listed,
     ),
     "LlavaOnevisionForConditionalGeneration": _ONEVISION,
     "Idefics3ForConditionalGeneration": _IDEFICS,

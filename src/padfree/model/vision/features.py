@@ -7,8 +7,8 @@
 Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These are gathered
 for the placeholders in the same way.
 
-Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). They exchange features and
-further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
+Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). They exchange features
+and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
 
 A pack without images, and a context rank that encodes none, run the tower on the smallest possible image and use none
 of its features. This has two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times,
