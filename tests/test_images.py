@@ -30,7 +30,8 @@ def test_the_pack_of_the_docstring() -> None:
     batch = collate(samples)
     assert batch.images is not None
     assert batch.images.index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
-    assert batch.images.counts == batch.images.rows == (3, 2)
+    assert batch.images.counts == batch.images.patches == (3, 2)
+    assert batch.images.tokens.tolist() == [1, 2, 3, 6, 7, 8, 11, 12]
     assert (batch.images.num_features, batch.images.placeholder) == (5, STAR)
     assert batch.images.inputs["pixel_values"][:, 0].tolist() == [97.0] * 3 + [98.0] * 2
     assert batch.rotary_positions is None

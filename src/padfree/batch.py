@@ -29,7 +29,7 @@ are numpy arrays, and arrays for the device are torch tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -137,19 +137,31 @@ class PackedImages:
 
     pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
     features   a0 a1 a2 b0 b1                         F = 5 features: the tower encodes a and b once
-    index      0 1 2 0 1 2 3 4                        for each of the M = 8 placeholders *, the index of its feature
+    tokens     1 2 3 6 7 8 11 12                      the indices of the M = 8 placeholders * in the pack
+    index      0 1 2 0 1 2 3 4                        for each placeholder, the index of its feature
     """
 
     inputs: Mapping[str, Tensor]  # the tower's inputs of all distinct images, concatenated along the first axis
+    tokens: NDArray[np.int64]  # [M] host only, ascending
     index: NDArray[np.int64]  # [M] host only
     counts: tuple[int, ...]  # number of features of each distinct image; they sum to F
-    rows: tuple[int, ...]  # number of rows of each distinct image in `pixel_values`: patches or tiles
+    rows: Mapping[str, tuple[int, ...]]  # number of rows of each distinct image in each input
     placeholder: int  # the id of the placeholder token
 
     @property
     def num_features(self) -> int:
         """F, the number of features of all distinct images."""
         return sum(self.counts)
+
+    @property
+    def patches(self) -> tuple[int, ...]:
+        """The number of patches or tiles of each distinct image: its rows in `pixel_values`."""
+        return self.rows["pixel_values"]
+
+    def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
+        """The tower's inputs of some of the distinct images."""
+        parts = {name: torch.split(tensor, self.rows[name]) for name, tensor in self.inputs.items()}
+        return {name: torch.cat([part[image] for image in images]) for name, part in parts.items()}
 
     def map(self, function: Any) -> PackedImages:
         """The same images with `function` applied to each input."""
@@ -380,6 +392,7 @@ class AttnContext:
     plan: Any = None  # what padfree.cp has prepared for this layout and rank
     prefix_keys: PrefixKeys | None = None
     routes: Tensor | None = None  # [T/world, R, k] experts that the sampler chose for this shard: `padfree.routes`
+    image_blocks: Any = None  # padfree.cp.image_blocks.ImageBlocks, if the pack has images
 
     @property
     def world(self) -> int:
@@ -395,11 +408,32 @@ class LocalEntries:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LocalImages:
-    """The distinct images of a pack, for the device that encodes them."""
+class RowExchange:
+    """How the ranks of a group exchange rows of a tensor: each rank sends some of its rows to each rank.
 
-    packed: PackedImages
-    features: Copies  # the gather from the F features of the images to the M placeholder tokens
+    Made by `padfree.cp.row_exchange`.
+    """
+
+    leaving: Copies  # gathers the rows to send from this rank's rows: those for rank 0, then those for rank 1, ...
+    send: tuple[int, ...]  # [world] number of rows to each rank
+    receive: tuple[int, ...]  # [world] number of rows from each rank
+    group: Any  # torch.distributed.ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LocalImages:
+    """The distinct images that one context rank encodes, and the features that belong to its placeholder tokens.
+
+    With one context rank, these are all distinct images of the pack. Several ranks divide the images, and then exchange
+    their features: each rank receives the features of its own placeholder tokens.
+    """
+
+    inputs: Mapping[str, Tensor]  # the tower's inputs of the images of this rank; empty if it encodes none
+    counts: tuple[int, ...]  # number of features of each image of this rank
+    patches: tuple[int, ...]  # number of patches or tiles of each image of this rank
+    placeholder: int  # the id of the placeholder token
+    features: Copies  # the gather from this rank's (or the received) features to its placeholder tokens
+    exchange: RowExchange | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

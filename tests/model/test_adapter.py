@@ -268,12 +268,11 @@ def test_models_of_several_parts_are_refused() -> None:
         "patch_size": 14,
         "num_attention_heads": 2,
     }
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config = transformers.PaliGemmaConfig(text_config=text, vision_config=vision)
     with torch.device("meta"):
-        model = transformers.Gemma3ForConditionalGeneration(config)
-    with pytest.raises(ValueError, match=r"attend to each other.*, so only its language model can be packed"):
+        model = transformers.PaliGemmaForConditionalGeneration(config)
+    with refused("model", "attend to each other"):
         attach(model)
-    attach(model.model.language_model)
 
 
 def test_what_is_not_a_model_or_a_backend_is_refused() -> None:

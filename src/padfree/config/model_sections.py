@@ -55,11 +55,19 @@ class ModelConfig:
         "auto",
         about="The attention backend by name; auto takes the fastest one that supports the model on this device.",
     )
+    freeze: tuple[str, ...] = setting(
+        (),
+        about="Parts that are not trained: tower, projector, language_model, or patterns of parameter names such as "
+        "model.embed_tokens.*.",
+        needs=need_of("lora.rank", 0, fix="leave it out: lora.rank freezes all weights of the model already"),
+        resume=STAYS,
+    )
     trust_remote_code: bool = setting(False, about="Run Python code that comes with the model.")
 
     def __post_init__(self) -> None:
         expand_home(self, "path", "tokenizer")
         check_table(self, "model.")
+        need(all(self.freeze), "model.freeze", list(self.freeze), "give names of parts, or patterns")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
+from padfree.attention.later_keys import attend_with_later_keys
 from padfree.cp.context_plan import ContextPlan
+from padfree.cp.image_blocks import ImageBlocks, checked, receive_later_keys
 from padfree.cp.keys import KeyPlan, prepare_keys
 from padfree.distributed import exchange_rows
 
@@ -37,6 +39,7 @@ def attend_allgather(
     *,
     causal: bool,
     window: int | None,
+    image_blocks: ImageBlocks | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
@@ -45,6 +48,11 @@ def attend_allgather(
     are those of `varlen_attention`: scale, softcap, sinks, backend.
     """
     keys = prepare_keys(plan, causal=causal, window=window)
+    if image_blocks is not None:
+        options = checked({**options, "causal": causal})
+        later = receive_later_keys(k, v, image_blocks, plan, group)
+        k, v = _GatherKeys.apply(keys, group, k, v)  # type: ignore[no-untyped-call]
+        return attend_with_later_keys(q, k, v, plan.queries, keys.segments, *later, window=window, **options)
     if keys.quiet:
         return local_attention(q, k, v, plan, causal=causal, window=window, **options)
     k, v = _GatherKeys.apply(keys, group, k, v)  # type: ignore[no-untyped-call]

@@ -26,6 +26,7 @@ from padfree.attention.prefix_attention import prefix_attention
 from padfree.batch import AttnContext, Layout, need_tensor
 from padfree.cp.allgather import attend_allgather
 from padfree.cp.context_plan import ContextPlan, Pieces
+from padfree.cp.image_blocks import attend_whole_pack
 from padfree.cp.keys import key_traffic
 from padfree.cp.ranges import Indices
 from padfree.cp.ring import attend_ring
@@ -53,12 +54,13 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    image_blocks: bool = False,
 ) -> Tensor:
     """Attention of this rank's tokens within their pack; differentiable. `context` describes the pack and the ranks.
 
     A pack of T tokens is divided over `world` ranks. q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] and
     sinks [H] -> [T/world, H, dv]. The gradient of `sinks` is this rank's contribution: sum it over the ranks, as for
-    every other parameter.
+    every other parameter. If `image_blocks` is True, the tokens of an image attend to each other.
     """
     segments = context.segments
     expected = segments.num_tokens // context.world
@@ -86,6 +88,9 @@ def attend(
         "sinks": sinks,
         "backend": context.backend,
     }
+    blocks = context.image_blocks if image_blocks else None
+    if blocks is not None and context.layout is None:
+        return attend_whole_pack(q, k, v, blocks, **options)
     if context.prefix_keys is not None and context.layout is None:
         options.pop("causal")
         return prefix_attention(q, k, v, segments, context.prefix_keys, **options)
@@ -98,7 +103,7 @@ def attend(
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=context.method)
     plan = context.plan
     assert isinstance(plan, ContextPlan)
-    return _ATTEND[context.method](q, k, v, plan, need_group(context), **options)
+    return _ATTEND[context.method](q, k, v, plan, need_group(context), image_blocks=blocks, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

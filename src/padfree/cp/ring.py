@@ -277,12 +277,19 @@ def attend_ring(
     causal: bool,
     window: int | None,
     sinks: Tensor | None,
+    image_blocks: Any = None,
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """
+    if image_blocks is not None:
+        raise UserError(
+            "method",
+            "'ring' does not support image tokens that attend to each other",
+            "use method='allgather' or 'ulysses'",
+        )
     if window is not None:
         raise UserError(
             "method",

@@ -23,9 +23,11 @@ from torch.distributed import ProcessGroup
 from padfree.arrays import concatenated_ranges, need_whole
 from padfree.attention.copies import copies_of
 from padfree.attention.prefix_attention import prepare_prefix_keys
-from padfree.batch import AttnContext, LocalBatch, LocalEntries, LocalImages, PackedBatch, need_tensor
+from padfree.batch import AttnContext, LocalBatch, LocalEntries, PackedBatch, need_tensor
 from padfree.choices import ContextMethod, LayoutKind
 from padfree.cp.context_plan import ContextPlan
+from padfree.cp.image_blocks import ImageBlocks
+from padfree.cp.image_owners import local_images
 from padfree.cp.keys import prepare_keys
 from padfree.cp.layout import make_layout
 from padfree.cp.ranges import to_device
@@ -70,16 +72,15 @@ def shard(
             f"this process is rank {group.rank()} of {group.size()} in the group, not {rank} of {world}",
             "set rank and world to this process's rank in the context group and the size of this group",
         )
+    blocks = None
+    if batch.images is not None:
+        blocks = ImageBlocks(batch.images.tokens, batch.segments, batch.input_ids.device)
     if world == 1:
         context = AttnContext(
             segments=batch.segments, backend=backend, method=method, group=group,
-            prefix_keys=prepare_prefix_keys(batch.segments),
+            prefix_keys=prepare_prefix_keys(batch.segments), image_blocks=blocks,
         )  # fmt: skip
         return _local(batch, context, None)
-    if batch.images is not None:
-        raise UserError(
-            "images", f"are not supported on {world} context ranks", "use one context rank for samples with images"
-        )
     layout = make_layout(batch.segments, world, kind)
     plan = ContextPlan(layout, batch.segments, rank, batch.input_ids.device)
     if method == "allgather":
@@ -89,8 +90,9 @@ def shard(
     elif method == "ulysses":
         prepare_prefix_attention(plan)
     context = AttnContext(
-        segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan
-    )
+        segments=batch.segments, backend=backend, method=method, layout=layout, rank=rank, group=group, plan=plan,
+        image_blocks=blocks,
+    )  # fmt: skip
     return _local(batch, context, plan.own)
 
 
@@ -108,14 +110,11 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
     }
     if batch.routes is not None:
         context = replace(context, routes=chosen(batch.routes, own))
-    images, rotary = None, batch.rotary_positions
-    if batch.images is not None:
-        features = copies_of(batch.images.index, batch.images.num_features, batch.input_ids.device)
-        images = LocalImages(packed=batch.images, features=features)
+    rotary = batch.rotary_positions
     return LocalBatch(
         **fields,
         context=context,
-        images=images,
+        images=None if batch.images is None else local_images(batch.images, context, batch.input_ids.device),
         rotary_positions=rotary if rotary is None or own is None else rotary.index_select(1, own),
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: chosen(values, labelled)),
         samples=batch.samples,

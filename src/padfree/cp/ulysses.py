@@ -22,6 +22,7 @@ from padfree.attention import varlen_attention
 from padfree.attention.prefix_attention import prefix_attention, prepare_prefix_keys
 from padfree.batch import PrefixKeys
 from padfree.cp.context_plan import ContextPlan
+from padfree.cp.image_blocks import ImageBlocks, attend_whole_pack
 from padfree.distributed import exchange_rows
 from padfree.errors import UserError
 
@@ -57,6 +58,7 @@ def attend_ulysses(
     group: ProcessGroup,
     *,
     sinks: Tensor | None,
+    image_blocks: ImageBlocks | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
@@ -71,7 +73,9 @@ def attend_ulysses(
     q, k, v = _ToHeads.apply(plan, group, q, k, v)  # type: ignore[no-untyped-call]
     if sinks is not None:
         sinks = sinks.view(world, -1)[plan.rank]
-    if plan.segments.parents is not None:
+    if image_blocks is not None:
+        out = attend_whole_pack(q, k, v, image_blocks, sinks=sinks, **options)
+    elif plan.segments.parents is not None:
         options.pop("causal")
         keys = prepare_prefix_attention(plan)
         assert keys is not None

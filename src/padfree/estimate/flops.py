@@ -104,17 +104,32 @@ class Flops:
 
     @staticmethod
     def of(
-        model_config: Any, *, devices: int, device: torch.device, dtype: torch.dtype, adapters: bool = False
+        model_config: Any,
+        *,
+        devices: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        adapters: bool = False,
+        frozen: float = 0.0,
+        frozen_head: bool = False,
     ) -> Flops:
-        """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype."""
+        """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype.
+
+        `frozen` is the share of the matmul weights below the head that are frozen, and `frozen_head` says whether the
+        head is. With `adapters`, all weights of the model are.
+        """
+        frozen, frozen_head = (1.0, True) if adapters else (frozen, frozen_head)
         sizes = ModelSizes.of(model_config)
         head = FORWARD_AND_BACKWARD * 2.0 * sizes.hidden * sizes.vocabulary
         peak = None
         if device.type == "cuda" and dtype == torch.bfloat16:
             peak = peak_tflops(torch.cuda.get_device_name(device))
+        cost = model_cost(model_config)
+        body = cost.linear - head
+        linear = body - frozen * (body - frozen_flops(body)) + (frozen_flops(head) if frozen_head else head)
         return Flops(
-            cost=model_cost(model_config, adapters=adapters),
-            head=frozen_flops(head) if adapters else head,
+            cost=replace(cost, linear=linear),
+            head=frozen_flops(head) if frozen_head else head,
             devices=devices,
             peak=peak,
         )

@@ -36,9 +36,10 @@ from padfree.config.functions import model_of
 from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
+from padfree.model.parts import freeze
 from padfree.model.split_weight import storage_bytes
 from padfree.model.stacked_experts import stacked_experts, undivided
-from padfree.model.structure import layers_of, skeleton
+from padfree.model.structure import layers_of, skeleton, tower_blocks
 from padfree.optim.optimizer import RULES, make_groups, state_bytes
 from padfree.sizes import ModelSizes
 
@@ -110,6 +111,7 @@ def estimate_memory(
     shards = Shards(processes // config.parallel.replicate, expert)
     if config.lora.rank:
         add_adapters(model, config.lora)
+    freeze(model, config.model.freeze)
     sharded = processes > 1 or size < FLOAT32 or config.parallel.offload
     # see `padfree.sharding.parallelize`: a single process without resharding keeps split weights
     split = processes == 1 and size < FLOAT32 and not config.parallel.offload and not reshard
@@ -135,7 +137,7 @@ def estimate_memory(
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
         other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
         critic = _counts(other, shards).all
-        groups += make_groups(other, config.optimizer)
+        groups += make_groups(other, config.optimizer.without_groups())
         divided |= shards.divided(other)
     sampler = cache = 0
     if config.rollout.source is not None and config.rollout.engine == "in_process":
@@ -254,11 +256,11 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
     def numbers(parameter: nn.Parameter) -> int:
         return parameter.numel() // (shards.expert if parameter in divided else 1)
 
-    layers = [sum(map(numbers, layer.parameters())) for layer in layers_of(model)]
+    units = [*layers_of(model), *tower_blocks(model)]
+    layers = [sum(map(numbers, unit.parameters())) for unit in units]
     root = sum(map(numbers, model.parameters())) - sum(layers)
     trained = max(
-        sum(numbers(parameter) for parameter in layer.parameters() if parameter.requires_grad)
-        for layer in layers_of(model)
+        sum(numbers(parameter) for parameter in unit.parameters() if parameter.requires_grad) for unit in units
     )
     gradients = trained * (size if split or size == FLOAT32 else size + FLOAT32)
     embeddings: Any = model.get_input_embeddings()

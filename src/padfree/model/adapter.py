@@ -26,11 +26,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from padfree.attention import BACKENDS
 from padfree.batch import LmHead
 from padfree.errors import UserError
-from padfree.model.interface import check_inputs, is_attached, mark_chunked_layers, register
+from padfree.model.interface import check_inputs, is_attached, mark_chunked_layers, mark_image_layers, register
 from padfree.model.mixers import install
 from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
-from padfree.model.vision.families import REFUSED, family_of, language_part, unsupported_vision
+from padfree.model.vision.families import (
+    family_of,
+    is_image_text,
+    language_part,
+    unsupported_vision,
+    why_refused,
+)
 
 TESTED = (
     "AfmoeForCausalLM",
@@ -164,6 +170,8 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     family = family_of(model)
     language = language_part(model)
     reason = unsupported(language.config) or (family and unsupported_vision(model.config))
+    if family is None and is_image_text(model):
+        reason = why_refused(type(model))
     verdict = None if reason else probe(_probed(language))
     if verdict is None or verdict.leak:
         raise UserError(
@@ -188,8 +196,11 @@ def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """Use the attention implementation `name`, and check the arguments of every call."""
     language = language_part(model)
     mark_chunked_layers(language)
+    family = family_of(model)
+    if family is not None and family.whole_images:
+        mark_image_layers(language)
     # The tower of a vision-language model keeps its own attention: it already separates images.
-    model.set_attn_implementation(name if family_of(model) is None else {"": name, "text_config": name})
+    model.set_attn_implementation(name if family is None else {"": name, "text_config": name})
     assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
     for module in {model, base_of(model), language}:
         if check_inputs not in module._forward_pre_hooks.values():
@@ -229,8 +240,6 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     """Describe a feature in the config that padfree does not support. None if there is none."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
-        if config.model_type in REFUSED:
-            return f"{REFUSED[config.model_type]}, so only its language model can be packed"
         return f"it consists of several models ({', '.join(parts)}), and only its language model can be packed"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"

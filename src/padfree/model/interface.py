@@ -149,21 +149,35 @@ def attention(
         q = _scaled_by_position(module, q, attn_context, layer_positions)
     if chunk is not None and attn_context.segments.max_seqlen > chunk:
         attn_context = _chunked(attn_context, chunk, name)
-    if torch.compiler.is_compiling() and attn_context.layout is None and attn_context.prefix_keys is not None:
+    image_blocks = sees_whole_images(module) and attn_context.image_blocks is not None
+    in_graph = torch.compiler.is_compiling() and attn_context.layout is None and not image_blocks
+    if in_graph and attn_context.prefix_keys is not None:
         output = prefix_attention(
             q, k, v, attn_context.segments, attn_context.prefix_keys, scale=scaling, window=sliding_window,
             softcap=softcap, sinks=s_aux, backend=backend,
         )  # fmt: skip
-    elif torch.compiler.is_compiling() and attn_context.layout is None and chunk is None:
+    elif in_graph and chunk is None:
         output = self_attention(
             q, k, v, attn_context.segments, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
             backend=backend,
         )  # fmt: skip
     else:
         output = _attend(
-            q, k, v, attn_context, backend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
-        )
+            q, k, v, attn_context, backend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
+            image_blocks=image_blocks,
+        )  # fmt: skip
     return output.contiguous()[None], None  # some HF layers rely on contiguous outputs
+
+
+def mark_image_layers(language: PreTrainedModel) -> None:
+    """Store in each layer of a language model that the tokens of an image attend to each other, as in Gemma 3."""
+    for module in language.modules():
+        module._padfree_whole_images = True  # type: ignore[assignment]
+
+
+def sees_whole_images(module: nn.Module) -> bool:
+    """Whether `mark_image_layers` has marked this layer."""
+    return getattr(module, "_padfree_whole_images", False)
 
 
 def mark_chunked_layers(model: PreTrainedModel) -> None:
@@ -272,7 +286,10 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             "call the model with **LocalBatch.model_inputs()",
         )
     for argument, cure in _REFUSED.items():
-        if kwargs.get(argument) is not None:
+        passed = kwargs.get(argument)
+        if isinstance(passed, dict) and not any(mask is not None for mask in passed.values()):
+            continue  # one mask per layer type, and all are None
+        if passed is not None:
             raise UserError(argument, f"was passed to {name}, but packs do not support it", cure)
     for argument in ("use_cache", "output_attentions"):
         chosen = kwargs.get(argument)

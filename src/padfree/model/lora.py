@@ -15,6 +15,7 @@ Adapters are for linear layers below the head. The following layers stay frozen 
 they are named as targets:
 
 - embeddings and the head, because the losses read the head's weight directly, without the adapter;
+- the tower and the projector of a vision-language model;
 - linear layers of a mixer whose forward reads their weight directly (Mamba's time step).
 
 Experts that transformers keeps in one tensor, and routers that are more than a linear layer, also stay frozen with
@@ -56,6 +57,8 @@ from padfree.errors import UserError
 from padfree.model.expert_adapters import adapt_experts, adapt_router, has_expert_adapters, stacked_weights
 from padfree.model.mixers import kind_of
 from padfree.model.mixers.own_forward import code_of
+from padfree.model.named_tensors import clean_name
+from padfree.model.parts import parts_of
 from padfree.model.routers import routers_of
 from padfree.model.scalar_head import HEAD as SCALAR_HEAD
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
@@ -194,7 +197,12 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in weights_read_by(module)} & linear
-    fit = {name for name in linear - passed_by if modules[name] not in ends}
+    parts = parts_of(model)
+    fit = {
+        name
+        for name in linear - passed_by
+        if modules[name] not in ends and parts.get(clean_name(f"{name}.weight")) == "language_model"
+    }
     routers = {router.module for router in routers_of(model)}
     experts = {name: names for name, module in modules.items() if (names := stacked_weights(module))}
     named = {name: ("weight",) for name, module in modules.items() if module in routers and name not in fit} | experts

@@ -7,13 +7,14 @@ import re
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.choices import ModelHead
 from padfree.errors import UserError
 from padfree.model.model_files import one_line
 from padfree.model.named_tensors import named_tensors
 from padfree.model.scalar_head import scalar_model
-from padfree.model.vision.families import language_part
+from padfree.model.vision.families import family_of, language_part
 from padfree.model.wrapper import language_config
 
 
@@ -58,6 +59,22 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
         f"{type(model).__name__} has no nn.ModuleList with its {wanted} layers, which padfree needs",
         "use a model of another architecture",
     )
+
+
+def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of the vision tower: the modules of each list of blocks in it. Empty for a language model."""
+    family = family_of(model)
+    if family is None:
+        return []
+    parts = [getattr(model.base_model, name) for name in family.encoders]
+    lists = [
+        each
+        for part in parts
+        if isinstance(part, nn.Module)
+        for each in part.modules()
+        if isinstance(each, nn.ModuleList) and all(isinstance(block, GradientCheckpointingLayer) for block in each)
+    ]
+    return [block for each in lists for block in each]
 
 
 def model_from_config(

@@ -8,6 +8,9 @@
                                 embeddings, heads             adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
+The parameters of `optimizer.groups` form groups of their own in the same way, with `lr` and `muon.lr` multiplied by the
+group's `lr_scale`.
+
 Weight decay applies to parameters with two or more dimensions, but not to vectors (norms, biases), because pulling the
 scale of a norm towards 0 does not regularise. `padfree.model.roles` defines the roles of parameters; adapters are
 hidden matrices.
@@ -28,7 +31,9 @@ import torch
 from torch import Tensor, nn
 
 from padfree.errors import UserError
-from padfree.model.roles import roles_of
+from padfree.model.named_tensors import clean_name
+from padfree.model.parts import selected
+from padfree.model.roles import Role, roles_of
 from padfree.optim.adamw import AdamW
 from padfree.optim.muon import Muon
 from padfree.optim.optimizer_settings import OptimizerConfig
@@ -50,10 +55,12 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """The current learning rates by metric name.
 
-        The name is `lr` for the update rule of the first group, and `lr/RULE` for any other update rule.
+        The name is `lr` for the update rule of the first group, and `lr/RULE` for any other update rule. The rates of
+        `optimizer.groups` follow from their scale and are not metrics.
         """
-        rates = {group["rule"]: group["lr"] for group in reversed(self.param_groups)}
-        first = self.param_groups[0]["rule"]
+        plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
+        rates = {group["rule"]: group["lr"] for group in reversed(plain)}
+        first = plain[0]["rule"]
         return {"lr": rates.pop(first), **{f"lr/{rule}": rate for rule, rate in rates.items()}}
 
     def set_rates(self, factor: float) -> None:
@@ -104,11 +111,28 @@ def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
 
     The model may be on the meta device.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {clean_name(name): each for name, each in model.named_parameters() if each.requires_grad}
+    roles = roles_of(model) if settings.name == "muon" else {}
+    own: list[Group] = []
+    for number, group in enumerate(settings.groups):
+        setting = f"optimizer.groups.{number}.match"
+        names = selected(model, group.match, setting)
+        chosen = [trained.pop(name) for name in list(trained) if name in names]
+        if not chosen:
+            raise UserError(
+                setting, "selects no parameter that is trained and in no earlier group", "remove it", value=group.match
+            )
+        own += [{**each, "name": group.match} for each in _groups_of(chosen, settings.of_group(group), roles)]
+    return _groups_of(list(trained.values()), settings, roles) + own
+
+
+def _groups_of(
+    trained: list[nn.Parameter], settings: OptimizerConfig, roles: Mapping[nn.Parameter, Role]
+) -> list[Group]:
     adamw = {"rule": "adamw", "base_lr": settings.lr, "betas": settings.betas, "eps": settings.eps, "fused": True}
     groups: list[Group] = []
     if settings.name == "muon":
-        roles, chosen = roles_of(model), settings.muon
+        chosen = settings.muon
         groups.append(
             {
                 "params": [each for each in trained if roles[each] in ("hidden", "expert")],

@@ -41,6 +41,29 @@ class MuonSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterGroup:
+    """Parameters with a learning rate and a weight decay of their own: one table of `[[optimizer.groups]]`."""
+
+    match: str = setting(
+        about="The parameters: tower, projector, language_model, or a pattern of their names such as model.visual.*.",
+        filled="give the name of a part, or a pattern",
+        resume=STAYS,
+    )
+    lr_scale: float = setting(
+        1.0, least=0, about="The base learning rate of the group, relative to that of the others."
+    )
+    weight_decay: float | None = setting(
+        None,
+        least=0,
+        about="Weight decay of the matrices of the group; none uses that of the others.",
+        fix="give 0 or more, or leave it out",
+    )
+
+    def __post_init__(self) -> None:
+        check_table(self, "optimizer.groups.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW for all parameters, or Muon for hidden matrices and AdamW for the other parameters.
 
@@ -65,6 +88,11 @@ class OptimizerConfig:
         fix='give more than 0, or "none"',
     )
     muon: MuonSettings = field(default_factory=MuonSettings)
+    groups: tuple[ParameterGroup, ...] = setting(
+        (),
+        about="Groups of parameters with their own learning rate and weight decay; the first that matches applies.",
+        resume=STAYS,
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "optimizer.")
@@ -82,6 +110,21 @@ class OptimizerConfig:
     def changes_nothing(self) -> bool:
         """Whether every learning rate is 0."""
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
+
+    def of_group(self, group: ParameterGroup) -> OptimizerConfig:
+        """The settings of the parameters of one group."""
+        decay = group.weight_decay
+        muon = replace(
+            self.muon,
+            lr=self.muon_lr * group.lr_scale,
+            weight_decay=self.muon_weight_decay if decay is None else decay,
+        )
+        weight_decay = self.weight_decay if decay is None else decay
+        return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
+
+    def without_groups(self) -> OptimizerConfig:
+        """The same settings for all parameters, for a model whose parameters `groups` does not describe."""
+        return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
         """A copy of the settings with this learning rate for all parameters.

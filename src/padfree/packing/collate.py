@@ -15,7 +15,7 @@ sample i in the list that was packed, so that results can always be restored to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -335,8 +335,10 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
     distinct: dict[str, tuple[Image, int]] = {}  # digest -> image, and the number of its first feature
     num_features = 0
     index: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+    tokens: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
     placeholders: set[int] = set()
-    for sample, begin, end in ranges:
+    starts = np.cumsum([0, *(end - begin for _, begin, end in ranges)])
+    for (sample, begin, end), place in zip(ranges, starts, strict=False):
         for image in sample.images:
             low, high = np.searchsorted(image.positions, [begin, end])
             if low == high:
@@ -352,6 +354,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
                     "give different images different digests",
                 )
             index.append(np.arange(start + low, start + high))
+            tokens.append(image.positions[low:high] - begin + place)
             placeholders.add(int(sample.tokens[image.positions[0]]))
     if not distinct:
         return None
@@ -369,7 +372,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
             "give an image for each placeholder, or remove the token from samples without images",
         )
     images = [image for image, _ in distinct.values()]
-    loaded = [image.load() for image in images]
+    loaded = _padded_to_largest([image.load() for image in images])
     names = loaded[0].keys()
     for inputs in loaded:
         if "pixel_values" not in inputs or inputs.keys() != names:
@@ -387,8 +390,29 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
                 )
     return PackedImages(
         inputs={name: torch.from_numpy(np.concatenate([inputs[name] for inputs in loaded])) for name in names},
+        tokens=np.concatenate(tokens),
         index=chosen,
         counts=tuple(len(image.positions) for image in images),
-        rows=tuple(len(inputs["pixel_values"]) for inputs in loaded),
+        rows={name: tuple(len(inputs[name]) for inputs in loaded) for name in names},
         placeholder=placeholder,
     )
+
+
+def _padded_to_largest(loaded: Sequence[Mapping[str, NDArray[Any]]]) -> list[Mapping[str, NDArray[Any]]]:
+    """Pad `pixel_values` [1, channels, height, width] at the right and at the bottom to the size of the largest image.
+
+    This concerns towers that cut each image to its `image_sizes` [1, 2] (Pixtral). All other inputs are unchanged.
+    """
+
+    def is_cut(inputs: Mapping[str, NDArray[Any]]) -> bool:
+        pixels, sizes = inputs.get("pixel_values"), inputs.get("image_sizes")
+        return pixels is not None and sizes is not None and pixels.ndim == 4 and len(pixels) == len(sizes) == 1
+
+    if not all(map(is_cut, loaded)):
+        return list(loaded)
+    height, width = np.max([inputs["pixel_values"].shape[2:] for inputs in loaded], axis=0)
+
+    def padded(pixels: NDArray[Any]) -> NDArray[Any]:
+        return np.pad(pixels, ((0, 0), (0, 0), (0, height - pixels.shape[2]), (0, width - pixels.shape[3])))
+
+    return [{**inputs, "pixel_values": padded(inputs["pixel_values"])} for inputs in loaded]

@@ -1,4 +1,5 @@
-"""Shard a model with FSDP2: one unit per layer, and the root unit for all other parameters.
+"""Shard a model with FSDP2: one unit per layer and per block of a vision tower, and the root unit for all other
+parameters.
 
 A module whose parameters match a rule before the last one (`shard_everything`) is a separate unit inside its layer,
 with a mesh of its own. If the mesh of the run divides experts over ranks, the rule for experts comes first
@@ -19,7 +20,7 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
-from padfree.model.structure import layers_of
+from padfree.model.structure import layers_of, tower_blocks
 from padfree.sharding.experts import divide_experts
 from padfree.sharding.rules import Rule, rules_by_module, shard_everything
 
@@ -60,7 +61,7 @@ def shard_model(
         if rule is not last:
             cut = partial(_shard_along, rule=rule)
             fully_shard(module, mesh=rule.mesh, reshard_after_forward=reshard, shard_placement_fn=cut, **common)
-    for layer in layers_of(model):
+    for layer in (*layers_of(model), *tower_blocks(model)):
         fully_shard(layer, mesh=last.mesh, reshard_after_forward=reshard, **common)
     fully_shard(model, mesh=last.mesh, **common)
     for module in model.modules():

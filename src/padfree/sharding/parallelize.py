@@ -1,7 +1,7 @@
 """Prepare a plain Hugging Face model for training with an ordered list of transformations:
 
     attach          attention within each sample                         padfree.model.attach
-    freeze          no gradients: reference models, teachers
+    freeze          no gradients: reference models, teachers; parts     model.freeze
     adapters        trained instead of the weights                       lora.rank
     replay          routers choose the sampler's experts                 rollout.routing
     float8          matmuls of linear layers in float8                   parallel.linear, parallel.float8_products
@@ -45,8 +45,9 @@ from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.decoder_linears import decoder_linears
 from padfree.model.lora import add_adapters
+from padfree.model.parts import freeze as freeze_parts
 from padfree.model.route_replay import RouteReplay, need_replay
-from padfree.model.structure import layers_of
+from padfree.model.structure import layers_of, tower_blocks
 from padfree.optim.master_weights import compute_copies, keep_master_weights
 from padfree.sharding.fsdp import shard_model
 from padfree.sharding.rules import Rule
@@ -70,6 +71,7 @@ def transformations(
     reshard: bool = True,
     offload: bool = False,
     frozen: bool = False,
+    freeze: Sequence[str] = (),
     lora: LoraConfig | None = None,
     float8: Sequence[Float8Product] = (),
     rules: Sequence[Rule] = (),
@@ -84,6 +86,8 @@ def transformations(
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
         steps.append(_freeze)
+    if freeze:
+        steps.append(partial(freeze_parts, selections=freeze))
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
     if replay:
@@ -152,11 +156,12 @@ def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool, 
 
 
 def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
-    recompute_layers(layers_of(model), mode)
+    trained = [block for block in tower_blocks(model) if any(each.requires_grad for each in block.parameters())]
+    recompute_layers([*layers_of(model), *trained], mode)
 
 
 def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    keep_master_weights(model, dtype, layers_of(model))
+    keep_master_weights(model, dtype, [*layers_of(model), *tower_blocks(model)])
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:

@@ -49,6 +49,9 @@ _TOWER: dict[str, Any] = {
     "num_attention_heads": 2,
     "patch_size": 4,
 }
+_GLM_VISION = {
+    **_VISION, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 16, "attention_bias": False,
+}  # fmt: skip
 
 VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": (
@@ -109,6 +112,108 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
             },
             **_IDS,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            "text_config": {
+                **_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
+                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 32,
+                "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+            },
+            "vision_config": {
+                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
+            },
+            **_IDS,
+        },
+    ),
+    "glm4v": ("Glm4v", {"text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": _GLM_VISION, **_IDS}),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        {
+            "text_config": {
+                **_TEXT, "rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0}, "n_routed_experts": 4,
+                "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 16,
+            },
+            "vision_config": _GLM_VISION,
+            **_IDS,
+        },
+    ),
+    "glm46v": (
+        "Glm46V",
+        {
+            "text_config": {**_TEXT, "model_type": "glm4v_text", "rope_parameters": _ROPE},
+            "vision_config": {**_GLM_VISION, "model_type": "glm4v_vision"},
+            **_IDS,
+        },
+    ),
+    "glm_ocr": (
+        "GlmOcr",
+        {"text_config": {**_TEXT, "head_dim": 16, "rope_parameters": _ROPE}, "vision_config": _GLM_VISION, **_IDS},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            # a window that is shorter than an image of several tiles, in all layers but the second
+            "text_config": {
+                **_TEXT, "head_dim": 16, "sliding_window": 6,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            "vision_config": {**_TOWER, "image_size": 16},
+            "mm_tokens_per_image": 4,
+            "image_token_index": PLACEHOLDER,
+            "boi_token_index": START,
+            "eoi_token_index": END,
+        },
+    ),
+    "llava": (
+        "Llava",
+        {
+            "text_config": {**_TEXT, "model_type": "llama"},
+            "vision_config": {**_TOWER, "model_type": "clip_vision_model", "image_size": 8, "projection_dim": 32},
+            "image_token_id": PLACEHOLDER,
+        },
+    ),
+    "aya_vision": (
+        "AyaVision",
+        {
+            "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
+            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
+            "image_token_id": PLACEHOLDER,
+            "downsample_factor": 2,
+            "vision_feature_select_strategy": "full",
+            "alignment_intermediate_size": 48,
+        },
+    ),
+    "cohere2_vision": (
+        "Cohere2Vision",
+        {
+            "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
+            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
+            "image_token_id": PLACEHOLDER,
+            "downsample_factor": 2,
+            "alignment_intermediate_size": 48,
+        },
+    ),
+    "mistral3": (
+        "Mistral3",
+        {
+            "text_config": {**_TEXT, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 16},
+            "image_token_id": PLACEHOLDER,
+            "spatial_merge_size": 2,
+        },
+    ),
+    "lighton_ocr": (
+        "LightOnOcr",
+        {
+            "text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16},
+            "vision_config": {**_TOWER, "model_type": "pixtral", "image_size": 64, "head_dim": 16},
+            "image_token_id": PLACEHOLDER,
+            "spatial_merge_size": 2,
         },
     ),
     "internvl": (
@@ -190,13 +295,20 @@ def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int 
         pixels = generator.standard_normal((int(np.prod(grid)), width), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_grid_thw": np.array([grid])}
         return Picture(digest=digest, inputs=inputs, grid=grid, num_tokens=rows * columns)
-    size = 16
+    kind = model.config.model_type
+    if kind in ("mistral3", "lighton_ocr"):
+        size = vision.patch_size * model.config.spatial_merge_size
+        columns = max(columns, 2)  # transformers' Mistral 3 fails with one feature
+        pixels = generator.standard_normal((1, 3, rows * size, columns * size), dtype=np.float32)
+        inputs = {"pixel_values": pixels, "image_sizes": np.array([[rows * size, columns * size]])}
+        return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=rows * columns)
+    size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     inputs = {"pixel_values": generator.standard_normal((rows, 3, size, size), dtype=np.float32)}
-    if model.config.model_type == "llava_onevision":  # the whole image, and `rows` tiles above each other
+    if kind == "llava_onevision":  # the whole image, and `rows` tiles above each other
         pixels = generator.standard_normal((rows + 1, 3, size, size), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_sizes": np.array([[size * rows, size]])}
         return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=16 + 4 * rows * 5)
-    if model.config.model_type in ("smolvlm", "idefics3"):
+    if kind in ("smolvlm", "idefics3"):
         inputs["pixel_attention_mask"] = np.ones((rows, size, size), dtype=np.bool_)
     return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=4 * rows)
 

@@ -1,4 +1,5 @@
-"""Find out which causal language models of the installed transformers padfree can train packed.
+"""Find out which models of the installed transformers padfree can train packed: causal language models, and
+image-text models with their images.
 
     python -m padfree.tools.architectures lfm2 rwkv     prints the lines for these model types
 
@@ -19,13 +20,17 @@ from typing import Any
 import torch
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from padfree.errors import UserError
 from padfree.model import TESTED, attach
 from padfree.model.interface import chunk_of
 from padfree.model.mixers import KINDS, installed
+from padfree.model.vision.families import FAMILIES, why_refused
 
 PATIENCE = 120
 """Maximum number of seconds to build one architecture and prepare it for packed training."""
@@ -41,6 +46,28 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "nemotron": {"head_dim": 128, "num_key_value_heads": 8},
 }
 """Config arguments, by model type, that the default config lacks and without which no model can be built."""
+
+
+def _sections(*sections: int, **others: Any) -> dict[str, Any]:
+    """A text config whose rotary positions have three dimensions, as in the model's checkpoints."""
+    return {
+        "text_config": {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **others}
+        }
+    }
+
+
+COMPLETED_IMAGE_TEXT: dict[str, dict[str, Any]] = {
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}},
+    "glm46v": _sections(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v": _sections(8, 12, 12, partial_rotary_factor=0.5),
+    "glm4v_moe": _sections(8, 12, 12, partial_rotary_factor=0.5),
+    "glm_ocr": _sections(16, 24, 24),
+    "glmga": _sections(8, 12, 12, partial_rotary_factor=0.5),
+    "qwen2_5_vl": _sections(16, 24, 24),
+    "qwen2_vl": _sections(16, 24, 24),
+}
+"""The same for image-text models, and the rotary sections that the checkpoints of these models set."""
 
 PACK_KERNELS = {
     "gated_delta": "flash-linear-attention",
@@ -71,7 +98,7 @@ class Architecture:
         return ", ".join(dict.fromkeys(kernels.get(name, "none: one sample at a time") for name in self.mixers))
 
     def line(self) -> str:
-        tested = " ✓" if self.class_name in TESTED else ""
+        tested = " ✓" if self.class_name in (*TESTED, *FAMILIES) else ""
         cells = (
             f"`{self.model_type}`",
             f"{self.class_name}{tested}",
@@ -90,12 +117,31 @@ def try_architecture(model_type: str) -> Architecture:
     If building or preparing fails, the line contains the reason.
     """
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return _tried(model_type, class_name)
+
+
+def try_image_text(model_type: str) -> Architecture:
+    """The line of the table for one image-text model, trained with images."""
+    class_name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
+    try:
+        reason = why_refused(getattr(transformers, class_name))
+    except (ImportError, AttributeError) as error:  # a class needs a package that is not installed
+        reason = f"its class cannot be imported: {_short(str(error))}"
+    if reason is not None:
+        return Architecture(model_type=model_type, class_name=class_name, attached=False, reason=reason)
+    return _tried(model_type, class_name, with_images=True)
+
+
+def _tried(model_type: str, class_name: str, *, with_images: bool = False) -> Architecture:
     signal.signal(signal.SIGALRM, _too_long)
     signal.alarm(PATIENCE)
     try:
-        config = CONFIG_MAPPING[model_type](**COMPLETED.get(model_type, {}))
+        completed = COMPLETED_IMAGE_TEXT if with_images else COMPLETED
+        config = CONFIG_MAPPING[model_type](**completed.get(model_type, {}))
         model_class = getattr(transformers, class_name)
-        if not isinstance(config, model_class.config_class):  # a model with several parts, e.g. text and vision
+        if not with_images and not isinstance(
+            config, model_class.config_class
+        ):  # a model with several parts, e.g. text and vision
             config = config.get_text_config()
         with torch.device("meta"):
             model = model_class(config)
@@ -129,8 +175,9 @@ def _short(text: str) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def architectures_page(found: list[Architecture]) -> str:
-    """Return the Markdown page with the table of these architectures."""
+def architectures_page(found: list[Architecture], image_text: list[Architecture]) -> str:
+    """Return the Markdown page with the tables of these causal language models and image-text models."""
+    with_images = sum(each.attached for each in image_text)
     attached = sum(each.attached for each in found)
     mixers = "\n".join(
         f"- `{name}`: {(sys.modules[kind.matches.__module__].__doc__ or '').splitlines()[0]}"
@@ -154,6 +201,16 @@ kernel" names what runs all samples of a pack in one call.
 | type | class | attached | mixers | pack kernel | context ranks | reason |
 | --- | --- | --- | --- | --- | --- | --- |
 {chr(10).join(each.line() for each in found)}
+
+## Image-text models
+
+Every image-text model of transformers {transformers.__version__}, trained with images: {with_images} attached, \
+{len(image_text) - with_images} refused, each with its reason. The tests compare loss and gradients of the language \
+model, the tower and the projector of the classes with ✓ with transformers, one sample at a time.
+
+| type | class | attached | mixers | pack kernel | context ranks | reason |
+| --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(each.line() for each in image_text)}
 """
 
 
@@ -161,6 +218,12 @@ def try_all() -> list[Architecture]:
     """Return the table's line for every causal language model of transformers. This takes some minutes."""
     _silence()
     return [try_architecture(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+
+
+def try_all_image_text() -> list[Architecture]:
+    """Return the table's line for every image-text model of transformers."""
+    _silence()
+    return [try_image_text(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)]
 
 
 def _silence() -> None:
@@ -171,4 +234,7 @@ def _silence() -> None:
 if __name__ == "__main__":
     _silence()
     for name in sys.argv[1:]:
-        sys.stdout.write(f"{try_architecture(name).line()}\n")
+        if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            sys.stdout.write(f"{try_architecture(name).line()}\n")
+        if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+            sys.stdout.write(f"{try_image_text(name).line()}\n")

@@ -51,7 +51,8 @@ These pages are generated from the code: `make reference`.
 - [Settings](settings.md): every setting of a recipe
 - [Metrics](metrics.md): every metric that a run writes
 - [Attention backends](backends.md): what each backend supports
-- [Architectures](architectures.md): every causal language model of transformers, attached or refused
+- [Architectures](architectures.md): every causal language model and image-text model of transformers, attached
+  or refused
 
 ```{toctree}
 :hidden:
@@ -158,9 +159,9 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
     pages = quick_pages()
     if arguments.architectures:
-        from padfree.tools.architectures import architectures_page, try_all
+        from padfree.tools.architectures import architectures_page, try_all, try_all_image_text
 
-        pages["architectures.md"] = architectures_page(try_all())
+        pages["architectures.md"] = architectures_page(try_all(), try_all_image_text())
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         (arguments.folder / name).write_text(text, encoding="utf-8")

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from padfree.config import Config
 from padfree.errors import UserError
 from padfree.model.lora import add_adapters
+from padfree.model.parts import freeze
 from padfree.model.structure import skeleton
 from padfree.optim.optimizer import make_groups, state_bytes
 
@@ -52,11 +53,12 @@ def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
         checkpoint = trained * FLOAT32 + state_bytes(make_groups(adapted, config.optimizer))
     else:
         trained = _count(model, trained=True)
+        freeze(model, config.model.freeze)
         checkpoint = parameters * FLOAT32 + state_bytes(make_groups(model, config.optimizer))
     if config.loss.advantage == "gae":
         path = config.critic.path or config.model.path
         critic = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
-        checkpoint += _count(critic) * FLOAT32 + state_bytes(make_groups(critic, config.optimizer))
+        checkpoint += _count(critic) * FLOAT32 + state_bytes(make_groups(critic, config.optimizer.without_groups()))
     export = 0
     if config.checkpoint.export:
         alone = config.lora.rank > 0 and config.lora.export == "adapter"

@@ -79,6 +79,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         reshard=config.parallel.reshard,
         lora=config.lora,
         float8=config.parallel.float8,
+        freeze=config.model.freeze,
         init=config.model.init,
         head=config.loss.head,
         replay=config.rollout.routing == "replay",
@@ -132,7 +133,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
         )
     except UserError as error:  # the same on every rank
         raise error.at("critic.path", "model") from None
-    optimizer = make_optimizer(model, config.optimizer.with_lr(config.critic.lr))
+    optimizer = make_optimizer(model, config.optimizer.without_groups().with_lr(config.critic.lr))
     settings = LossSettings(
         loss=config.critic.value_settings(),
         aggregation=config.loss.aggregation,

@@ -37,6 +37,7 @@ from padfree.errors import UserError, shown_error
 from padfree.estimate.flops import Flops
 from padfree.garbage_collection import quiet_collector
 from padfree.layers.compiler_watch import CompilerWatch
+from padfree.model.parts import frozen_weights
 from padfree.optim.schedule import learning_rate_factor
 from padfree.record.run_files import RunFiles
 from padfree.record.run_folder import writing
@@ -150,6 +151,7 @@ class Trainer:
             device=self.mesh.device,
             dtype=getattr(torch, config.model.dtype),
             adapters=config.lora.rank > 0,
+            **frozen_weights(engine.model),
         )
         self.updates = StepPipeline(
             engine,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,9 +26,15 @@ def stock_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
     if not sample.images:
         return inputs
     loaded = [image.load() for image in sample.images]
+    kind = model.config.model_type
+    if kind in ("mistral3", "lighton_ocr"):
+        loaded = _one_size(loaded)
     for name in loaded[0]:
         inputs[name] = torch.from_numpy(np.concatenate([one[name] for one in loaded]))
-    kind = model.config.model_type
+    if kind == "lighton_ocr":
+        inputs["image_sizes"] = [tuple(size) for size in inputs["image_sizes"].tolist()]
+    if kind == "gemma3":
+        inputs["token_type_ids"] = torch.from_numpy((sample.tokens == PLACEHOLDER).astype(np.int64))[None]
     if kind in ("smolvlm", "idefics3"):
         inputs |= {name: inputs[name][None] for name in ("pixel_values", "pixel_attention_mask")}
     if kind == "llava_onevision":
@@ -36,6 +42,19 @@ def stock_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = torch.from_numpy((sample.tokens == PLACEHOLDER).astype(np.int64))[None]
     return inputs
+
+
+def _one_size(loaded: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The images of a sample, padded to the largest of them, as the processor does."""
+    sides = [one["pixel_values"].shape[2:] for one in loaded]
+    height, width = (max(side[axis] for side in sides) for axis in (0, 1))
+    padded = []
+    for one in loaded:
+        pixels = np.zeros((1, 3, height, width), dtype=np.float32)
+        rows, columns = one["pixel_values"].shape[2:]
+        pixels[:, :, :rows, :columns] = one["pixel_values"]
+        padded.append({**one, "pixel_values": pixels})
+    return padded
 
 
 def stock_logits(model: PreTrainedModel, sample: Sample) -> Tensor:
@@ -85,13 +104,28 @@ def without_rounding() -> Iterator[None]:
         return tensor if tensor.dtype == torch.float64 else to_float(tensor, **options)
 
     def to_unless_wider(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-        narrows = tensor.dtype == torch.float64 and args == (torch.float32,) and not options
-        return tensor if narrows else to(tensor, *args, **options)
+        if tensor.dtype == torch.float64:
+            args = tuple(each for each in args if each is not torch.float32)
+            options = {name: each for name, each in options.items() if each is not torch.float32}
+        return to(tensor, *args, **options)
 
     def softmax_unless_wider(tensor: Tensor, dim: int, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
         return torch.softmax(tensor, dim, dtype=None if tensor.dtype == torch.float64 else dtype)
 
+    as_type = torch.Tensor.type
+
+    def type_unless_wider(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        narrows = tensor.dtype == torch.float64 and args == (torch.float32,)
+        return tensor if narrows else as_type(tensor, *args, **options)
+
+    sample_grid = torch.nn.functional.grid_sample
+
+    def grid_sample_wide(tensor: Tensor, grid: Tensor, **options: Any) -> Tensor:
+        return sample_grid(tensor, grid.to(tensor.dtype), **options)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "grid_sample", grid_sample_wide)
+        patch.setattr(torch.Tensor, "type", type_unless_wider)
         patch.setattr(torch.nn.functional, "softmax", softmax_unless_wider)
         patch.setattr(torch.Tensor, "float", float_unless_wider)
         patch.setattr(torch.Tensor, "to", to_unless_wider)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from padfree.distributed import Mesh, make_mesh
+from padfree.model.structure import tower_blocks
 from padfree.optim.optimizer import make_optimizer
 from padfree.packing import CostModel
 from padfree.sample import Sample
@@ -17,7 +20,6 @@ from padfree.train.engine import Engine, StepReport
 from padfree.train.microbatch import filler
 from padfree.train.scorer import Scorer
 from tests.ranks import run_ranks
-from tests.refused import refused
 from tests.train.cases import LOSSES, OPTIMIZER, two_steps
 
 NAMES = ("qwen2_5_vl", "qwen3_vl", "internvl")
@@ -45,40 +47,46 @@ def outcome(mesh: Mesh, name: str) -> Outcome:
     return two_steps(make_vision_engine(mesh, name), samples_of(name))
 
 
+def assert_same_updates(found: Outcome, expected: Outcome) -> None:
+    for mine, other in zip(found[0], expected[0], strict=True):
+        assert mine.loss == pytest.approx(other.loss, abs=1e-5)
+        assert mine.gradient_norm == pytest.approx(other.gradient_norm, rel=1e-4)
+    for key, weight in expected[1].items():
+        torch.testing.assert_close(found[1][key], weight, atol=1e-5, rtol=0)
+
+
 def on_two_ranks(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
     mesh = make_mesh("cpu")
     found = {name: outcome(mesh, name) for name in NAMES}
     model = build_vision("qwen3_vl")
     parallelize(model, transformations(mesh))
     layers = model.base_model.language_model.layers
-    return found, all(isinstance(layer, FSDPModule) for layer in layers)
+    blocks: Any = tower_blocks(model)
+    return found, len(blocks) == 3 and all(isinstance(layer, FSDPModule) for layer in (*layers, *blocks))
 
 
 def test_two_ranks_equal_one_process(mesh: Mesh) -> None:
     (found, are_units), (other, _) = run_ranks(2, on_two_ranks)
     assert are_units
     for name in NAMES:
-        reports, weights = outcome(mesh, name)
-        before = build_vision(name).state_dict()
-        for mine, expected in zip(found[name][0], reports, strict=True):
-            assert mine.loss == pytest.approx(expected.loss, abs=1e-5)
-            assert mine.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-4)
-        for key, weight in weights.items():
-            torch.testing.assert_close(found[name][1][key], weight, atol=1e-5, rtol=0)
-            torch.testing.assert_close(other[name][1][key], weight, atol=1e-5, rtol=0)
+        expected = outcome(mesh, name)
+        assert_same_updates(found[name], expected)
+        assert_same_updates(other[name], expected)
+        weights, before = expected[1], build_vision(name).state_dict()
         moved = {key for key, weight in weights.items() if not torch.equal(weight, before[key])}
         assert any("vis" in key for key in moved)
         assert any("language_model" in key for key in moved)
 
 
-def with_context(rank: int, world: int) -> None:
-    engine = make_vision_engine(make_mesh("cpu", context=2), "qwen3_vl")
-    with refused("images", "2 context ranks"):
-        engine.step(samples_of("qwen3_vl"))
+def on_two_context_ranks(rank: int, world: int) -> dict[str, Outcome]:
+    mesh = make_mesh("cpu", context=2)
+    return {name: outcome(mesh, name) for name in NAMES}
 
 
-def test_context_ranks_are_refused() -> None:
-    run_ranks(2, with_context)
+def test_two_context_ranks_equal_one_process(mesh: Mesh) -> None:
+    for found in run_ranks(2, on_two_context_ranks):
+        for name in NAMES:
+            assert_same_updates(found[name], outcome(mesh, name))
 
 
 def test_the_filler_of_a_batch_shows_no_image() -> None:

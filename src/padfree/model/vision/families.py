@@ -10,19 +10,23 @@ placeholder tokens. A `VisionFamily` therefore says only where the parts of the 
 whether positions depend on images. A tower reads the images of a pack in one call: patches of all images with
 cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image attends to another.
 
-A model that is not listed is refused. `REFUSED` says why, for models whose attention cannot be packed.
+A model that is not listed is refused: `why_refused` gives the reason, and the generated table of architectures has
+the reasons of all image-text models.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from padfree.errors import UserError
 
@@ -35,11 +39,13 @@ class VisionFamily:
 
     language: str  # attribute of the base model: the language model
     encoders: tuple[str, ...]  # attributes of the base model: all modules and parameters that only images use
+    projector: tuple[str, ...]  # the part of the encoders that maps to the width of the language model, by path
     inputs: tuple[str, ...]  # the tower's inputs, as the model's processor names them
     encode: Callable[[Any, Inputs], Any]  # the base model and the inputs -> the output of its get_image_features
     filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of the smallest image
     rotary: bool = False  # the base model has get_rope_index: positions in three dimensions
     one_image: str | None = None  # why a sample cannot have several images
+    whole_images: bool = False  # the tokens of an image attend to each other in the language model
 
 
 def _encode(base: Any, inputs: Inputs) -> Any:
@@ -57,6 +63,12 @@ def _encode_sized(base: Any, inputs: Inputs) -> Any:
     return base.get_image_features(**inputs, batch_num_images=images, return_dict=True)
 
 
+def _encode_listed(base: Any, inputs: Inputs) -> Any:
+    """LightOnOCR reads the sizes of images as numbers."""
+    sizes = [tuple(size) for size in inputs["image_sizes"].tolist()]
+    return base.get_image_features(inputs["pixel_values"], image_sizes=sizes, return_dict=True)
+
+
 def _patch_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
     vision = config.vision_config
     side = vision.spatial_merge_size
@@ -69,6 +81,12 @@ def _tile(config: PreTrainedConfig) -> Tensor:
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return torch.ones(1, 3, height, width)
+
+
+def _cut_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
+    """An image of two features, for towers that cut each image to its size. Mistral 3 fails with one feature."""
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    return {"pixel_values": torch.ones(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
 
 
 def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
@@ -88,18 +106,28 @@ def _masked_tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 _GRID = ("pixel_values", "image_grid_thw")
 _QWEN = VisionFamily(
-    language="language_model", encoders=("visual",), inputs=_GRID, encode=_encode, filler=_patch_filler, rotary=True
+    language="language_model",
+    encoders=("visual",),
+    projector=("visual.merger", "visual.deepstack_merger_list"),
+    inputs=_GRID,
+    encode=_encode,
+    filler=_patch_filler,
+    rotary=True,
 )
-_INTERNVL = VisionFamily(
+_GLM = replace(_QWEN, projector=("visual.merger", "visual.downsample"))
+_TILES = VisionFamily(
     language="language_model",
     encoders=("vision_tower", "multi_modal_projector"),
+    projector=("multi_modal_projector",),
     inputs=("pixel_values",),
     encode=_encode,
     filler=_tile_filler,
 )
+_MISTRAL = replace(_TILES, inputs=("pixel_values", "image_sizes"), filler=_cut_filler)
 _ONEVISION = VisionFamily(
     language="language_model",
     encoders=("vision_tower", "multi_modal_projector", "image_newline"),
+    projector=("multi_modal_projector", "image_newline"),
     inputs=("pixel_values", "image_sizes"),
     encode=_encode_sized,
     filler=_sized_filler,
@@ -108,6 +136,7 @@ _ONEVISION = VisionFamily(
 _IDEFICS = VisionFamily(
     language="text_model",
     encoders=("vision_model", "connector"),
+    projector=("connector",),
     inputs=("pixel_values", "pixel_attention_mask"),
     encode=_encode_tiles,
     filler=_masked_tile_filler,
@@ -119,7 +148,23 @@ FAMILIES: dict[str, VisionFamily] = {
     "Qwen3VLForConditionalGeneration": _QWEN,
     "Qwen3VLMoeForConditionalGeneration": _QWEN,
     "Qwen3_5ForConditionalGeneration": _QWEN,
-    "InternVLForConditionalGeneration": _INTERNVL,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "Glm4vForConditionalGeneration": _GLM,
+    "Glm4vMoeForConditionalGeneration": _GLM,
+    "Glm46VForConditionalGeneration": _GLM,
+    "GlmOcrForConditionalGeneration": _GLM,
+    "Gemma3ForConditionalGeneration": replace(_TILES, whole_images=True),
+    "InternVLForConditionalGeneration": _TILES,
+    "LlavaForConditionalGeneration": _TILES,
+    "AyaVisionForConditionalGeneration": _TILES,
+    "Cohere2VisionForConditionalGeneration": _TILES,
+    "Mistral3ForConditionalGeneration": _MISTRAL,
+    "LightOnOcrForConditionalGeneration": replace(
+        _MISTRAL,
+        encoders=("vision_encoder", "vision_projection"),
+        projector=("vision_projection",),
+        encode=_encode_listed,
+    ),
     "LlavaOnevisionForConditionalGeneration": _ONEVISION,
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "SmolVLMForConditionalGeneration": _IDEFICS,
@@ -127,12 +172,28 @@ FAMILIES: dict[str, VisionFamily] = {
 """The family of each supported class. padfree's tests compare it with transformers, one sample at a time."""
 
 REFUSED = {
-    "gemma3": "the tokens of an image attend to each other, and padfree's attention is causal",
-    "gemma4": "the tokens of an image attend to each other, and padfree's attention is causal",
-    "paligemma": "the tokens of a prompt attend to each other, and padfree's attention is causal",
+    "paligemma": "the tokens of a prompt attend to each other, and a sample does not say where its prompt ends",
+    "got_ocr2": "transformers cannot set the attention of its language model alone",
     "mllama": "its language model attends to images by cross-attention, and not at placeholder tokens",
 }
 """Why images cannot be trained, by `model_type` of the config."""
+
+
+def why_refused(model_class: type) -> str | None:
+    """Say why a class of image-text models cannot be trained on images. None if it is a supported class."""
+    if model_class.__name__ in FAMILIES:
+        return None
+    kind = getattr(getattr(model_class, "config_class", None), "model_type", "")
+    if kind in REFUSED:
+        return REFUSED[kind]
+    module = sys.modules[model_class.__module__]
+    base = getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
+    if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
+        return "its forward does not accept features of images that were computed before (mm_encoder_outputs)"
+    read = inspect.signature(getattr(base, "get_image_features", base.forward)).parameters
+    names = [name for name in read if "pixel" in name or "image" in name or "size" in name or "patch" in name]
+    reads = f" ({', '.join(names)})" if names else ""
+    return f"padfree has no description of what its vision tower reads{reads}, and no test that compares it"
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
@@ -167,12 +228,16 @@ def unsupported_vision(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def is_image_text(model: nn.Module) -> bool:
+    """Whether transformers lists the class of this model as an image-text model."""
+    return type(model).__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
 def need_family(model: nn.Module) -> VisionFamily:
     """The family of a model. Raises `UserError` with the reason if its images cannot be trained."""
     family = family_of(model)
     if family is None:
-        kind = getattr(model.config, "model_type", "")
-        reason = REFUSED.get(kind, "it is not one of the supported vision-language models")
+        reason = why_refused(type(model)) if is_image_text(model) else "it is not a vision-language model"
         raise UserError(
             "model",
             f"{type(model).__name__} cannot be trained on images: {reason}",

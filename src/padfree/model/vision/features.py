@@ -7,9 +7,14 @@
 Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These are gathered
 for the placeholders in the same way.
 
-A pack without images encodes the smallest possible image and adds 0 times its features to the hidden states. This has
-two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times, although only some of
-their packs may have images. And the parameters of the tower get a gradient of 0, not None, from every such pack.
+Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). They exchange features
+and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
+
+A pack without images, and a context rank that encodes none, run the tower on the smallest possible image and use none
+of its features. This has two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times,
+although only some of their packs may have images. And the parameters of the tower get a gradient of 0, not None, from
+every such pack. Ranks with and without images call the same functions in the same order, so that their collectives
+match in backward, too.
 """
 
 from __future__ import annotations
@@ -17,11 +22,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, cat
 from transformers import PreTrainedModel
 
-from padfree.attention.copies import take_copies
+from padfree.attention.copies import copies_of, take_copies
 from padfree.batch import LocalBatch, LocalImages
+from padfree.cp.row_exchange import receive_rows
 from padfree.errors import UserError
 from padfree.model.vision.families import VisionFamily
 
@@ -30,32 +37,32 @@ STACKED = "deepstack_features"
 
 def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch) -> Tensor:
     """The last hidden states [1, T, D] of an attached base model for a pack with or without images."""
+    images, device = batch.images, batch.input_ids.device
+    if images is None:
+        nothing = copies_of(np.zeros(0, dtype=np.int64), 0, device)
+        images = LocalImages(inputs={}, counts=(), patches=(), placeholder=-1, features=nothing)
+    else:
+        _check_images(base, family, batch, images)
+    encoded = images.inputs or {name: one.to(device) for name, one in family.filler(base.config).items()}
+    output = family.encode(base, encoded)
+    _place(output, images)
     inputs = replace(batch, images=None).model_inputs()
-    if batch.images is None:
-        device = batch.input_ids.device
-        output = family.encode(base, {name: one.to(device) for name, one in family.filler(base.config).items()})
-        hidden: Tensor = base(**inputs).last_hidden_state
-        unused = [_joined(output.pooler_output), *map(_joined, getattr(output, STACKED, None) or ())]
-        return hidden + 0.0 * sum(features.sum() for features in unused).to(hidden.dtype)  # type: ignore[union-attr]
-    _check_images(base, family, batch, batch.images)
-    output = family.encode(base, batch.images.packed.inputs)
-    _place(output, batch.images)
-    hidden = base(**inputs, mm_encoder_outputs={"image": output}).last_hidden_state
+    hidden: Tensor = base(**inputs, mm_encoder_outputs={"image": output}).last_hidden_state
     return hidden
 
 
 def _check_images(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch, images: LocalImages) -> None:
-    name, packed = type(base).__name__, images.packed
-    if packed.placeholder != base.config.image_token_id:
+    name = type(base).__name__
+    if images.placeholder != base.config.image_token_id:
         raise UserError(
             "images",
-            f"have the placeholder {packed.placeholder}, but {name} has {base.config.image_token_id}",
+            f"have the placeholder {images.placeholder}, but {name} has {base.config.image_token_id}",
             "tokenise the samples with the processor of this model",
         )
-    if sorted(packed.inputs) != sorted(family.inputs):
+    if images.inputs and sorted(images.inputs) != sorted(family.inputs):
         raise UserError(
             "images",
-            f"have the inputs {', '.join(packed.inputs)}, but {name} reads {', '.join(family.inputs)}",
+            f"have the inputs {', '.join(images.inputs)}, but {name} reads {', '.join(family.inputs)}",
             "load the images with the processor of this model",
         )
     if family.rotary and batch.rotary_positions is None:
@@ -72,22 +79,32 @@ def _joined(features: Any) -> Tensor:
 
 
 def _place(output: Any, images: LocalImages) -> None:
-    """Replace the features [F, D] in a tower's output by [M, D], one for each placeholder of the pack."""
-    packed, found = images.packed, output.pooler_output
-    joined = _joined(found)
-    if isinstance(found, (list, tuple)) and len(found) == len(packed.counts):
+    """Replace the features [F, D] in a tower's output by [m, D], one for each placeholder of this rank."""
+    found, stacked = output.pooler_output, getattr(output, STACKED, None)
+    parts = [_joined(found), *map(_joined, stacked or ())]
+    if images.inputs:
+        _check_counts(found, len(parts[0]), images)
+    else:  # the features of the smallest image
+        parts = [part[:0] for part in parts]
+    if images.exchange is not None:
+        received = receive_rows(cat(parts, dim=1), images.exchange)
+        parts = list(received.split([part.shape[1] for part in parts], dim=1))
+    first, *others = (take_copies(part, images.features) for part in parts)
+    output.pooler_output = (first,) if isinstance(found, (list, tuple)) else first[None]
+    if stacked is not None:
+        output[STACKED] = [(part,) for part in others]
+
+
+def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:
+    """Raise `UserError` unless the tower gives each image as many features as the image has placeholder tokens."""
+    if isinstance(found, (list, tuple)) and len(found) == len(images.counts):
         counts = tuple(map(len, found))
     else:  # every patch or tile has the same number of features
-        counts = tuple(rows * len(joined) // sum(packed.rows) for rows in packed.rows)
-    if len(joined) != packed.num_features or counts != packed.counts:
+        counts = tuple(patches * num_features // sum(images.patches) for patches in images.patches)
+    if num_features != sum(images.counts) or counts != images.counts:
         raise UserError(
             "images",
-            f"have {', '.join(map(str, packed.counts))} placeholder tokens, but the tower gives {len(joined)} features "
-            f"for {', '.join(map(str, packed.rows))} rows of pixel_values",
+            f"have {', '.join(map(str, images.counts))} placeholder tokens, but the tower gives {num_features} "
+            f"features for {', '.join(map(str, images.patches))} rows of pixel_values",
             "tokenise the samples with the processor of this model",
         )
-    taken = take_copies(joined, images.features)
-    output.pooler_output = (taken,) if isinstance(found, (list, tuple)) else taken[None]
-    if getattr(output, STACKED, None) is not None:
-        stacked = [take_copies(_joined(features), images.features) for features in output[STACKED]]
-        output[STACKED] = [(features,) for features in stacked]

@@ -50,6 +50,8 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
             f"are {len(sample.images)} in one sample of {name}: {family.one_image}",
             "give one image per sample",
         )
+    if family.rotary or family.whole_images:
+        _check_apart(sample)
     if not family.rotary:
         return sample
     grids = [image.grid for image in sample.images]
@@ -67,11 +69,6 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
             )
     types = np.zeros(len(sample), dtype=np.int32)
     types[np.concatenate([image.positions for image in sample.images])] = IMAGE
-    for one, other in zip(sample.images, sample.images[1:], strict=False):
-        if one.positions[-1] + 1 == other.positions[0]:
-            raise UserError(
-                "images", "follow each other without a token between them", "tokenise with the model's processor"
-            )
     with torch.device("cpu"):
         positions, _ = base.get_rope_index(
             torch.from_numpy(sample.tokens.astype(np.int64))[None],
@@ -79,3 +76,12 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
             image_grid_thw=torch.tensor(grids),
         )
     return replace(sample, rotary_positions=positions[:, 0].numpy())
+
+
+def _check_apart(sample: Sample) -> None:
+    """Raise `UserError` if two images are adjacent. The model would take them for one image."""
+    for one, other in zip(sample.images, sample.images[1:], strict=False):
+        if one.positions[-1] + 1 == other.positions[0]:
+            raise UserError(
+                "images", "follow each other without a token between them", "tokenise with the model's processor"
+            )

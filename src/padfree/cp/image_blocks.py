@@ -1,0 +1,153 @@
+"""Attention in models in which the tokens of an image attend to each other (Gemma 3).
+
+    pack       7 * * * 9 | 4 * * * 2        two blocks: ranges of adjacent placeholder tokens of one sample
+    ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
+    queries    rank 0: 1 2 8    rank 1: 3 6 7     see the later keys of their block, which may be on other ranks
+
+Such models show each token the earlier tokens, and the tokens of an image also the later tokens of the same image
+(`padfree.attention.later_keys`). The later keys are few: only those of images. With context ranks and the method
+`allgather`, a rank receives the later keys that its queries see in an exchange of their own. With `ulysses`, each rank
+has all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from padfree.arrays import concatenated_ranges
+from padfree.attention.copies import copies_of, take_copies
+from padfree.attention.later_keys import LaterKeys, attend_with_later_keys
+from padfree.batch import Copies, RowExchange
+from padfree.cp.context_plan import ContextPlan
+from padfree.cp.ranges import Indices, segments_of, to_device
+from padfree.cp.row_exchange import plan_rows, receive_rows
+from padfree.errors import UserError
+from padfree.prefix_tree import prefix_ranges
+from padfree.segments import Segments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WholePack:
+    """What attention of a whole pack needs. With shared prefixes, `paths` copies the keys of each node's path."""
+
+    later: LaterKeys
+    keys: Copies  # gathers the later keys from the keys of the pack
+    segments_q: Segments
+    segments_k: Segments
+    paths: Copies | None
+
+
+class ImageBlocks:
+    """The blocks of a pack. The first layer that uses them prepares the data, which is cached for the other layers."""
+
+    def __init__(self, tokens: Indices, segments: Segments, device: torch.device) -> None:
+        """`tokens` [M] are the indices of the placeholder tokens in the pack, ascending."""
+        self.tokens, self.segments, self.device = tokens, segments, device
+        self._whole: WholePack | None = None
+        self._shared_out: tuple[LaterKeys, RowExchange, Copies] | None = None
+
+    def whole(self) -> WholePack:
+        if self._whole is None:
+            segments, device = self.segments, self.device
+            queries, later = self._later(np.arange(segments.num_tokens), np.zeros(0, dtype=np.int64))
+            lengths, paths = segments.lengths, None
+            if segments.parents is not None:
+                ranges = prefix_ranges(segments.parents, segments.offsets)
+                lengths = ranges.lengths(len(segments.parents))
+                index = concatenated_ranges(ranges.begin, ranges.end - ranges.begin)
+                paths = copies_of(index, segments.num_tokens, device)
+            self._whole = WholePack(
+                later=queries,
+                keys=copies_of(later, segments.num_tokens, device),
+                segments_q=segments_of(segments.lengths, device),
+                segments_k=segments_of(lengths, device),
+                paths=paths,
+            )
+        return self._whole
+
+    def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
+        """For the method `allgather`: this rank's queries, and how it receives the later keys that they see."""
+        if self._shared_out is None:
+            starts, ends = plan.layout.starts, plan.layout.ends
+            own = [concatenated_ranges(first, last - first) for first, last in zip(starts, ends, strict=True)]
+            owner, row = np.zeros((2, plan.layout.num_tokens), dtype=np.int64)
+            for rank, held in enumerate(own):
+                owner[held], row[held] = rank, np.arange(len(held))
+            found = [self._later(held, first) for held, first in zip(own, starts, strict=True)]
+            exchange, copies = plan_rows(owner, row, [keys for _, keys in found], plan.rank, group, self.device)
+            self._shared_out = found[plan.rank][0], exchange, copies
+        return self._shared_out
+
+    def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
+        """The queries among the tokens `own` that see later keys, and the indices in the pack of these keys.
+
+        Pieces of a rank begin at the tokens `starts`. Adjacent tokens of one block and one piece are one segment.
+        """
+        after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
+        first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
+        first[1:] = (np.diff(self.tokens) != 1) | (np.diff(after) != 0)
+        block = np.full(self.segments.num_tokens, -1)
+        block[self.tokens] = np.cumsum(first) - 1
+        block_end = self.tokens[np.append(np.flatnonzero(first)[1:], len(self.tokens)) - 1] + 1
+        held = np.flatnonzero(block[own] >= 0)  # the indices of placeholders among this rank's tokens
+        token, number = own[held], block[own[held]]
+        new = np.ones(len(held), dtype=np.bool_)
+        new[1:] = (np.diff(held) != 1) | (np.diff(token) != 1) | (np.diff(number) != 0)
+        new |= np.isin(token, starts)
+        runs = np.flatnonzero(new)
+        begin, local = token[runs], held[runs]
+        behind = block_end[number[runs]]
+        # The last token of a block sees no later key.
+        end = np.minimum(begin + np.diff(np.append(runs, len(held))), behind - 1)
+        seeing = end > begin
+        begin, local, behind, end = begin[seeing], local[seeing], behind[seeing], end[seeing]
+        queries = LaterKeys(
+            queries=to_device(_descending(local, local + end - begin), self.device),
+            segments_q=segments_of(end - begin, self.device),
+            segments_k=segments_of(behind - 1 - begin, self.device),
+        )
+        return queries, _descending(begin + 1, behind)
+
+
+def _descending(begin: Indices, end: Indices) -> Indices:
+    """The numbers of each range [begin, end), the largest first."""
+    ascending = concatenated_ranges(begin, end - begin)
+    reversed_: Indices = np.repeat(begin + end - 1, end - begin) - ascending
+    return reversed_
+
+
+def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **options: Any) -> Tensor:
+    """Attention of all T tokens of a pack. q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]."""
+    pack = blocks.whole()
+    later_k, later_v = (take_copies(tensor, pack.keys) for tensor in (k, v))
+    if pack.paths is not None:
+        k, v = (take_copies(tensor, pack.paths) for tensor in (k, v))
+    return attend_with_later_keys(
+        q, k, v, pack.segments_q, pack.segments_k, pack.later, later_k, later_v, **checked(options)
+    )
+
+
+def receive_later_keys(
+    k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
+) -> tuple[LaterKeys, Tensor, Tensor]:
+    """Exchange the later keys and values of this rank's queries, for the method `allgather`. Collective."""
+    later, exchange, copies = blocks.shared_out(plan, group)
+    received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)
+    later_k, later_v = received.split([k.shape[2], v.shape[2]], dim=2)
+    return later, later_k.contiguous(), later_v.contiguous()
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of `attend_with_later_keys`. Raises `UserError` for those that it does not support."""
+    if not options.pop("causal", True):
+        raise UserError("causal", "False is not supported for image tokens", "set causal=True")
+    if options.pop("sinks", None) is not None:
+        raise UserError(
+            "sinks", "are not supported for image tokens that attend to each other", "train the model on text"
+        )
+    return options

@@ -1,0 +1,72 @@
+"""Divide the images of a pack over the ranks of a context group.
+
+    pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
+    encode     rank 0: a    rank 1: b                 each distinct image on one rank
+    tokens     rank 0: 7 * * * 9 4 *    rank 1: * * 2 8 * * 1
+    receive    rank 0: a0 a1 a2         rank 1: a1 a2 b0 b1
+
+The placeholder tokens of a pack are divided like all tokens, but the tower must see a whole image. Each distinct image
+is therefore encoded by one rank, and every rank receives the features of its own placeholder tokens. The largest image
+is assigned first, each to the rank with the fewest patches so far. Images are independent of each other in a tower, so
+that features do not depend on the rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from padfree.arrays import concatenated_ranges
+from padfree.attention.copies import copies_of
+from padfree.batch import AttnContext, LocalImages, PackedImages
+from padfree.cp.row_exchange import Indices, plan_rows
+
+
+def local_images(images: PackedImages, context: AttnContext, device: torch.device) -> LocalImages:
+    """The images that this context rank encodes, and the features that its placeholder tokens need."""
+    layout, rank = context.layout, context.rank
+    if layout is None:
+        features = copies_of(images.index, images.num_features, device)
+        return LocalImages(
+            inputs=images.inputs,
+            counts=images.counts,
+            patches=images.patches,
+            placeholder=images.placeholder,
+            features=features,
+        )
+    owner = owners(images.patches, layout.world)
+    mine = np.flatnonzero(owner == rank).tolist()
+    counts = np.array(images.counts)
+    own_features = np.zeros(images.num_features, dtype=np.int64)  # the index of each feature on the rank that has it
+    feature_owner = np.repeat(owner, counts)
+    for each in range(layout.world):
+        held = feature_owner == each
+        own_features[held] = np.arange(held.sum())
+    number = np.full(layout.num_tokens, -1)
+    number[images.tokens] = images.index
+    wanted: list[Indices] = []
+    for starts, ends in zip(layout.starts, layout.ends, strict=True):
+        held = number[concatenated_ranges(starts, ends - starts)]
+        wanted.append(held[held >= 0])
+    exchange, features = plan_rows(feature_owner, own_features, wanted, rank, context.group, device)
+    return LocalImages(
+        inputs=images.inputs_of(mine) if mine else {},
+        counts=tuple(images.counts[image] for image in mine),
+        patches=tuple(images.patches[image] for image in mine),
+        placeholder=images.placeholder,
+        features=features,
+        exchange=exchange,
+    )
+
+
+def owners(patches: Sequence[int], world: int) -> Indices:
+    """The rank that encodes each image, given the number of patches of each image."""
+    loads = [(0, rank) for rank in range(world)]
+    owner = np.zeros(len(patches), dtype=np.int64)
+    for image in sorted(range(len(patches)), key=lambda image: -patches[image]):
+        load, owner[image] = heapq.heappop(loads)
+        heapq.heappush(loads, (load + patches[image], int(owner[image])))
+    return owner

@@ -1,0 +1,82 @@
+"""Exchange rows of a tensor between context ranks, with gradients.
+
+    owner      0 0 1 1 1        row i of the group is row `row[i]` of rank `owner[i]`
+    row        0 1 0 1 2
+    wanted     rank 0: 4 0      rank 1: 0 1       the rows that each rank needs, in any order and with repetitions
+
+    rank 0 sends row 0 to itself and rows 0 1 to rank 1, and receives row 2 of rank 1
+    received   rank 0: 0 4      rank 1: 0 1       each needed row once, ordered by owner
+
+Every rank knows the whole plan, because the plan is computed on the host from data that all ranks have. In backward,
+the gradients of the received rows go back to their owners, and each owner sums the gradients of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from padfree.attention.copies import copies_of, take_copies
+from padfree.batch import Copies, RowExchange
+from padfree.distributed import exchange_rows
+from padfree.errors import UserError
+
+Indices = NDArray[np.int64]
+
+
+def plan_rows(
+    owner: Indices, row: Indices, wanted: Sequence[Indices], rank: int, group: Any, device: torch.device
+) -> tuple[RowExchange, Copies]:
+    """The exchange of one rank, and the gather from the received rows to the rows that the rank wants, in their order.
+
+    `owner` [n] and `row` [n] say where each row of the group is, and `wanted[r]` holds the rows that rank r needs.
+    """
+    world = len(wanted)
+    order = np.lexsort((row, owner))
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    needed = [order[np.unique(position[rows])] for rows in wanted]  # each row once, ordered by owner
+    mine = [rows[owner[rows] == rank] for rows in needed]
+    own = needed[rank]
+    counts = np.bincount(owner[own], minlength=world)
+    place = np.zeros(len(owner), dtype=np.int64)
+    place[own] = np.arange(len(own))
+    exchange = RowExchange(
+        leaving=copies_of(row[np.concatenate(mine)], int((owner == rank).sum()), device),
+        send=tuple(map(len, mine)),
+        receive=tuple(counts.tolist()),
+        group=group,
+    )
+    return exchange, copies_of(place[wanted[rank]], len(own), device)
+
+
+def receive_rows(tensor: Tensor, exchange: RowExchange) -> Tensor:
+    """The rows [received, ...] that this rank needs, from the rows [n, ...] that each rank owns. Collective."""
+    if exchange.group is None:
+        raise UserError(
+            "group",
+            f"is not set for {len(exchange.send)} context ranks",
+            "pass the process group of the context ranks to shard()",
+        )
+    leaving = take_copies(tensor, exchange.leaving)
+    received: Tensor = _ExchangeRows.apply(leaving, exchange)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaving: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange_rows(leaving, exchange.send, exchange.receive, exchange.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        exchange: RowExchange = ctx.exchange
+        return exchange_rows(gradient, exchange.receive, exchange.send, exchange.group), None
