@@ -232,7 +232,7 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
 
 def _checked_model(config: Config, path: str, setting: str, init: Init, head: ModelHead = "tokens") -> PreTrainedModel:
     code = config.model.trust_remote_code
-    model = skeleton(path, trust_remote_code=code, setting=setting, head=head)
+    model = skeleton(path, trust_remote_code=code, setting=setting, head=head, vision=config.model.vision)
     try:
         if Path(path).exists():
             # Check which tensors the model's files hold. This is skipped for a Hub id, whose files are not here yet.
