@@ -213,6 +213,11 @@ class TokenizedDataset(StoredSamples):
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
 
+    @property
+    def images(self) -> str | None:
+        """A description of the number of images and their tokens; None if the data has no images."""
+        return None if self._images is None else self._images.summary(self._kept)
+
     def _cuts_image(self, stored: int) -> bool:
         """Whether `max_length` cuts a sample inside an image."""
         if self._images is None:
@@ -262,7 +267,9 @@ class TokenizedDataset(StoredSamples):
         # If some rows have several samples, the hash also covers which samples form a row.
         several = self.samples_per_row is None and len(self.row_starts) - 1 < len(self)
         rows = [hashlib.sha256(self.row_starts.tobytes()).hexdigest()] if several else []
-        return hash_of([*self._digests, kept, *rows])
+        # The pixels of an image also depend on the processor.
+        images = [] if self._images is None else [self._images.settings.processor.digest]
+        return hash_of([*self._digests, kept, *rows, *images])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         number = self._checked(index)

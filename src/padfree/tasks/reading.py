@@ -70,6 +70,6 @@ def of_store(found: TokenizedDataset) -> TrainingData:
         samples=found,
         report=found.report,
         place=found.place,
-        notes=reading_notes(about["files"]),
+        notes=(*reading_notes(about["files"]), *(() if found.images is None else (f"data: {found.images}",))),
         given_ids=bool(about.get("given_ids")),
     )
