@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config/setting": set(),
     "optim/optimizer_settings": {"config/setting"},
     "config": {"optim/optimizer_settings"},
-    "data": {"config", "lazy", "routes", "sample"},
+    "data": {"config", "images", "lazy", "routes", "sample"},
     "distributed": {"config"},
     "stop_signals": set(),
     "attention": {"arrays", "batch", "prefix_tree", "segments"},
@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": {"batch", "config", "cp", "data", "head", "losses", "model", "optim", "rollout", "sample", "sharding"},
     "train": {
         "attention",
+        "images",
         "batch",
         "checkpoint",
         "garbage_collection",

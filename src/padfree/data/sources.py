@@ -59,6 +59,7 @@ class FileSource(RecordSource):
                 "data", f"{path} cannot be read ({error.strerror})", "give a file that can be read"
             ) from None
         self.size = self._opened.st_size
+        self.folder = str(path.absolute().parent)
 
     def check_unchanged(self) -> None:
         now = self.path.stat()

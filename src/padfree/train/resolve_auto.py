@@ -30,7 +30,7 @@ from padfree.errors import UserError
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
-from padfree.model.structure import skeleton
+from padfree.model.structure import model_skeleton
 from padfree.rollout.engines.in_process import exact
 from padfree.sizes import ModelSizes
 
@@ -128,7 +128,7 @@ def resolve_auto_on(
         return ResolvedAuto(config=config, reasons={})
     memory = torch.tensor(device_memory(mesh.device), dtype=torch.float64, device=mesh.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MIN, group=mesh.loss.group)
-    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head)
+    model = model_skeleton(config)
     found = resolve_auto(
         config,
         model,
