@@ -42,7 +42,9 @@ class Decoder(DecodeSteps):
         buffers = self._buffers = self._fitting_buffers(requests)
         buffers.slots.zero_()
         buffers.status.zero_()
-        SlotSchedule(self, buffers, requests, on_progress, on_tokens).run()
+        schedule = SlotSchedule(self, buffers, requests, on_progress, on_tokens)
+        schedule.run()
+        kept = schedule.kept.sets(len(requests))
         status, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status, buffers.tokens, buffers.logprobs)
         )
@@ -57,6 +59,7 @@ class Decoder(DecodeSteps):
                     logprobs=logprobs[number, :length].copy(),
                     ended=int(own[-1]) in stops,
                     version=version,
+                    kept=None if kept is None else kept[number],
                 )
             )
         return responses

@@ -18,12 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from padfree.batch import LmHead
 from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.in_process import sample_token
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
+from padfree.rollout.engines.in_process.kept_buffers import KeptBuffers
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, STORED, WRITTEN
+from padfree.rollout.truncation import WHOLE, Truncation, truncated_logits
 
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST = range(5, 9)
 NUM_SLOT_FIELDS = 9
@@ -53,6 +56,7 @@ class Buffers:
     logprobs: Tensor  # [N + 1, longest] float32
     status: Tensor  # [2, N + 1] int64: number of tokens, and whether the response has ended
     max_keys: int  # maximum number of keys before the new token of a slot
+    kept: KeptBuffers | None = None  # None: the softmax is not truncated
 
     @property
     def num_requests(self) -> int:
@@ -97,6 +101,7 @@ class DecodeSteps:
         num_slots: int,
         temperature: float,
         stops: Sequence[int],
+        truncation: Truncation = WHOLE,
         cache_bytes: int | None = None,
         captured: bool | None = None,
     ) -> None:
@@ -107,7 +112,7 @@ class DecodeSteps:
         CUDA graphs if the device and the model allow it.
         """
         self.model, self.device = model, model.device
-        self.num_slots, self.temperature = num_slots, temperature
+        self.num_slots, self.temperature, self.truncation = num_slots, temperature, truncation
         self.stops = torch.tensor(sorted(stops), device=self.device)
         self.cache_bytes = cache_bytes
         cuda = self.device.type == "cuda"
@@ -177,7 +182,13 @@ class DecodeSteps:
             logprobs=torch.zeros(num_requests + 1, longest, dtype=torch.float32, device=self.device),
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
             max_keys=max_keys,
+            kept=self._kept_buffers(),
         )
+
+    def _kept_buffers(self) -> KeptBuffers | None:
+        if not self.truncation.is_active:
+            return None
+        return KeptBuffers.allocated(self.num_slots, len(self.model.head().weight), self.device)
 
     def _max_capacity(self) -> int:
         """Maximum number of tokens in the cache."""
@@ -218,14 +229,21 @@ class DecodeSteps:
         if self.captured:
             count = next(size for size in reversed(slot_counts(self.num_slots)) if size >= occupied)
             graph = self._graphs.get(count) or self._capture(count)
+            self._begin_burst()
             for _ in range(steps):
                 graph.replay()
         else:
             count = occupied
+            self._begin_burst()
             for _ in range(steps):
                 self._step(count)
         self.statistics.steps += steps
         self.statistics.slot_steps += steps * count
+
+    def _begin_burst(self) -> None:
+        assert self._buffers is not None
+        if self._buffers.kept is not None:
+            self._buffers.kept.step.zero_()
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph:
         """Capture one step of `count` slots. The warm-up steps write nothing, because all slots are inactive."""
@@ -257,12 +275,16 @@ class DecodeSteps:
         slots = buffers.slots[:, :count]
         hidden = self.model.decode(slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.max_keys)
         head = self.model.head()
-        sampled = sample_token.sample_token(
-            sample_token.products(hidden, head), head, slots[KEY], slots[WRITTEN], self.temperature
-        )
+        logits, temperature = sample_token.products(hidden, head), self.temperature
         active = slots[ACTIVE] != 0
         request = torch.where(active, slots[REQUEST], buffers.num_requests)
         written = torch.where(active, slots[WRITTEN], 0)
+        if buffers.kept is not None:
+            scaled = sample_token.scaled_logits(logits, head, temperature)
+            logits, mask = truncated_logits(scaled, self.truncation, slots[KEY])
+            buffers.kept.write(mask, request, written)
+            head, temperature = LmHead(weight=head.weight), 1.0  # the logits are already capped and scaled
+        sampled = sample_token.sample_token(logits, head, slots[KEY], slots[WRITTEN], temperature)
         buffers.tokens[request, written] = sampled.tokens
         buffers.logprobs[request, written] = sampled.logprobs
         written = written + 1

@@ -32,11 +32,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest
 from padfree.rollout.sampling_rng import gumbel_argmax
+from padfree.rollout.truncation import WHOLE, Truncation, sets_of, truncated_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -124,6 +126,7 @@ def write_responses(
     batch_size: int,
     use: CacheUse = "padded",
     version: int = 0,
+    truncation: Truncation = WHOLE,
     on_progress: OnProgress | None = None,
     on_finished: OnFinished | None = None,
     on_tokens: OnTokens | None = None,
@@ -139,7 +142,9 @@ def write_responses(
     for chosen in _batches([len(request.tokens) for request in requests], batch_size, padded=use == "padded"):
         together = [requests[index] for index in chosen]
         on_batch = None if on_tokens is None else _with_request_index(on_tokens, chosen)
-        written = _write(model, together, temperature, ends, version, cached=use != "none", on_tokens=on_batch)
+        written = _write(
+            model, together, temperature, ends, version, cached=use != "none", truncation=truncation, on_tokens=on_batch
+        )
         responses.update(zip(chosen, written, strict=True))
         if on_finished is not None:
             on_finished(list(zip(chosen, written, strict=True)))
@@ -167,6 +172,7 @@ def _write(
     version: int,
     *,
     cached: bool,
+    truncation: Truncation,
     on_tokens: OnTokens | None,
 ) -> list[Response]:
     device = model.device
@@ -179,6 +185,7 @@ def _write(
     known = inspect.signature(model.forward).parameters
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
+    kept: list[KeptSets] = []  # [R] for each token
     for position in range(max(request.max_new_tokens for request in requests)):
         output: Any = model(
             input_ids=input_ids,
@@ -189,7 +196,11 @@ def _write(
             **keep,
         )
         cache = output.past_key_values if cached else None
-        scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
+        logits = output.logits[:, -1].float() / temperature  # [R, V]
+        if truncation.is_active:
+            logits, mask_of_sets = truncated_logits(logits, truncation, keys)
+            kept.append(sets_of(mask_of_sets))
+        scores = torch.log_softmax(logits, dim=-1)
         sampled = gumbel_argmax(scores, keys, position)
         tokens.append(sampled)
         logprobs.append(scores.gather(1, sampled[:, None])[:, 0])
@@ -203,7 +214,8 @@ def _write(
             break
         input_ids, position_ids = _next(input_ids, position_ids, sampled, cached=cached)
         mask = torch.cat([mask, mask.new_ones(len(requests), 1)], dim=1)
-    return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version)
+    sets = KeptSets.joined(kept) if kept else None
+    return _responses(requests, torch.stack(tokens, 1).cpu(), torch.stack(logprobs, 1).cpu(), ends.cpu(), version, sets)
 
 
 def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnTokens:
@@ -237,19 +249,32 @@ def _left_padded(prompts: Sequence[NDArray[np.integer[Any]]]) -> tuple[Tensor, T
 
 
 def _responses(
-    requests: Sequence[SamplingRequest], tokens: Tensor, logprobs: Tensor, ends: Tensor, version: int
+    requests: Sequence[SamplingRequest],
+    tokens: Tensor,
+    logprobs: Tensor,
+    ends: Tensor,
+    version: int,
+    kept: KeptSets | None,
 ) -> list[Response]:
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: whether each sampled token is a stop token. `version`: the policy version.
+    `ends`: whether each sampled token is a stop token. `version`: the policy version. `kept`: the kept sets of the first
+    token of each of the R requests, then those of the second token, and so on.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
-    for request, ids, values, stops in zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True):
+    arrays = zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True)
+    for row, (request, ids, values, stops) in enumerate(arrays):
         allowed = stops[: request.max_new_tokens]
         ended = bool(allowed.any())
         length = int(allowed.argmax()) + 1 if ended else len(allowed)
         responses.append(
-            Response(tokens=ids[:length].copy(), logprobs=values[:length].copy(), ended=ended, version=version)
+            Response(
+                tokens=ids[:length].copy(),
+                logprobs=values[:length].copy(),
+                ended=ended,
+                version=version,
+                kept=None if kept is None else kept.take(np.arange(length) * len(requests) + row),
+            )
         )
     return responses
