@@ -70,9 +70,13 @@ class KeptSets:
                     "give different token ids, or only -1 - id for each excluded id",
                     value=row[:8].tolist(),
                 )
-        counts = np.array([len(row) for row in rows], np.int32)
-        ids = np.concatenate([np.zeros(0, np.int64), *rows]).astype(np.int32)
-        return KeptSets(counts, ids)
+        return KeptSets.of_arrays(rows)
+
+    @staticmethod
+    def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
+        """Return the sets of one array of ids per token."""
+        ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
+        return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
 
     def lists(self) -> list[list[int]]:
         """Return one list of ids per token, as files store it."""

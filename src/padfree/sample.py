@@ -83,7 +83,9 @@ class Sample:
 
     def _check_kept(self, name: str) -> None:
         """Raise a `UserError` if a trained token is not in its own kept set."""
-        wrong = np.zeros(0, np.int64) if self.kept is None else np.flatnonzero(self.mask & ~self.kept.contain(self.tokens))
+        wrong = (
+            np.zeros(0, np.int64) if self.kept is None else np.flatnonzero(self.mask & ~self.kept.contain(self.tokens))
+        )
         if len(wrong):
             raise UserError(
                 "kept",

@@ -38,11 +38,14 @@ def by_sorting(logits: Tensor, rule: Truncation) -> Tensor:
         kept = torch.zeros_like(p, dtype=torch.bool)
         for index in range(len(p)):
             larger = p[p > p[index]]
-            kept[index] = p[index] > 0 and {
-                "top_k": rule.top_k is None or len(larger) < rule.top_k,
-                "top_p": rule.top_p == 1 or float(larger.sum()) < rule.top_p,
-                "min_p": bool(p[index] >= rule.min_p * p.max()),
-            }[name]
+            kept[index] = (
+                p[index] > 0
+                and {
+                    "top_k": rule.top_k is None or len(larger) < rule.top_k,
+                    "top_p": rule.top_p == 1 or float(larger.sum()) < rule.top_p,
+                    "min_p": bool(p[index] >= rule.min_p * p.max()),
+                }[name]
+            )
         p = torch.where(kept, p, 0.0)
         p = p / p.sum()
     return p > 0
@@ -168,5 +171,5 @@ def test_a_continued_response_keeps_its_sets() -> None:
     sampler.update_weights(model, 0)
     first, second = sampler.sample(group_requests((6,), group=2, max_new_tokens_each=(4,)))
     both = first.followed_by(second)
-    assert both.kept is not None and first.kept is not None and second.kept is not None
-    assert both.kept.lists() == [*first.kept.lists(), *second.kept.lists()]
+    assert both.kept is not None
+    assert both.kept.lists() == [*first.kept_sets.lists(), *second.kept_sets.lists()]

@@ -22,6 +22,9 @@ from padfree.errors import closest, need
 MOST_PROCESSES = 1024
 """Maximum number of reward processes per rank."""
 
+TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+"""The settings that truncate the softmax of the sampler, with the values that truncate nothing."""
+
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
@@ -235,7 +238,7 @@ class RolloutConfig:
 
     def _check_truncation(self) -> None:
         fix = "leave it out, or set rollout.engine=in_process: vLLM does not return the tokens among which it sampled"
-        for name, neutral in (("top_p", 1.0), ("top_k", None), ("min_p", 0.0)):
+        for name, neutral in TRUNCATION.items():
             value = getattr(self, name)
             need(value == neutral or self.engine != "vllm", f"rollout.{name}", value, fix)
 

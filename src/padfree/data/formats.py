@@ -127,7 +127,7 @@ LABEL_SCHEMA = Schema(
     number="label",
 )
 
-_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *ROLLOUT_ARRAYS)
+_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *ROLLOUT_ARRAYS, "kept")
 ROLLOUT_SCHEMA = Schema(
     formats=(
         Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),

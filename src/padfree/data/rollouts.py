@@ -17,6 +17,8 @@ A row must also have a number in `reward`. These columns are optional:
 
 - `loss_mask`: 0 or 1 for each token. In multi-turn rollouts, the output of tools has 0.
 - `logprobs`, `ref_logprobs`, `advantages`, `returns`, `values`: a number for each token, or null for untrained tokens.
+- `kept`: for each token, the list of the token ids among which it was sampled (`padfree.kept_sets`), for samplers with
+  top-p, top-k or min-p. An empty list or null stands for the whole vocabulary.
 - `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
 - `uid`, `raw_reward`
 
@@ -62,6 +64,7 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.sources import Chunk, open_sources, record_of
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.sample import Sample
 
 if TYPE_CHECKING:
@@ -197,6 +200,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
         uid=_name(row, fields["uid"], f"{source}:{line}"),
         group=_name(row, fields["group"], f"prompt:{hashlib.sha256(prompt.tobytes()).hexdigest()[:16]}"),
         source=source,
+        kept=_kept(row, fields["kept"], response_start, tokens, mask),
         **arrays,
     )
     return _RolloutRead(sample, row.get(fields["group"]) is not None)
@@ -241,6 +245,24 @@ def _token_array(
             raise RowError(f"{column}[{index}] is {shown(value)}; expected {what}")
         array[start + index] = value
     return array
+
+
+def _kept(
+    row: dict[str, Any], column: str, response_start: int, tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_]
+) -> KeptSets | None:
+    """Return the kept sets [n] of a row. None if the row does not have the column."""
+    if row.get(column) is None:
+        return None
+    values = items(row, column, "a list of lists of token ids")
+    start = _aligned(len(values), column, len(tokens), response_start)
+    try:
+        found = KeptSets.joined([KeptSets.whole(start), KeptSets.of_lists(values, column)])
+    except UserError as error:
+        raise RowError(str(error)) from None
+    wrong = np.flatnonzero(mask & ~found.contain(tokens))
+    if len(wrong):
+        raise RowError(f"{column}[{wrong[0] - start}] lacks the token {tokens[wrong[0]]}; expected its whole kept set")
+    return found
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:

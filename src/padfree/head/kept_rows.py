@@ -4,8 +4,8 @@
     columns 2 to 5       . 3 . .    2 3 4 5    2 3 . 5      `tile(2, 4)`: True for the kept entries
 
 A tile holds R tokens by W columns of the vocabulary. Logits outside the kept set are set to the lowest logit, so their
-probability is exactly 0. They add nothing to the sums, and their gradient is 0. The mask is built for one tile at a time
-and takes 1 byte for each logit of the tile.
+probability is exactly 0. They add nothing to the sums, and their gradient is 0. The mask is built for one tile at a
+time and takes 1 byte for each logit of the tile.
 """
 
 from __future__ import annotations

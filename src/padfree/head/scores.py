@@ -79,9 +79,9 @@ def score(
     A wrong number raises an error on the CPU. On a GPU, where a check would synchronise, it makes all scores NaN. A
     label outside the vocabulary raises an error on the CPU; on a GPU its log-probability is NaN.
 
-    kept: one kept set for each labelled token, in order (`padfree.kept_sets`). The softmax of a token then runs over its
-    kept set only, and so do its log-probability, its entropy and their gradients. A label outside its kept set is an
-    error, like a label outside the vocabulary. None: the softmax of every token runs over the whole vocabulary.
+    kept: one kept set for each labelled token, in order (`padfree.kept_sets`). The softmax of a token then runs over
+    its kept set only, which also determines the log-probability, the entropy and the gradients. A label outside its
+    kept set is an error, like a label outside the vocabulary. None: every softmax runs over the whole vocabulary.
 
     memory: the maximum memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of
     bytes. The limit is raised if it is less than a float32 copy of the hidden states of the scored tokens.

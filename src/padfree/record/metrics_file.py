@@ -85,5 +85,6 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
                 "tokens": sample.tokens.tolist(),
                 "loss_mask": sample.mask.astype(int).tolist(),
                 **arrays,
+                **({} if sample.kept is None else {"kept": sample.kept.lists()}),
             }
             file.write(json.dumps(row) + "\n")

@@ -12,8 +12,8 @@ logits are all kept or all left out:
 - top-p keeps an id if the ids with larger logits have a total probability of less than p.
 - min-p keeps an id if its probability is at least p times the largest probability.
 
-Every rule keeps the ids whose logit is at or above a threshold. `kept_mask` searches the threshold of top-p by bisection
-over the float32 numbers, in 32 steps without a sort and without waiting for the device.
+Every rule keeps the ids whose logit is at or above a threshold. `kept_mask` searches the threshold of top-p by
+bisection over the float32 numbers, in 32 steps without a sort and without waiting for the device.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def truncated_logits(logits: Tensor, truncation: Truncation, keys: Tensor) -> tu
 def _mass_threshold(logits: Tensor, weights: Tensor, share: float) -> Tensor:
     """Return the largest number [R, 1] for which the ids with logits at or above it have `share` of the total weight.
 
-    Float32 numbers that are not NaN have the same order as their bits, read as integers, if the bits of negative numbers
-    are reversed.
+    Float32 numbers that are not NaN have the same order as their bits, read as integers, if the bits of negative
+    numbers are reversed.
     """
     order = _ordered(logits)
     needed = share * weights.sum(1, keepdim=True, dtype=torch.float64)

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from padfree.distributed import Mesh, exchange_rows, gather_objects
+from padfree.kept_sets import KeptSets
 from padfree.packing.prefixes import common_length
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
@@ -35,8 +36,8 @@ from padfree.sample import Sample
 NO_TOKEN = 1 << 40
 """Larger than any token id; placeholder ids start here."""
 
-Arrays = tuple[NDArray[Any], NDArray[np.float32]]
-"""Token ids [n] and log-probabilities [n]."""
+Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None]
+"""Token ids [n], log-probabilities [n], and the kept sets [n] if the softmax was truncated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class LeafFacts:
     with_prompt: int  # length of the prefix shared with the prompt
     with_previous: int  # length of the prefix shared with the previous leaf in sorted order
     order: int
+    num_kept: int = 0  # number of ids in the kept sets
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
@@ -90,6 +92,7 @@ def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | Non
                 with_prompt=common_length(leaf.tokens, prompt),
                 with_previous=0 if previous is None else common_length(previous.tokens, leaf.tokens),
                 order=number,
+                num_kept=leaf.num_kept,
             )
         )
     return [tuple(each) for each in facts]
@@ -131,6 +134,7 @@ def placeholder_leaves(facts: Sequence[LeafFacts], prompt: NDArray[Any], first: 
             turns=one.turns,
             text=one.text,
             reward=one.reward,
+            num_kept=one.num_kept,
         )
     return [leaves[index] for index in range(len(facts))]
 
@@ -168,12 +172,21 @@ def known_to_all(
 class SampleStore:
     """The token ids and log-probabilities that this rank holds of a batch. All methods but `get` are collective."""
 
-    def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        owners: Sequence[int],
+        lengths: Sequence[int],
+        own: Mapping[int, Arrays],
+        num_kept: Sequence[int] | None = None,
+    ) -> None:
         """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
 
-        `own`: the arrays of the samples that this rank sampled, keyed by sample index.
+        `num_kept[i]`: the number of ids in its kept sets; None: no sample has kept sets. `own`: the arrays of the
+        samples that this rank sampled, keyed by sample index.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
+        self._num_kept = [0] * len(lengths) if num_kept is None else num_kept
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
         self._data_ranks: list[int] = gather_objects(mesh.data.rank, mesh.loss.group, "the exchange of samples")
         self.received = 0  # bytes received from other ranks
@@ -194,15 +207,20 @@ class SampleStore:
         pieces = [_bytes_of(self._arrays[index]) for part in sending for index in part]
         sent = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces]))
         send_sizes, receive_sizes = (
-            [8 * sum(self._lengths[index] for index in part) for part in side] for side in (sending, receiving)
+            [sum(map(self._num_bytes, part)) for part in side] for side in (sending, receiving)
         )
         received = exchange_rows(sent, send_sizes, receive_sizes, self._mesh.loss.group).numpy()
         self.received += len(received)
         start = 0
         for index in (index for part in receiving for index in part):
-            end = start + 8 * self._lengths[index]
-            self._arrays[index] = _arrays_of(received[start:end])
+            end = start + self._num_bytes(index)
+            self._arrays[index] = _arrays_of(received[start:end], self._lengths[index])
             start = end
+
+    def _num_bytes(self, index: int) -> int:
+        """The number of bytes of a sample: 4 for each number of its arrays."""
+        length, num_kept = self._lengths[index], self._num_kept[index]
+        return 4 * (2 * length + (length + num_kept if num_kept else 0))
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
@@ -233,15 +251,22 @@ class TravellingSample(Sample):
         if arrays is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
-        return Sample(**{**values, "tokens": arrays[0], "logprobs": arrays[1]})
+        return Sample(**{**values, **dict(zip(("tokens", "logprobs", "kept"), arrays, strict=True))})
 
 
-def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
+def travelling(
+    samples: Sequence[Sample],
+    mesh: Mesh,
+    owners: Sequence[int],
+    own: Mapping[int, Arrays],
+    num_kept: Sequence[int] | None = None,
+) -> list[Sample]:
     """Wrap samples that have placeholder tokens, so that their real tokens can be fetched later. Collective.
 
     `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
+    `num_kept[i]`: the number of ids in the kept sets of sample i.
     """
-    store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
+    store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
         TravellingSample(
             **{field.name: getattr(sample, field.name) for field in fields(Sample)}, store=store, index=index
@@ -269,8 +294,9 @@ def travelling_samples(
     for index, (number, leaf_index) in enumerate(leaves):
         if number in own:
             leaf = own[number].leaves[leaf_index]
-            arrays[index] = leaf.tokens, leaf.logprobs
-    return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays)
+            arrays[index] = leaf.tokens, leaf.logprobs, leaf.kept
+    num_kept = [leaf.num_kept for group in groups for one in group.episodes for leaf in one.leaves]
+    return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays, num_kept)
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
@@ -295,10 +321,13 @@ def whole(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
-    tokens, logprobs = arrays
-    return np.concatenate([tokens.astype(np.int32).view(np.uint8), logprobs.astype(np.float32).view(np.uint8)])
+    tokens, logprobs, kept = arrays
+    parts = [tokens.astype(np.int32), logprobs.astype(np.float32), *(() if kept is None else (kept.counts, kept.ids))]
+    return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-def _arrays_of(received: NDArray[np.uint8]) -> Arrays:
-    half = len(received) // 2
-    return received[:half].copy().view(np.int32).astype(np.int64), received[half:].copy().view(np.float32)
+def _arrays_of(received: NDArray[np.uint8], length: int) -> Arrays:
+    """Return the arrays of a sample of `length` tokens, from the bytes that `_bytes_of` made."""
+    numbers = received.copy().view(np.int32)
+    tokens, logprobs, counts, ids = np.split(numbers, [length, 2 * length, 3 * length])
+    return tokens.astype(np.int64), logprobs.view(np.float32), KeptSets(counts, ids) if len(counts) else None

@@ -258,8 +258,8 @@ def _responses(
 ) -> list[Response]:
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: whether each sampled token is a stop token. `version`: the policy version. `kept`: the kept sets of the first
-    token of each of the R requests, then those of the second token, and so on.
+    `ends`: whether each sampled token is a stop token. `version`: the policy version. `kept`: the kept sets of the
+    first token of each of the R requests, then those of the second token, and so on.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()

@@ -4,8 +4,8 @@
     a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
     at last    tokens in the order of the steps        ->  sorted by request and position
 
-A step writes to fixed addresses, so that it can be captured as a CUDA graph. There are L slots and V vocabulary entries.
-The masks take BURST · L · V bytes.
+A step writes to fixed addresses, so that it can be captured as a CUDA graph. There are L slots and V vocabulary
+entries. The masks take BURST · L · V bytes.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ from padfree.rollout.engines.in_process.kept_buffers import BURST, KeptTokens
 from padfree.rollout.engines.in_process.kv_cache import Extents
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED
 
+
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
     """A prompt of one or more requests."""
