@@ -107,7 +107,8 @@ class KeptSets:
         listed = np.zeros(len(self), np.bool_)
         own = tokens[of_ids]
         listed[of_ids[(self.ids == own) | (-1 - self.ids == own)]] = True
-        return (self.counts == 0) | (listed != self.are_excluded())
+        found: NDArray[np.bool_] = (self.counts == 0) | (listed != self.are_excluded())
+        return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
         """[n]: whether the list of each token holds the excluded ids."""

@@ -165,6 +165,33 @@ def test_sampled_log_probabilities_are_teacher_forced_ones(rule: str) -> None:
         np.testing.assert_allclose(scores.logprobs.numpy(), response.logprobs, atol=2e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("rule", ["top-k", "all", "nearly all"])
+def test_captured_steps_return_the_sets_they_sampled_from(name: str, rule: str) -> None:
+    """Twice, because the first call captures the steps."""
+    model = build(name).eval()
+    model.set_attn_implementation("eager")
+    on_gpu = build(name).eval().to("cuda")
+    policy = PolicyModel(on_gpu, torch.float32, torch.device("cuda", 0))
+    sampler = InProcessSampler(
+        policy, stops=STOPS, temperature=TEMPERATURE, batch_size=8, truncation=RULES[rule], decodes=True
+    )
+    sampler.update_weights(on_gpu, 3)
+    requests = group_requests((6, 1, 3, 14, 2, 9), group=4, max_new_tokens_each=(19, 4, 1))
+    expected = [truncated_by_definition(model, request, RULES[rule]) for request in requests]
+    for _ in range(2):
+        same = 0
+        for response, (tokens, logprobs, kept) in zip(sampler.sample(requests), expected, strict=True):
+            assert response.kept is not None
+            assert response.kept.contain(response.tokens).all()
+            if response.tokens.tolist() == tokens and ids_of(response.kept, model.config.vocab_size) == kept:
+                same += 1
+                np.testing.assert_allclose(response.logprobs, logprobs, atol=1e-3)
+        # Rounding moves an id over a threshold in few of the responses.
+        assert same >= 0.8 * len(requests)
+
+
 def test_a_continued_response_keeps_its_sets() -> None:
     model = build("qwen3").eval()
     sampler = make_sampler(model, RULES["all"])

@@ -15,7 +15,7 @@ from padfree.choices import (
 )
 from padfree.config.functions import is_path
 from padfree.config.model_sections import expand_home
-from padfree.config.setting import BETWEEN, STAYS, check_table, need_of, setting
+from padfree.config.setting import STAYS, check_table, need_of, setting
 from padfree.config.units import GIB, SECONDS
 from padfree.errors import closest, need
 
@@ -173,20 +173,17 @@ class RolloutConfig:
         most=1,
         about="Sample only from the most likely tokens whose probabilities sum to this number; the trainer's "
         "log-probabilities are those of the truncated distribution.",
-        resume=BETWEEN,
     )
     top_k: int | None = setting(
         None,
         least=1,
         about="Sample only from this many of the most likely tokens; applied before rollout.top_p.",
-        resume=BETWEEN,
     )
     min_p: float = setting(
         0.0,
         least=0,
         most=1,
         about="Sample only tokens with at least this fraction of the largest probability; applied after rollout.top_p.",
-        resume=BETWEEN,
     )
 
     @property
@@ -237,7 +234,7 @@ class RolloutConfig:
         need(not (servers and command), "rollout.servers", servers, fix)
 
     def _check_truncation(self) -> None:
-        fix = "leave it out, or set rollout.engine=in_process: vLLM does not return the tokens among which it sampled"
+        fix = "leave it out, or set rollout.engine=in_process: padfree cannot read the kept sets of vLLM servers"
         for name, neutral in TRUNCATION.items():
             value = getattr(self, name)
             need(value == neutral or self.engine != "vllm", f"rollout.{name}", value, fix)
