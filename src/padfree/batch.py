@@ -41,6 +41,7 @@ from torch import Tensor
 from padfree.arrays import need_whole
 from padfree.choices import LayoutKind
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.sample import TOKEN_ARRAYS
 from padfree.segments import Segments
 
@@ -169,6 +170,14 @@ class PackedImages:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedKept:
+    """The kept sets of the M labels of a pack. They stay on the host."""
+
+    positions: NDArray[np.int64]  # [M] ascending indices of the labels in `PackedBatch.labels`
+    sets: KeptSets  # [M]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
     """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
@@ -188,6 +197,7 @@ class PackedBatch:
     images: PackedImages | None = None
     rotary_positions: Tensor | None = None  # [P, T] int64, if they are not `position_ids`
     routes: Tensor | None = None  # [T, R, k] uint8 or int16, experts that the sampler chose: `padfree.routes`
+    kept: PackedKept | None = None  # None: every label was sampled from the whole vocabulary
 
     PACK_FIELDS: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids")
     LABEL_FIELDS: ClassVar[tuple[str, ...]] = ("labels", "weights", "sample_index")
@@ -460,6 +470,7 @@ class LocalBatch:
     batch_samples: int = 1  # samples in the global batch, for losses that weight whole samples
     images: LocalImages | None = None
     rotary_positions: Tensor | None = None  # [P, T/world]
+    kept: KeptSets | None = None  # one set for each labelled position on this rank, in order; stays on the host
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ from padfree.arrays import float_array, mask_array, need_whole, single_number, t
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.errors import UserError
 from padfree.images import Image, check_images, truncated_images
+from padfree.kept_sets import KeptSets, kept_array
 from padfree.routes import Routes, checked_routes
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
@@ -56,6 +57,7 @@ class Sample:
     images: tuple[Image, ...] = ()  # in the order of their placeholder tokens
     rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
     routes: Routes | None = None  # [n, R, k] experts that the sampler chose for each token: `padfree.routes`
+    kept: KeptSets | None = None  # [n] the ids among which each token was sampled; None: the whole vocabulary
 
     def __post_init__(self) -> None:
         name = _name(self.uid)
@@ -69,6 +71,8 @@ class Sample:
         if self.reward is not None:
             object.__setattr__(self, "reward", single_number(self.reward, f"reward of {name}"))
         object.__setattr__(self, "images", check_images(self.images, tokens, name))
+        object.__setattr__(self, "kept", kept_array(self.kept, len(tokens), name))
+        self._check_kept(name)
         if self.rotary_positions is not None:
             positions = np.asarray(self.rotary_positions)
             if positions.ndim != 2 or positions.shape[1] != len(tokens) or positions.dtype.kind not in "iu":
@@ -80,6 +84,18 @@ class Sample:
             object.__setattr__(self, "rotary_positions", positions.astype(np.int64, copy=False))
         if self.routes is not None:
             object.__setattr__(self, "routes", checked_routes(self.routes, len(tokens), name))
+
+    def _check_kept(self, name: str) -> None:
+        """Raise a `UserError` if a trained token is not in its own kept set."""
+        wrong = (
+            np.zeros(0, np.int64) if self.kept is None else np.flatnonzero(self.mask & ~self.kept.contain(self.tokens))
+        )
+        if len(wrong):
+            raise UserError(
+                "kept",
+                f"of {name} lacks the token {self.tokens[wrong[0]]} at index {wrong[0]}, which is trained on",
+                "give the set from which the token was sampled, or set its loss_mask to 0",
+            )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -122,6 +138,8 @@ class Sample:
             cut["images"] = truncated_images(self.images, length)
         if self.rotary_positions is not None:
             cut["rotary_positions"] = self.rotary_positions[:, :length]
+        if self.kept is not None:
+            cut["kept"] = self.kept[:length]
         return replace(self, **cut)
 
 

@@ -12,7 +12,7 @@ from padfree.rollout import SamplingRequest, write_responses
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.decode_steps import slot_counts
-from padfree.rollout.engines.in_process.slot_schedule import BURST
+from padfree.rollout.engines.in_process.kept_buffers import BURST
 from padfree.testing.models import VOCABULARY
 from tests.refused import refused
 from tests.rollout.sampling_cases import (

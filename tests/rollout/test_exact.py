@@ -127,9 +127,7 @@ def test_dense_models_have_known_operators(name: str) -> None:
     assert exact.model_problem(build(name)) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "named"), [("qwen3_moe", "experts"), ("gpt2", "LayerNorm"), ("opt", "LayerNorm")]
-)
+@pytest.mark.parametrize(("name", "named"), [("qwen3_moe", "experts"), ("gpt2", "LayerNorm"), ("opt", "LayerNorm")])
 def test_operators_without_known_bits_are_named(name: str, named: str) -> None:
     assert named in (exact.model_problem(build(name)) or "")
 

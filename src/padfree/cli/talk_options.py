@@ -37,6 +37,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="default 0, which decodes greedily"
     )
+    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from this total probability")
+    command.add_argument("--top-k", type=int, metavar="K", help="sample from this many of the most likely tokens")
+    command.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="sample from this share of the largest probability"
+    )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     command.add_argument("--chat-template", metavar="FILE", help="file, instead of the template of the tokenizer")
     command.add_argument("--template-arguments", metavar="JSON", help='variables, such as {"enable_thinking": false}')
@@ -66,6 +71,9 @@ def speaker_of(settings: argparse.Namespace) -> Speaker:
         chat_template=settings.chat_template,
         template_arguments=arguments,
         temperature=settings.temperature,
+        top_k=settings.top_k,
+        top_p=settings.top_p,
+        min_p=settings.min_p,
         seed=settings.seed,
         dtype=settings.dtype,
         device=settings.device,

@@ -27,6 +27,9 @@ MOST_PROCESSES = 1024
 SERVER_ENGINES = ("vllm",)
 """Values of `engine` whose servers do not return routes to padfree."""
 
+TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+"""The settings that truncate the softmax of the sampler, with the values that truncate nothing."""
+
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
@@ -183,10 +186,22 @@ class RolloutConfig:
         fix="give more than 0, or leave it out",
     )
     top_p: float = setting(
-        1.0, about="Must be 1: the trainer computes log-probabilities over the whole softmax.", allowed="1"
+        1.0,
+        above=0,
+        most=1,
+        about="Sample only from the most likely tokens whose probabilities sum to this number; the trainer's "
+        "log-probabilities are those of the truncated distribution.",
     )
     top_k: int | None = setting(
-        None, about="Must be none: the trainer computes log-probabilities over the whole softmax.", allowed="none"
+        None,
+        least=1,
+        about="Sample only from this many of the most likely tokens; applied before rollout.top_p.",
+    )
+    min_p: float = setting(
+        0.0,
+        least=0,
+        most=1,
+        about="Sample only tokens with at least this fraction of the largest probability; applied after rollout.top_p.",
     )
 
     @property
@@ -220,10 +235,8 @@ class RolloutConfig:
         check_table(self, "rollout.")
         self._check_batches()
         expand_home(self, "transfer_folder")
-        fix = "leave it out: the trainer computes log-probabilities over the whole softmax"
-        need(self.top_p == 1.0, "rollout.top_p", self.top_p, fix)
-        need(self.top_k is None, "rollout.top_k", self.top_k, fix)
         self._check_engine()
+        self._check_truncation()
         self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
         own = is_path(self.engine)
@@ -237,6 +250,12 @@ class RolloutConfig:
         fix = "give either the addresses of running servers, or rollout.launch.command to start servers, and not both"
         need(own or bool(servers) != bool(command), "rollout.servers", servers, fix)
         need(not (servers and command), "rollout.servers", servers, fix)
+
+    def _check_truncation(self) -> None:
+        fix = "leave it out, or set rollout.engine=in_process: padfree cannot read the kept sets of vLLM servers"
+        for name, neutral in TRUNCATION.items():
+            value = getattr(self, name)
+            need(value == neutral or self.engine != "vllm", f"rollout.{name}", value, fix)
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"

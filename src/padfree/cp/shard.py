@@ -35,6 +35,7 @@ from padfree.cp.ring import prepare_steps
 from padfree.cp.ulysses import prepare_prefix_attention
 from padfree.distributed import all_gather_rows, reduce_scatter_rows
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 
 METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
 
@@ -119,7 +120,23 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: chosen(values, labelled)),
         samples=batch.samples,
         entries=entries,
+        kept=_local_kept(batch, context, entries),
     )
+
+
+def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries | None) -> KeptSets | None:
+    """The kept sets of the labels on this rank, in the order of this rank's labels."""
+    if batch.kept is None:
+        return None
+    if entries is not None:
+        return batch.kept.sets.take(entries.numbers)
+    if context.layout is None:
+        return batch.kept.sets
+    starts, ends = context.layout.starts[context.rank], context.layout.ends[context.rank]
+    numbers = np.full(batch.num_tokens, -1)  # for each token of the pack: the number of its label, or -1
+    numbers[batch.kept.positions] = np.arange(len(batch.kept.positions))
+    own = numbers[concatenated_ranges(starts, ends - starts)]
+    return batch.kept.sets.take(own[own >= 0])
 
 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:

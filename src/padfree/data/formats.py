@@ -130,7 +130,17 @@ LABEL_SCHEMA = Schema(
     number="label",
 )
 
-_OPTIONAL = ("response_length", "loss_mask", "reward", "raw_reward", "group", "uid", *ROLLOUT_ARRAYS, "routes")
+_OPTIONAL = (
+    "response_length",
+    "loss_mask",
+    "reward",
+    "raw_reward",
+    "group",
+    "uid",
+    *ROLLOUT_ARRAYS,
+    "routes",
+    "kept",
+)
 ROLLOUT_SCHEMA = Schema(
     formats=(
         Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),

@@ -20,6 +20,8 @@ A row must also have a number in `reward`. These columns are optional:
 - `routes`: the experts that the sampler chose for each token of the sample, with `rollout.routing = "replay"`. Nested
   lists [tokens, layers with experts, experts per token] with -1 for unknown routes, or as padfree writes them:
   {"dtype": "uint8", "shape": [...], "base64": "..."}.
+- `kept`: for each token, the list of the token ids among which it was sampled (`padfree.kept_sets`), for samplers with
+  top-p, top-k or min-p. An empty list or null stands for the whole vocabulary.
 - `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
 - `uid`, `raw_reward`
 
@@ -66,6 +68,7 @@ from padfree.data.records import (
 from padfree.data.rows import RowReader
 from padfree.data.sources import open_sources, record_of
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.routes import Routes, checked_routes, decoded_routes
 from padfree.sample import Sample
 
@@ -203,6 +206,7 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
         group=_name(row, fields["group"], f"prompt:{hashlib.sha256(prompt.tobytes()).hexdigest()[:16]}"),
         source=source,
         routes=_routes(row, fields["routes"], len(tokens)),
+        kept=_kept(row, fields["kept"], response_start, tokens, mask),
         **arrays,
     )
     return _RolloutRead(sample, row.get(fields["group"]) is not None)
@@ -256,6 +260,24 @@ def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
         return checked_routes(decoded_routes(row[column]), length, "the row")
     except ValueError as error:
         raise RowError(f"{column!r} cannot be read: {error}") from None
+
+
+def _kept(
+    row: dict[str, Any], column: str, response_start: int, tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_]
+) -> KeptSets | None:
+    """Return the kept sets [n] of a row. None if the row does not have the column."""
+    if row.get(column) is None:
+        return None
+    values = items(row, column, "a list of lists of token ids")
+    start = _aligned(len(values), column, len(tokens), response_start)
+    try:
+        found = KeptSets.joined([KeptSets.whole(start), KeptSets.of_lists(values, column)])
+    except UserError as error:
+        raise RowError(str(error)) from None
+    wrong = np.flatnonzero(mask & ~found.contain(tokens))
+    if len(wrong):
+        raise RowError(f"{column}[{wrong[0] - start}] lacks the token {tokens[wrong[0]]}; expected its whole kept set")
+    return found
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:

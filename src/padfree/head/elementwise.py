@@ -23,11 +23,15 @@ import torch
 from torch import Tensor
 
 from padfree.batch import LmHead
+from padfree.head.kept_rows import KeptRows
 
 FLOOR = -1e30
 """The lower bound of logits. With it, a bias of -inf (a vocabulary entry that does not exist) gives probability 0, not
-NaN.
+NaN. The logits outside the kept set of a token are set to it.
 """
+
+LOWEST_TANH = -2.0
+"""A lower bound of tanh(y / softcap), as computed from the logit. It keeps the slope of a logit of FLOOR finite."""
 
 FLOAT16_FLOOR = -65504.0
 """The lowest finite float16 number. exp() of any number near it is 0."""
@@ -50,13 +54,18 @@ class BlockedHead(LmHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """The label and the inverse temperature of each of R scored tokens."""
+    """The label and the inverse temperature of each of R scored tokens. `kept`: their sets, if some are truncated."""
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
+    kept: KeptRows | None = None  # R sets
 
     def part(self, start: int, end: int) -> LabelledRows:
-        return LabelledRows(labels=self.labels[start:end], inverse_temperature=self.inverse_temperature[start:end])
+        return LabelledRows(
+            labels=self.labels[start:end],
+            inverse_temperature=self.inverse_temperature[start:end],
+            kept=None if self.kept is None else self.kept.part(start, end),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -323,7 +332,8 @@ def _gradient(
     )
     gradient.mul_((rows.inverse_temperature * head.logit_scale)[:, None])
     if head.softcap is not None:
-        gradient.mul_(1 - (logits / (rows.inverse_temperature * head.softcap)[:, None]).square())
+        tanh = (logits / (rows.inverse_temperature * head.softcap)[:, None]).clamp_(min=LOWEST_TANH)
+        gradient.mul_(1 - tanh.square())
     out.copy_(gradient)
 
 
@@ -336,6 +346,8 @@ def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRo
     else:
         raw_logits.mul_(head.logit_scale / head.softcap).tanh_()
         raw_logits.mul_((rows.inverse_temperature * head.softcap)[:, None])
+    if rows.kept is not None:
+        raw_logits.masked_fill_(~rows.kept.tile(first, raw_logits.shape[1]), FLOOR)
     return raw_logits.clamp_(min=FLOOR)
 
 

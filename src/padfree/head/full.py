@@ -16,16 +16,27 @@ from torch import Tensor
 
 from padfree.batch import LmHead
 from padfree.head.divergence import Divergence
+from padfree.head.kept_rows import KeptRows
 
 
 def full_scores(
-    hidden: Tensor, head: LmHead, labels: Tensor, inverse_temperature: Tensor, *, entropy: bool
+    hidden: Tensor,
+    head: LmHead,
+    labels: Tensor,
+    inverse_temperature: Tensor,
+    *,
+    entropy: bool,
+    kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probability of the label and the entropy of each of M labelled tokens, [M] each.
 
-    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True.
+    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`, both
+    are those of the softmax over the kept set of each token.
     """
-    log_p = full_log_softmax(hidden, head, inverse_temperature)
+    logits = full_logits(hidden, head, inverse_temperature)
+    if kept is not None:
+        logits = logits.masked_fill(~kept.tile(0, logits.shape[1]), -torch.inf)
+    log_p = logits.log_softmax(1)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]
     if not entropy:
         return logprobs, None
@@ -35,6 +46,11 @@ def full_scores(
 
 def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
     """The log-probabilities [M, V] of all vocabulary entries for the hidden states [M, D]."""
+    return full_logits(hidden, head, inverse_temperature).log_softmax(1)
+
+
+def full_logits(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
+    """The logits [M, V] for the hidden states [M, D], divided by the temperature."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
@@ -42,7 +58,7 @@ def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) 
     logits = logits * head.logit_scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    return (logits * inverse_temperature[:, None]).log_softmax(1)
+    return logits * inverse_temperature[:, None]
 
 
 def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:

@@ -31,6 +31,7 @@ from padfree.head.chunks import Gradients, chunked_gradients
 from padfree.head.elementwise import Softmax, Upstream
 from padfree.head.scores import Backend, Call, as_head, full_logits_scores, prepare
 from padfree.head.tiles import tiled_softmax
+from padfree.kept_sets import KeptSets
 
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 """A function of (logprobs [c], entropy [c] or None, positions [c]) that returns the loss [c] of each of c tokens."""
@@ -57,6 +58,7 @@ def fused_loss(
     logit_scale: float = 1.0,
     entropy: bool = False,
     num_labels: int | None = None,
+    kept: KeptSets | None = None,
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> FusedLoss:
@@ -76,8 +78,8 @@ def fused_loss(
         )
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
-        hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=num_labels, memory=memory,
-        backend=backend,
+        hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=num_labels, kept=kept,
+        memory=memory, backend=backend,
     )  # fmt: skip
     terms = _Terms(call, token_loss)
     if call.elementwise is None:

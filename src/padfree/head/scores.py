@@ -36,7 +36,9 @@ from padfree.head import matmuls
 from padfree.head.budget import Memory, block_columns, budget_bytes, usable_budget
 from padfree.head.elementwise import BlockedHead, Elementwise, LabelledRows, Softmax, Upstream
 from padfree.head.full import full_scores
+from padfree.head.kept_rows import KeptRows
 from padfree.head.tiles import ScoringTask, restore_rows, tiled_gradients, tiled_softmax
+from padfree.kept_sets import KeptSets
 
 SMALLEST, LARGEST = sys.float_info.min, sys.float_info.max
 Backend = Literal["auto", "reference", "chunked", "triton"]
@@ -47,7 +49,7 @@ class Scores:
     """The log-probability and the entropy of each token, [N] each. They are 0 for tokens without a label."""
 
     logprobs: Tensor  # [N] float32
-    entropy: Tensor | None = None  # [N] float32, of the whole distribution
+    entropy: Tensor | None = None  # [N] float32, of the whole distribution, or of the distribution over the kept set
 
 
 def score(
@@ -61,6 +63,7 @@ def score(
     logit_scale: float = 1.0,
     entropy: bool = False,
     num_labels: int | None = None,
+    kept: KeptSets | None = None,
     memory: Memory = "low",
     backend: Backend = "auto",
 ) -> Scores:
@@ -76,6 +79,10 @@ def score(
     A wrong number raises an error on the CPU. On a GPU, where a check would synchronise, it makes all scores NaN. A
     label outside the vocabulary raises an error on the CPU; on a GPU its log-probability is NaN.
 
+    kept: one kept set for each labelled token, in order (`padfree.kept_sets`). The softmax of a token then runs over
+    its kept set only, which also determines the log-probability, the entropy and the gradients. A label outside its
+    kept set is an error, like a label outside the vocabulary. None: every softmax runs over the whole vocabulary.
+
     memory: the maximum memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of
     bytes. The limit is raised if it is less than a float32 copy of the hidden states of the scored tokens.
 
@@ -85,8 +92,8 @@ def score(
     """
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
-        hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=num_labels, memory=memory,
-        backend=backend,
+        hidden, head, labels, temperature=temperature, entropy=entropy, num_labels=num_labels, kept=kept,
+        memory=memory, backend=backend,
     )  # fmt: skip
     if call.elementwise is None:
         return full_logits_scores(hidden, head, call)
@@ -156,6 +163,8 @@ class Call:
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
     """The task, changed to use fused matmuls (`matmuls.py`). If they cannot be used, the task unchanged."""
+    if task.rows.kept is not None:  # the fused matmuls do not read the mask of a tile
+        return task
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
         return task
     return replace(task, head=replace(task.head, block=matmuls.choose(task.head).block), fused=matmuls)
@@ -164,7 +173,12 @@ def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
 def full_logits_scores(hidden: Tensor, head: LmHead, call: Call) -> Scores:
     """Compute the scores with the reference backend, which stores all logits."""
     logprobs, entropy = full_scores(
-        picked(hidden, call.index), head, call.rows.labels, call.rows.inverse_temperature, entropy=call.entropy
+        picked(hidden, call.index),
+        head,
+        call.rows.labels,
+        call.rows.inverse_temperature,
+        entropy=call.entropy,
+        kept=call.rows.kept,
     )
     return Scores(logprobs=call.scatter(logprobs), entropy=None if entropy is None else call.scatter(entropy))
 
@@ -221,6 +235,7 @@ def prepare(
     temperature: float | Tensor,
     entropy: bool,
     num_labels: int | None,
+    kept: KeptSets | None = None,
     memory: Memory,
     backend: Backend,
 ) -> Call:
@@ -242,6 +257,8 @@ def prepare(
     )
     if labels.device.type == "cpu":
         _check_labels(labels, rows.labels, len(head.weight))
+    if kept is not None:
+        rows = _with_kept(rows, kept, len(head.weight))
     return Call(
         num_tokens=len(labels),
         index=index,
@@ -343,6 +360,28 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
         raise UserError(
             "labels", f"{label} at token {token} is outside the vocabulary", f"give labels from 0 to {vocabulary - 1}"
         )
+
+
+def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledRows:
+    """The rows with their kept sets. Raises `UserError` on the CPU if a label is outside its set.
+
+    On a GPU, where a check would synchronise, such a label is replaced by one outside the vocabulary: its
+    log-probability is NaN.
+    """
+    if len(kept) != len(rows.labels):
+        raise UserError(
+            "kept", f"has {len(kept)} sets for {len(rows.labels)} labelled tokens", "give one set per labelled token"
+        )
+    found = KeptRows.of_sets(kept, vocabulary, rows.labels.device)
+    is_kept = found.contains(rows.labels)
+    if rows.labels.device.type == "cpu" and not is_kept.all():
+        row = int((~is_kept).nonzero()[0, 0])
+        raise UserError(
+            "kept",
+            f"set {row} lacks its label {int(rows.labels[row])}",
+            "give the sets from which the labels were sampled, in the order of the labelled tokens",
+        )
+    return replace(rows, labels=torch.where(is_kept, rows.labels, vocabulary), kept=found)
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:

@@ -85,7 +85,10 @@ class ScoringTask:
     def tile_bytes(self, num_rows: int) -> int:
         """The temporary memory in bytes that the matmuls of `num_rows` tokens need."""
         tile = self.tile(num_rows)
-        return 0 if self.fused is not None else tile.rows * tile.columns * self.sum_dtype.itemsize
+        masks = (
+            0 if self.rows.kept is None else 2
+        )  # bytes per logit: the mask of a tile, and the copy that it is made of
+        return 0 if self.fused is not None else tile.rows * tile.columns * (self.sum_dtype.itemsize + masks)
 
     @property
     def row_bytes(self) -> int:

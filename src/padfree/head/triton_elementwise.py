@@ -14,7 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from padfree.head.elementwise import FLOAT16_FLOOR, FLOOR, BlockedHead, BlockSums, LabelledRows, Softmax, Upstream
+from padfree.head.elementwise import (
+    FLOAT16_FLOOR,
+    FLOOR,
+    LOWEST_TANH,
+    BlockedHead,
+    BlockSums,
+    LabelledRows,
+    Softmax,
+    Upstream,
+)
 
 # In `gradient_from_stored`, a Triton program processes STORED_SPAN columns of one token with STORED_WARPS warps.
 STORED_SPAN = 4096
@@ -22,6 +31,7 @@ STORED_WARPS = 8
 
 _FLOOR = tl.constexpr(FLOOR)
 _FLOAT16_FLOOR = tl.constexpr(FLOAT16_FLOOR)
+_LOWEST_TANH = tl.constexpr(LOWEST_TANH)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -76,12 +86,19 @@ def _cap_slope(logits, inverse_temperature, softcap):
     return 1.0 - tanh * tanh
 
 
+@triton.jit
+def _finite_cap_slope(logits, inverse_temperature, softcap):
+    """The same slope, which stays finite for the logits outside a kept set: those have a gradient of 0."""
+    lowest = _LOWEST_TANH * (inverse_temperature * softcap)
+    return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)
+
+
 @triton.jit(do_not_specialize=["sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def _reduce_kernel(
-    raw_logits, labels, bias, inverse_temperature, peaks, totals, moments, targets, stored,
-    first, num_columns, raw_logits_stride, stored_stride, sums_stride, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
-    IS_FLOAT16: tl.constexpr, BLOCK: tl.constexpr,
+    raw_logits, labels, bias, kept, inverse_temperature, peaks, totals, moments, targets, stored,
+    first, num_columns, raw_logits_stride, kept_stride, stored_stride, sums_stride, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_MOMENT: tl.constexpr,
+    HAS_STORED: tl.constexpr, IS_FLOAT16: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
@@ -90,6 +107,8 @@ def _reduce_kernel(
     value = tl.load(raw_logits + row * raw_logits_stride + column, mask=inside, other=0.0)
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    if HAS_KEPT:
+        logits = tl.where(tl.load(kept + row * kept_stride + column, mask=inside, other=0) != 0, logits, _FLOOR)
     peak = tl.max(tl.where(inside, logits, float("-inf")), axis=0)
     below = tl.where(inside, logits - peak, 0.0)
     exponentials = tl.where(inside, tl.exp(below), 0.0)
@@ -109,9 +128,10 @@ def _reduce_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _raw_logits_kernel(
-    raw_logits, labels, bias, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies, out,
-    first, num_columns, raw_logits_stride, out_stride, logit_scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    raw_logits, labels, bias, kept, inverse_temperature, peaks, log_totals, entropies, pull_logprobs, pull_entropies,
+    out, first, num_columns, raw_logits_stride, kept_stride, out_stride, logit_scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_KEPT: tl.constexpr, HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
@@ -120,6 +140,8 @@ def _raw_logits_kernel(
     value = tl.load(raw_logits + row * raw_logits_stride + column, mask=inside, other=0.0)
     scale = tl.load(inverse_temperature + row)
     logits = _logits(value, bias + first, column, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+    if HAS_KEPT:
+        logits = tl.where(tl.load(kept + row * kept_stride + column, mask=inside, other=0) != 0, logits, _FLOOR)
     log_p = (logits - tl.load(peaks + row)) - tl.load(log_totals + row)
     # Apart from the slope of the cap, d logit / d raw logit is the same factor for all logits of a token.
     pull_logprob = tl.load(pull_logprobs + row) * (scale * logit_scale)
@@ -133,7 +155,7 @@ def _raw_logits_kernel(
     if (label >= start) & (label < start + BLOCK):
         gradient += tl.where(column == label.to(tl.int32), pull_logprob, 0.0)
     if HAS_SOFTCAP:
-        gradient *= _cap_slope(logits, scale, softcap)
+        gradient *= _finite_cap_slope(logits, scale, softcap)
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
@@ -166,7 +188,7 @@ def _stored_kernel(
     if (label >= start) & (label < start + BLOCK * BLOCKS):
         gradient += tl.where(column == label.to(tl.int32), pull_logprob, 0.0)
     if HAS_SOFTCAP:
-        gradient *= _cap_slope(below + block_peak[:, None], scale, softcap)
+        gradient *= _finite_cap_slope(below + block_peak[:, None], scale, softcap)
     tl.store(out + row * out_stride + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
@@ -221,11 +243,13 @@ def reduce_tile(
 ) -> None:
     """The same as `elementwise.reduce_tile`, but does not overwrite the raw logits."""
     num_rows, num_columns = raw_logits.shape
+    kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels  # a placeholder for arguments that are absent and never read
     _reduce_kernel[_grid(num_rows, num_columns, head)](
         raw_logits,
         rows.labels,
         absent if head.bias is None else head.bias,
+        absent if kept is None else kept,
         rows.inverse_temperature,
         sums.peak,
         sums.total,
@@ -235,12 +259,14 @@ def reduce_tile(
         first,
         num_columns,
         raw_logits.stride(0),
+        0 if kept is None else kept.stride(0),
         0 if stored is None else stored.stride(0),
         sums.peak.stride(1),
         head.logit_scale,
         head.softcap or 1.0,
         HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None,
+        HAS_KEPT=kept is not None,
         HAS_MOMENT=sums.moment is not None,
         HAS_STORED=stored is not None,
         IS_FLOAT16=stored is not None and stored.dtype == torch.float16,
@@ -259,11 +285,13 @@ def gradient_from_raw_logits(
 ) -> None:
     """The same as `elementwise.gradient_from_raw_logits`, but does not overwrite the raw logits."""
     num_rows, num_columns = raw_logits.shape
+    kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels
     _raw_logits_kernel[_grid(num_rows, num_columns, head)](
         raw_logits,
         rows.labels,
         absent if head.bias is None else head.bias,
+        absent if kept is None else kept,
         rows.inverse_temperature,
         softmax.peak,
         softmax.log_total,
@@ -274,11 +302,13 @@ def gradient_from_raw_logits(
         first,
         num_columns,
         raw_logits.stride(0),
+        0 if kept is None else kept.stride(0),
         out.stride(0),
         head.logit_scale,
         head.softcap or 1.0,
         HAS_BIAS=head.bias is not None,
         HAS_SOFTCAP=head.softcap is not None,
+        HAS_KEPT=kept is not None,
         HAS_ENTROPY=upstream.entropy is not None,
         **_launch(head),
     )

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.arrays import concatenated_ranges, need_whole, number_array
-from padfree.batch import IGNORE, Entries, PackedBatch, PackedImages, Rollout, SampleInfo, at_predictions
+from padfree.batch import IGNORE, Entries, PackedBatch, PackedImages, PackedKept, Rollout, SampleInfo, at_predictions
 from padfree.choices import SharePrefixes
 from padfree.errors import UserError, need
 from padfree.images import Image, prefix_keys
+from padfree.kept_sets import KeptSets
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
 from padfree.packing.fill import fill
@@ -166,6 +167,7 @@ def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: Pr
         segments=Segments.from_lengths(tree.lengths, parents=tree.parents),
         rollout=None if batch.rollout is None else batch.rollout.map(lambda values: values[chosen]),
         entries=Entries(positions=tree.token_positions()[predictions], tokens=predictions + 1),
+        kept=None if batch.kept is None else replace(batch.kept, positions=np.arange(len(predictions))),
     )
 
 
@@ -273,6 +275,7 @@ def _collate(
 
     ranges = [(sample, 0, len(sample)) for sample in chosen]
     return PackedBatch(
+        kept=_packed_kept(chosen, np.flatnonzero(scored)),
         images=_packed_images(ranges),
         rotary_positions=_rotary_positions(ranges),
         routes=_packed_routes(ranges),
@@ -297,6 +300,14 @@ def _collate(
             for sample, index in zip(chosen, part, strict=True)
         ),
     )
+
+
+def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> PackedKept | None:
+    """The kept sets of the tokens that the positions `predictions` predict. None if no sample has kept sets."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    sets = KeptSets.joined(KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples)
+    return PackedKept(positions=predictions, sets=sets.take(predictions + 1))
 
 
 Range = tuple[Sample, int, int]

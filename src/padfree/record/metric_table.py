@@ -256,6 +256,13 @@ COLLECTION = MetricGroup(
             "groups",
             "With `rollout.filter`: number of groups whose rewards differ, but that the batch does not need.",
         ),
+        Metric(
+            "kept_ids",
+            "ids",
+            "With `rollout.top_p`, `rollout.top_k` or `rollout.min_p`: mean number of ids stored for the kept set of a "
+            "sampled token.",
+        ),
+        Metric("kept_bytes", "bytes", "With truncated sampling: size of the kept sets of the batch."),
         Metric("overlong_share", "share", "With `rollout.overlong_buffer`: share of samples that were penalised."),
         Metric("overlong_penalty", "reward", "With `rollout.overlong_buffer`: mean penalty."),
         Metric("raw_reward", "reward", "With `rollout.overlong_buffer`: mean reward before the penalty."),

@@ -86,6 +86,7 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
                 "tokens": sample.tokens.tolist(),
                 "loss_mask": sample.mask.astype(int).tolist(),
                 **arrays,
+                **({} if sample.kept is None else {"kept": sample.kept.lists()}),
             }
             if sample.routes is not None:
                 row["routes"] = encoded_routes(sample.routes)

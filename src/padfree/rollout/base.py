@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.kept_sets import KeptSets
 from padfree.routes import Routes, merged_routes
 
 if TYPE_CHECKING:
@@ -74,11 +75,17 @@ class Response:
     version: int  # policy version (number of optimizer steps) of the oldest weights that sampled one of its tokens
     versions: NDArray[np.int64] | None = None  # [m] policy version of each token; None: all have `version`
     routes: Routes | None = None  # [n + m, R, k] of the n prompt tokens and the m tokens; None: not recorded
+    kept: KeptSets | None = None  # [m] the ids among which each token was sampled; None: the whole vocabulary
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
         """Return [m]: the policy version of each token."""
         return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
+
+    @property
+    def kept_sets(self) -> KeptSets:
+        """Return the kept sets of the m tokens."""
+        return KeptSets.whole(len(self.tokens)) if self.kept is None else self.kept
 
     def is_whole(self, max_new_tokens: int) -> bool:
         return self.ended or len(self.tokens) >= max_new_tokens
@@ -92,6 +99,7 @@ class Response:
             version=self.version if len(self.tokens) else rest.version,
             versions=np.concatenate([self.token_versions, rest.token_versions]),
             routes=self._routes_followed_by(rest),
+            kept=None if self.kept is None and rest.kept is None else KeptSets.joined([self.kept_sets, rest.kept_sets]),
         )
 
     def _routes_followed_by(self, rest: Response) -> Routes | None:

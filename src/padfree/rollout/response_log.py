@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 
 NAME = re.compile(r"step-(\d{8,})\.rank-\d{5,}\.jsonl")
@@ -346,11 +347,21 @@ def _encoded(response: Response) -> dict[str, Any]:
     entry: dict[str, Any] = {}
     for item in fields(response):
         value = getattr(response, item.name)
-        if isinstance(value, np.ndarray):
-            shape = {} if value.ndim == 1 else {"shape": value.shape}
-            value = {"dtype": value.dtype.str, "bytes": b64encode(value.tobytes()).decode(), **shape}
+        if isinstance(value, KeptSets):
+            value = {"counts": _encoded_array(value.counts), "ids": _encoded_array(value.ids)}
+        elif isinstance(value, np.ndarray):
+            value = _encoded_array(value)
         entry[item.name] = value
     return entry
+
+
+def _encoded_array(array: NDArray[Any]) -> dict[str, str]:
+    assert array.ndim == 1
+    return {"dtype": array.dtype.str, "bytes": b64encode(array.tobytes()).decode()}
+
+
+def _decoded_array(entry: dict[str, str]) -> NDArray[Any]:
+    return np.frombuffer(b64decode(entry["bytes"]), np.dtype(entry["dtype"])).copy()
 
 
 def _decoded(entry: dict[str, Any]) -> Response:
@@ -358,7 +369,10 @@ def _decoded(entry: dict[str, Any]) -> Response:
     for item in fields(Response):
         value = entry.get(item.name)
         if isinstance(value, dict):
-            shape = value.get("shape", [-1])
-            value = np.frombuffer(b64decode(value["bytes"]), np.dtype(value["dtype"])).reshape(shape).copy()
+            value = (
+                KeptSets(_decoded_array(value["counts"]), _decoded_array(value["ids"]))
+                if "counts" in value
+                else _decoded_array(value)
+            )
         values[item.name] = value
     return Response(**values)

@@ -24,7 +24,9 @@ import numpy as np
 
 from padfree.data.records import shown
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.sampling_rng import GREEDY
 from padfree.routes import checked_routes
 
 if TYPE_CHECKING:
@@ -72,11 +74,13 @@ def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
     return found
 
 
-def checked_response(response: Any, request: SamplingRequest, vocabulary: int, what: str, *, whole: bool) -> Response:
+def checked_response(
+    response: Any, request: SamplingRequest, vocabulary: int, what: str, *, whole: bool, truncated: bool = False
+) -> Response:
     """Return the response of a user's engine. Raise a `UserError` if the response is invalid.
 
-    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `what`: the name of the
-    engine in the error message.
+    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `truncated`: whether it must
+    have kept sets, because the run truncates the softmax. `what`: the name of the engine in the error message.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:
@@ -96,6 +100,16 @@ def checked_response(response: Any, request: SamplingRequest, vocabulary: int, w
     if response.routes is not None:
         routes = checked_routes(response.routes, len(request.tokens) + len(tokens), f"a response that {what} returned")
         response = replace(response, routes=routes)
+    if truncated and len(tokens) and request.key != GREEDY:
+        need(response.kept is not None, "no kept sets", "return them (rollout.top_p, top_k or min_p is set)")
+    if response.kept is not None:
+        right = isinstance(response.kept, KeptSets) and len(response.kept) == len(tokens)
+        need(right, "kept sets of another type or length", f"return padfree.kept_sets.KeptSets of {len(tokens)} tokens")
+        ids = response.kept.ids
+        largest = int(np.where(ids < 0, -1 - ids, ids).max(initial=0))
+        need(largest < vocabulary, f"the kept id {largest}", f"return ids from 0 to {vocabulary - 1}")
+        right = bool(response.kept.contain(tokens).all())
+        need(right, "a token outside its kept set", "return the set from which each token was sampled")
     need(isinstance(response.ended, (bool, np.bool_)), f"ended={shown(response.ended)}", "return true or false")
     fix = f"return 1 to {request.max_new_tokens} tokens"
     need(

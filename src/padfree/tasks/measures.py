@@ -47,7 +47,9 @@ class TokenMeasure:
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
         head = lm_head_of(model)
         hidden = hidden_states(model, batch)
-        scores = score(hidden, head, batch.labels, temperature=self.temperature, num_labels=batch.num_labels)
+        scores = score(
+            hidden, head, batch.labels, temperature=self.temperature, num_labels=batch.num_labels, kept=batch.kept
+        )
         sums = [batch.labels != IGNORE, -scores.logprobs, matches(hidden, head, batch.labels)]
         return segment_sum(torch.stack([each.double() for each in sums], 1), batch.sample_index, batch.num_samples)
 

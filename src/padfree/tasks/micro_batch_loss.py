@@ -61,7 +61,7 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
     """Run the model on a pack. Return the inputs of a loss, including the log-probabilities [T/cp] of the labels."""
     scores = score(
         hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=temperature,
-        num_labels=batch.num_labels, memory=memory,
+        num_labels=batch.num_labels, kept=batch.kept, memory=memory,
     )  # fmt: skip
     return LossInputs.from_batch(batch, logprobs=scores.logprobs)
 
@@ -87,12 +87,13 @@ class TokenMicroBatchLoss:
         if not is_elementwise(settings):
             scores = score(
                 hidden, head, labels, temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels,
-                memory=self.memory,
+                kept=batch.kept, memory=self.memory,
             )  # fmt: skip
             return compute_loss(inputs.with_scores(scores.logprobs, scores.entropy), settings, reduce=reduce)
         fused = fused_loss(
             hidden, head, labels, make_token_loss(inputs, settings, reduce=reduce),
-            temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels, memory=self.memory,
+            temperature=self.temperature, entropy=entropy, num_labels=batch.num_labels, kept=batch.kept,
+            memory=self.memory,
         )  # fmt: skip
         with torch.no_grad():
             output = compute_loss(inputs.with_scores(fused.logprobs, fused.entropy), settings, reduce=reduce)

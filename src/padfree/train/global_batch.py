@@ -9,6 +9,7 @@ a batch needs bit-identical values when it resumes, so its checkpoint holds thes
 
     "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
+    "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets (`padfree.kept_sets`), if a softmax was truncated
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
@@ -107,6 +109,11 @@ class GlobalBatch:
             },
             "samples": records,
         }
+        if any(sample.kept is not None for sample in samples):
+            sets = KeptSets.joined(
+                KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples
+            )
+            arrays |= {"counts": [sets.counts], "ids": [sets.ids]}
         tensors = {f"{KEY}/{name}": torch.from_numpy(np.concatenate(found)) for name, found in arrays.items() if found}
         return {KEY: about, **tensors}
 
@@ -135,14 +142,20 @@ class GlobalBatch:
             pieces["old_logprobs"] = _split(extra[f"{KEY}/old"], [record["length"] for record in records])
             records = [{**record, "arrays": [*record["arrays"], "old_logprobs"]} for record in records]
         arrays = {name: iter(found) for name, found in pieces.items()}
+        lengths = [record["length"] for record in records]
+        kept: list[KeptSets | None] = [None] * len(records)
+        if f"{KEY}/counts" in extra:
+            sets = KeptSets(extra[f"{KEY}/counts"].numpy(), extra[f"{KEY}/ids"].numpy())
+            kept = [sets[end - length : end] for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)]
         samples = [
             Sample(
                 tokens=next(arrays["tokens"]),
                 loss_mask=next(arrays["mask"]),
                 **{name: next(arrays[name]) for name in record["arrays"]},
                 **{name: record[name] for name in ("uid", "group", "source", "reward")},
+                kept=own_kept,
             )
-            for record in records
+            for record, own_kept in zip(records, kept, strict=True)
         ]
         return GlobalBatch(
             samples=samples,

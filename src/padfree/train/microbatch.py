@@ -281,7 +281,7 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
     ends = np.maximum(np.maximum.reduceat(places, starts), starts)
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[ends] = ids[ends]
-    return replace(packed, labels=torch.from_numpy(labels))
+    return replace(packed, labels=torch.from_numpy(labels), kept=None)
 
 
 def filler(samples: Sequence[Sample]) -> Sample:

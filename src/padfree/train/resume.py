@@ -136,6 +136,8 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
     for name in TOKEN_ARRAYS:
         array = getattr(sample, name)
         yield b"" if array is None else np.asarray(array, np.float32).tobytes()
+    if sample.kept is not None:
+        yield sample.kept.counts.tobytes() + sample.kept.ids.tobytes()
 
 
 # Comparing

@@ -127,6 +127,7 @@ class Scorer:
             batch.labels,
             temperature=temperature,
             num_labels=batch.num_labels,
+            kept=batch.kept,
         ).logprobs
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from padfree.rollout.truncation import Truncation
 from padfree.tools.talk.find_model import find_model
 from padfree.tools.talk.speaker import Answer, Speaker, StopAnswer, open_speaker
 from tests.refused import refused
@@ -86,6 +87,17 @@ def test_streamed_or_not_alone_or_not_the_same_is_drawn(decodes: bool | None) ->
     assert [texts_of(one) for one in later] != [texts_of(one) for one in together]
 
 
+@pytest.mark.parametrize("decodes", [None, True], ids=["cache of transformers", "our cache"])
+def test_answers_can_be_truncated(decodes: bool | None) -> None:
+    prompts = ids_of(tiny_speaker())
+    greedy = tiny_speaker(decodes=decodes).answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
+    for rule in (Truncation(top_k=1), Truncation(top_p=1e-6), Truncation(min_p=1.0)):
+        speaker = tiny_speaker(temperature=0.8, truncation=rule, decodes=decodes)
+        found = speaker.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)
+        assert [texts_of(one) for one in found] == [texts_of(one) for one in greedy]
+        assert not any(one.logprobs.any() for one in found), "a set of one token has probability 1"
+
+
 def texts_of(answer: Answer) -> tuple[str, list[int], str]:
     return answer.text, answer.tokens.tolist(), answer.end
 
@@ -131,6 +143,16 @@ def test_wrong_inputs_are_one_line(tmp_path: Path) -> None:
     for temperature in (float("nan"), float("inf"), -1.0, 1e-30):
         with refused("--temperature"):
             tiny_speaker(temperature=temperature)
+    for name, rule in (
+        ("--top-k", Truncation(top_k=0)),
+        ("--top-p", Truncation(top_p=0.0)),
+        ("--top-p", Truncation(top_p=float("nan"))),
+        ("--min-p", Truncation(min_p=1.5)),
+    ):
+        with refused(name):
+            tiny_speaker(temperature=1.0, truncation=rule)
+    with refused("--top-p", about="temperature 0 takes the most likely token"):
+        tiny_speaker(temperature=0.0, truncation=Truncation(top_p=0.9))
     for seed in (-1, 1 << 63):
         with refused("--seed"):
             tiny_speaker(seed=seed)

@@ -60,6 +60,7 @@ class RolloutGroup(Sequence[Prompt]):
                         tokens=leaf.tokens,
                         loss_mask=leaf.sampled,
                         logprobs=leaf.logprobs,
+                        kept=leaf.kept,
                         reward=leaf.reward - overlong_penalty(length, self.prompt.max_new_tokens, settings),
                         raw_reward=leaf.reward,
                         uid=f"{self.name} response {index}{leaf_name}",

@@ -6,6 +6,8 @@
     "queue/logprobs"   [Σn] log-probabilities of these tokens
     "queue/versions"   [Σn] policy versions of these tokens, -1 for tokens that were not sampled
     "queue/routes"     [Σr, R, k] routes of the leaves and partial responses that have routes, concatenated
+    "queue/counts"     [Σn] lengths of the lists of their kept sets, and "queue/ids" [ΣK]: the lists (`KeptSets`);
+                       absent if no softmax was truncated
     "queue/of"         the name of the environment; the episodes of another environment are not restored
 
 Unfinished episodes of an environment are not stored, because the state of their tools cannot be saved.
@@ -20,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from padfree.kept_sets import KeptSets, kept_array
 from padfree.rollout.base import Response
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
@@ -31,6 +34,7 @@ KEY = "queue"
 OF = f"{KEY}/of"
 NOT_SAMPLED = -1
 ARRAYS = ("tokens", "logprobs", "versions")
+COUNTS, IDS = f"{KEY}/counts", f"{KEY}/ids"
 ABOUT_LEAF = ("ended", "turns", "text", "reward", "answer")
 
 Stored = tuple[int, int, Played | Response]
@@ -45,12 +49,14 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     pieces: list[tuple[NDArray[Any], ...]] = []
     routes: list[Routes | None] = []
+    kept: list[KeptSets | None] = []
     for batch, number, one in sorted(stored, key=lambda each: each[:2]):
         entry: dict[str, Any] = {"batch": batch, "number": number}
         if isinstance(one, Response):
             entry["begun"] = {"length": len(one.tokens), "ended": one.ended, "routes": _length(one.routes)}
             routes.append(one.routes)
             pieces.append((one.tokens, one.logprobs, one.token_versions))
+            kept.append(one.kept)
         else:
             entry |= {"failure": one.failure, "metrics": dict(one.metrics), "counts": dict(one.counts), "leaves": []}
             for leaf in one.leaves:
@@ -58,6 +64,7 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
                 entry["leaves"].append({"length": len(leaf.tokens), "routes": _length(leaf.routes), **facts})
                 routes.append(leaf.routes)
                 pieces.append((leaf.tokens, leaf.logprobs, np.where(leaf.sampled, leaf.versions, NOT_SAMPLED)))
+                kept.append(leaf.kept)
         entries.append(entry)
     tensors = {
         f"{KEY}/{name}": torch.from_numpy(np.concatenate(column))
@@ -66,6 +73,10 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
     stored_routes = joined_routes(routes, [_length(one) for one in routes])
     if stored_routes is not None:
         tensors[f"{KEY}/routes"] = torch.from_numpy(stored_routes)
+    if any(one is not None for one in kept):
+        wholes = (KeptSets.whole(len(piece[0])) for piece in pieces)
+        sets = KeptSets.joined(whole if one is None else one for one, whole in zip(kept, wholes, strict=True))
+        tensors |= {COUNTS: torch.from_numpy(sets.counts), IDS: torch.from_numpy(sets.ids)}
     return {KEY: entries, OF: environment, **tensors}
 
 
@@ -80,11 +91,19 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
     routes = _split_routes(extra.get(f"{KEY}/routes"), [facts.get("routes", 0) for facts in all_facts])
     ends = np.cumsum(lengths)[:-1]
     columns = [np.split(extra[f"{KEY}/{name}"].numpy(), ends) if lengths else [] for name in ARRAYS]
-    pieces = zip(*columns, strict=True)
+    kept: list[KeptSets | None] = [None] * len(lengths)
+    if COUNTS in extra:
+        sets = KeptSets(extra[COUNTS].numpy(), extra[IDS].numpy())
+        starts = np.cumsum(lengths) - lengths
+        kept = [
+            kept_array(sets[start : start + length], length, KEY)
+            for start, length in zip(starts.tolist(), lengths, strict=True)
+        ]
+    pieces = zip(*columns, kept, strict=True)
     stored: list[Stored] = []
     for entry in entries:
         if "begun" in entry:
-            tokens, logprobs, versions = next(pieces)
+            tokens, logprobs, versions, own_kept = next(pieces)
             one: Played | Response = Response(
                 tokens=tokens,
                 logprobs=logprobs,
@@ -92,6 +111,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
                 version=int(versions[0]),
                 versions=versions,
                 routes=next(routes),
+                kept=own_kept,
             )
         else:
             one = Played(
@@ -126,11 +146,21 @@ def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterat
     return iter([part if length else None for part, length in zip(parts, lengths, strict=True)])
 
 
-def _leaf(facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any, routes: Routes | None) -> Leaf:
+def _leaf(
+    facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any, kept: KeptSets | None, routes: Routes | None
+) -> Leaf:
     sampled = versions != NOT_SAMPLED
     values = {name: facts[name] for name in ABOUT_LEAF}
-    versions = np.where(sampled, versions, 0)
-    return Leaf(tokens=tokens, sampled=sampled, logprobs=logprobs, versions=versions, routes=routes, **values)
+    return Leaf(
+        tokens=tokens,
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=np.where(sampled, versions, 0),
+        kept=kept,
+        num_kept=0 if kept is None else len(kept.ids),
+        routes=routes,
+        **values,
+    )
 
 
 class KnownEpisodes:

@@ -30,6 +30,7 @@ from padfree.rollout.environment.tokens import Gather
 from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.time_limit import DaemonPool
+from padfree.rollout.truncation import truncation_of
 
 REWARD_THREADS = 64
 
@@ -186,6 +187,7 @@ def make_writer(
         timeout=settings.episode_timeout,
         skip_failures=settings.on_failure == "skip",
         temperature=temperature,
+        truncation=truncation_of(settings),
     )
     reward_workers: RewardWorkers | None = None
     if model_of(settings.reward) is not None:

@@ -25,6 +25,13 @@ def batch_metrics(
         metrics |= episode_metrics([one for group in groups for one in group.episodes])
     if settings.has_episodes or settings.on_failure == "skip":
         metrics |= {"episodes_failed": float(failed[0]), "groups_failed": float(failed[1])}
+    leaves = [leaf for group in groups for one in group.episodes for leaf in one.leaves]
+    if any(leaf.num_kept for leaf in leaves):
+        sampled = sum(int(np.count_nonzero(leaf.sampled)) for leaf in leaves)
+        metrics |= {
+            "kept_ids": sum(leaf.num_kept for leaf in leaves) / sampled,
+            "kept_bytes": 4.0 * sum(leaf.num_kept + len(leaf.tokens) for leaf in leaves),
+        }
     if settings.overlong_buffer:
         penalties = [sample.raw_reward - sample.reward for sample in samples if sample.reward is not None]
         metrics |= {

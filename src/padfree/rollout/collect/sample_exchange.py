@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from padfree.distributed import Mesh, exchange_rows, gather_objects
+from padfree.kept_sets import KeptSets
 from padfree.packing.prefixes import common_length
 from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.environment.play import Played
@@ -41,9 +42,8 @@ NO_TOKEN = 1 << 40
 ROUTED = 1 << 41
 """The distance between the placeholder ids of the same prompt with different routes."""
 
-Arrays = tuple[NDArray[Any], NDArray[np.float32], Routes | None]
-"""Token ids [n], log-probabilities [n] and, if they are recorded, routes [n, R, k]."""
-
+Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None, Routes | None]
+"""Token ids [n], log-probabilities [n], kept sets [n] if the softmax was truncated, routes [n, R, k] if recorded."""
 
 RouteKind = tuple[tuple[int, ...], np.dtype[Any]]
 
@@ -74,6 +74,7 @@ class LeafFacts:
     with_prompt: int  # length of the prefix shared with the prompt
     with_previous: int  # length of the prefix shared with the previous leaf in sorted order, routes included
     order: int
+    num_kept: int = 0  # number of ids in the kept sets
     prompt_routes: bytes = b""  # a digest of the routes of these tokens of the prompt; empty if it has no routes
 
 
@@ -104,6 +105,7 @@ def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | Non
                 with_prompt=with_prompt,
                 with_previous=0 if previous is None else common_length(keys[previous], keys[index]),
                 order=number,
+                num_kept=leaf.num_kept,
                 prompt_routes=b"" if leaf.routes is None else sha256(leaf.routes[:with_prompt].tobytes()).digest(),
             )
         )
@@ -152,6 +154,7 @@ def placeholder_leaves(
             turns=one.turns,
             text=one.text,
             reward=one.reward,
+            num_kept=one.num_kept,
         )
     return [leaves[index] for index in range(len(facts))]
 
@@ -190,20 +193,29 @@ def known_to_all(
 class SampleStore:
     """The token ids and log-probabilities that this rank holds of a batch. All methods but `get` are collective."""
 
-    def __init__(self, mesh: Mesh, owners: Sequence[int], lengths: Sequence[int], own: Mapping[int, Arrays]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        owners: Sequence[int],
+        lengths: Sequence[int],
+        own: Mapping[int, Arrays],
+        num_kept: Sequence[int] | None = None,
+    ) -> None:
         """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
 
-        `own`: the arrays of the samples that this rank sampled, keyed by sample index.
+        `num_kept[i]`: the number of ids in its kept sets; None: no sample has kept sets. `own`: the arrays of the
+        samples that this rank sampled, keyed by sample index.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
+        self._num_kept = [0] * len(lengths) if num_kept is None else num_kept
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
-        own_routes = next((array for _, _, array in own.values() if array is not None), None)
+        own_routes = next((routes for *_, routes in own.values() if routes is not None), None)
         kind = None if own_routes is None else (own_routes.shape[1:], own_routes.dtype)
         facts = gather_objects((mesh.data.rank, kind), mesh.loss.group, "the exchange of samples")
         self._data_ranks: list[int] = [data_rank for data_rank, _ in facts]
         # The shape per token and the dtype of routes, which all samples of a run have in common; None: no routes.
         self._kind: RouteKind | None = next((one for _, one in facts if one is not None), None)
-        self._token_bytes = 8 + (0 if self._kind is None else math.prod(self._kind[0]) * self._kind[1].itemsize)
+        self._route_bytes = 0 if self._kind is None else math.prod(self._kind[0]) * self._kind[1].itemsize
         self.received = 0  # bytes received from other ranks
 
     def fetch(self, wanted: Sequence[Iterable[int]]) -> None:
@@ -222,16 +234,22 @@ class SampleStore:
         pieces = [_bytes_of(self._arrays[index]) for part in sending for index in part]
         sent = torch.from_numpy(np.concatenate([np.zeros(0, np.uint8), *pieces]))
         send_sizes, receive_sizes = (
-            [self._token_bytes * sum(self._lengths[index] for index in part) for part in side]
-            for side in (sending, receiving)
+            [sum(map(self._num_bytes, part)) for part in side] for side in (sending, receiving)
         )
         received = exchange_rows(sent, send_sizes, receive_sizes, self._mesh.loss.group).numpy()
         self.received += len(received)
         start = 0
         for index in (index for part in receiving for index in part):
-            end = start + self._token_bytes * self._lengths[index]
-            self._arrays[index] = _arrays_of(received[start:end], self._lengths[index], self._kind)
+            end = start + self._num_bytes(index)
+            self._arrays[index] = _arrays_of(
+                received[start:end], self._lengths[index], self._num_kept[index], self._kind
+            )
             start = end
+
+    def _num_bytes(self, index: int) -> int:
+        """The number of bytes of a sample: 4 for each number of its first arrays, and the routes of its tokens."""
+        length, num_kept = self._lengths[index], self._num_kept[index]
+        return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
@@ -262,15 +280,23 @@ class TravellingSample(Sample):
         if arrays is None:
             return self
         values = {field.name: getattr(self, field.name) for field in fields(Sample)}
-        return Sample(**{**values, "tokens": arrays[0], "logprobs": arrays[1], "routes": arrays[2]})
+        names = ("tokens", "logprobs", "kept", "routes")
+        return Sample(**{**values, **dict(zip(names, arrays, strict=True))})
 
 
-def travelling(samples: Sequence[Sample], mesh: Mesh, owners: Sequence[int], own: Mapping[int, Arrays]) -> list[Sample]:
+def travelling(
+    samples: Sequence[Sample],
+    mesh: Mesh,
+    owners: Sequence[int],
+    own: Mapping[int, Arrays],
+    num_kept: Sequence[int] | None = None,
+) -> list[Sample]:
     """Wrap samples that have placeholder tokens, so that their real tokens can be fetched later. Collective.
 
     `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
+    `num_kept[i]`: the number of ids in the kept sets of sample i.
     """
-    store = SampleStore(mesh, owners, [len(sample) for sample in samples], own)
+    store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
         TravellingSample(
             **{field.name: getattr(sample, field.name) for field in fields(Sample)}, store=store, index=index
@@ -298,8 +324,9 @@ def travelling_samples(
     for index, (number, leaf_index) in enumerate(leaves):
         if number in own:
             leaf = own[number].leaves[leaf_index]
-            arrays[index] = leaf.tokens, leaf.logprobs, leaf.routes
-    return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays)
+            arrays[index] = leaf.tokens, leaf.logprobs, leaf.kept, leaf.routes
+    num_kept = [leaf.num_kept for group in groups for one in group.episodes for leaf in one.leaves]
+    return travelling(samples, mesh, [owners[number] for number, _ in leaves], arrays, num_kept)
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
@@ -324,13 +351,21 @@ def whole(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
-    tokens, logprobs, routes = arrays
-    numbers = [tokens.astype(np.int32), logprobs.astype(np.float32)]
-    pieces = [*numbers, np.zeros(0, np.uint8) if routes is None else np.ascontiguousarray(routes).reshape(-1)]
-    return np.concatenate([piece.view(np.uint8) for piece in pieces])
+    tokens, logprobs, kept, routes = arrays
+    parts = [tokens.astype(np.int32), logprobs.astype(np.float32), *(() if kept is None else (kept.counts, kept.ids))]
+    if routes is not None:
+        parts.append(np.ascontiguousarray(routes).reshape(-1))
+    return np.concatenate([part.view(np.uint8) for part in parts])
 
 
-def _arrays_of(received: NDArray[np.uint8], length: int, kind: RouteKind | None) -> Arrays:
-    tokens, logprobs, rest = np.split(received.copy(), [4 * length, 8 * length])
-    routes = None if kind is None else rest.view(kind[1]).reshape(length, *kind[0])
-    return tokens.view(np.int32).astype(np.int64), logprobs.view(np.float32), routes
+def _arrays_of(received: NDArray[np.uint8], length: int, num_kept: int, kind: RouteKind | None) -> Arrays:
+    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes of `_bytes_of`."""
+    numbers = 2 * length + (length + num_kept if num_kept else 0)
+    front, rest = np.split(received.copy(), [4 * numbers])
+    tokens, logprobs, counts, ids = np.split(front.view(np.int32), [length, 2 * length, 3 * length])
+    return (
+        tokens.astype(np.int64),
+        logprobs.view(np.float32),
+        KeptSets(counts, ids) if num_kept else None,
+        None if kind is None else rest.view(kind[1]).reshape(length, *kind[0]),
+    )

@@ -36,6 +36,7 @@ from padfree.rollout.base import (
     Score,
 )
 from padfree.rollout.token_ids import checked_response, vocabulary_of
+from padfree.rollout.truncation import truncation_of
 
 USER_ENGINE = UserFunction(
     setting="rollout.engine",
@@ -78,7 +79,8 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
             value=name,
         )
     is_async = all(hasattr(sampler, method) for method in ASYNC_METHODS)
-    return (CheckedAsyncSampler if is_async else CheckedSampler)(sampler, name)
+    truncation = truncation_of(config.rollout)
+    return (CheckedAsyncSampler if is_async else CheckedSampler)(sampler, name, truncated=truncation.is_active)
 
 
 @contextmanager
@@ -95,7 +97,9 @@ def _user_code(name: str) -> Iterator[None]:
 class CheckedSampler:
     """Wraps a user's sampler and checks its responses before they are used."""
 
-    def __init__(self, sampler: Any, name: str) -> None:
+    def __init__(self, sampler: Any, name: str, *, truncated: bool = False) -> None:
+        """`truncated`: whether the responses must have kept sets."""
+        self._truncated = truncated
         self.sampler, self._name, self._what = sampler, name, f"rollout.engine: {name!r}"
         self._vocabulary = 0  # set by the first weight sync
         self._routers: list[Router] = []
@@ -134,7 +138,9 @@ class CheckedSampler:
         return responses
 
     def _checked(self, response: Any, request: SamplingRequest, *, whole: bool = True) -> Response:
-        checked = checked_response(response, request, self._vocabulary, self._what, whole=whole)
+        checked = checked_response(
+            response, request, self._vocabulary, self._what, whole=whole, truncated=self._truncated
+        )
         check_routes([checked.routes], self._routers)
         return checked
 

@@ -1,8 +1,9 @@
 """The fields of an agent's API call: each is followed, overridden, neutral or metadata. All others are rejected.
 
     FOLLOWED     messages, prompt, max_tokens, n, ...       the call obeys them
-    OVERRIDDEN   temperature, top_p, seed, ...              OpenAI's sampling settings, which most programs send; the
+    OVERRIDDEN   temperature, seed, ...                     OpenAI's sampling settings, which most programs send; the
                                                             policy samples as it is trained, and the call is counted
+    TRUNCATION   top_p, top_k, min_p                        accepted with the value of the run, else rejected
     NEUTRAL      stop, min_p, guided_json, ...              accepted with a value that has no effect, else rejected
     METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
 
@@ -20,6 +21,7 @@ from typing import Any
 from padfree.data.records import shown
 from padfree.errors import UserError
 from padfree.rollout.environment.listener import CallError
+from padfree.rollout.truncation import WHOLE, Truncation
 
 CHAT, COMPLETIONS = "chat/completions", "completions"
 MAX_CHOICES = 128
@@ -84,12 +86,11 @@ FOLLOWED: dict[str, Rule] = {
 }
 OVERRIDDEN: dict[str, Rule] = {
     "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "seed": _integer(-(2**63), 2**64 - 1),
 }
-DEFAULTS = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
+DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
 """Values of overridden fields that agree with how the policy samples.
 
 A temperature agrees if it is `loss.temperature`. A seed never agrees.
@@ -117,8 +118,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "suffix": ("",),
     "best_of": (1,),
     # extensions of servers such as vLLM
-    "top_k": (0, -1),
-    "min_p": (0,),
     "typical_p": (1,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
@@ -189,12 +188,19 @@ def _no_constant(name: str) -> Any:
     raise UserError.of(f"{name} is not a JSON number; give a finite number, or leave it out")
 
 
-def check_fields(body: Mapping[str, Any], route: str, temperature: float) -> bool:
+def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
+    """Return the values of `top_p`, `top_k` and `min_p` with which a call is accepted: those of the run."""
+    every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
+    return {"top_p": (truncation.top_p,), "top_k": every, "min_p": (truncation.min_p,)}
+
+
+def check_fields(body: Mapping[str, Any], route: str, temperature: float, truncation: Truncation = WHOLE) -> bool:
     """Raise a `CallError` for unsupported fields. Return whether the call asks for other sampling than the policy's.
 
-    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`: the sampling temperature of the run.
+    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature` and `truncation`: those of the run.
     """
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
+    of_run = truncation_values(truncation)
     for name, value in body.items():
         if name in elsewhere:
             raise CallError(400, f"{name} is not a field of {route}; leave it out")
@@ -203,6 +209,13 @@ def check_fields(body: Mapping[str, Any], route: str, temperature: float) -> boo
             right, fix = rule
             if not right(value):
                 raise CallError(400, f"{name}: {shown(value)}; {fix}")
+        elif name in of_run:
+            if not any(_same(value, one) for one in of_run[name]):
+                raise CallError(
+                    400,
+                    f"{name}: {shown(value)} differs from rollout.{name} of the run, with which the policy is trained; "
+                    f"leave it out, or give {shown(of_run[name][0])}",
+                )
         elif name not in NEUTRAL:
             raise CallError(400, f"{shown(name)} is an unknown field; leave it out")
         elif not any(_same(value, one) for one in NEUTRAL[name]):

@@ -38,6 +38,7 @@ from padfree.rollout.environment.episode_policy import ChatTokenizer, Host, Turn
 from padfree.rollout.environment.listener import Answer, CallError, Listener, ListenerLimits, Reply
 from padfree.rollout.environment.trajectory import Tree
 from padfree.rollout.time_limit import shown_safely
+from padfree.rollout.truncation import WHOLE, Truncation
 
 MODEL = "policy"
 ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
@@ -57,9 +58,14 @@ class Gateway:
     """The API server. It starts when the first URL is requested, and runs in the thread of the event loop."""
 
     def __init__(
-        self, chat_tokenizer: ChatTokenizer, temperature: float = 1.0, limits: ListenerLimits | None = None
+        self,
+        chat_tokenizer: ChatTokenizer,
+        temperature: float = 1.0,
+        limits: ListenerLimits | None = None,
+        *,
+        truncation: Truncation = WHOLE,
     ) -> None:
-        self._chat_tokenizer, self._temperature = chat_tokenizer, temperature
+        self._chat_tokenizer, self._temperature, self._truncation = chat_tokenizer, temperature, truncation
         self._listener = Listener(self._admit, limits)
         self._port: int | None = None
         self._starting = asyncio.Lock()
@@ -140,7 +146,7 @@ class Gateway:
         if route == "models":
             models = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "padfree"}]
             return Reply(data=json.dumps({"object": "list", "data": models}).encode())
-        if check_fields(body, route, self._temperature):
+        if check_fields(body, route, self._temperature, self._truncation):
             episode.tree.count("sampling_overridden")
         chat = route == CHAT
         try:

@@ -34,6 +34,7 @@ from padfree.rollout.environment.tokens import Gather, TokenSource, TurnPath, bl
 from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.time_limit import shown_safely
+from padfree.rollout.truncation import WHOLE, Truncation
 
 MAX_TURNS = 10_000
 """Maximum number of requests for tokens in one episode."""
@@ -54,6 +55,7 @@ class RunnerSettings:
     timeout: float
     skip_failures: bool
     temperature: float = 1.0
+    truncation: Truncation = WHOLE
 
 
 class EpisodeRunner:
@@ -79,7 +81,7 @@ class EpisodeRunner:
         self._thread = LoopThread("episodes")
         self._free_slots = asyncio.Semaphore(settings.max_concurrent)  # for the episodes of `begin`
         self._turn = asyncio.Lock()  # held by the batch that is starting its episodes
-        self._gateway = Gateway(chat_tokenizer, settings.temperature)
+        self._gateway = Gateway(chat_tokenizer, settings.temperature, truncation=settings.truncation)
 
     def play(
         self,

@@ -24,10 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 from padfree.rollout.environment.group_rewards import GroupReward
 from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
+
+NO_IDS = np.zeros(0, np.int32)
+"""The list of a token that was not sampled, or that was sampled from the whole vocabulary."""
 
 
 class Branch:
@@ -40,6 +44,7 @@ class Branch:
         self.logprobs = [0.0] * len(self.ids)
         self.versions = [0] * len(self.ids)
         self.routes: Routes | None = None  # of the first tokens of the branch, if the sampler records routes
+        self.kept = [NO_IDS] * len(self.ids)  # for each token, its list in `KeptSets`
         self.path, self.parent = path, parent
         self.fork = len(self.ids)  # number of tokens shared with its parent; for a root, the length of the prompt
         self.turns = self.num_branches = 0
@@ -57,27 +62,31 @@ class Branch:
     def write(self, response: Response) -> None:
         """Append the tokens of a sampled response. A token of an earlier turn keeps its route if that is known."""
         self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
-        self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist())
+        kept = [NO_IDS] * len(response.tokens) if response.kept is None else response.kept.arrays()
+        self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist(), kept)
         self.turns += 1
         self.ended = response.ended
 
     def add(self, ids: Sequence[int]) -> None:
         """Append token ids that the environment wrote. They are not trained on."""
-        self._append(list(ids), False, [0.0] * len(ids), [0] * len(ids))
+        self._append(list(ids), False, [0.0] * len(ids), [0] * len(ids), [NO_IDS] * len(ids))
         self.ended = self.ended and not ids
 
-    def _append(self, ids: list[int], sampled: bool, logprobs: list[float], versions: list[int]) -> None:
+    def _append(
+        self, ids: list[int], sampled: bool, logprobs: list[float], versions: list[int], kept: list[NDArray[np.int32]]
+    ) -> None:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
         self.logprobs += logprobs
         self.versions += versions
+        self.kept += kept
 
     def branch(self, at: int | None = None) -> Branch:
         """Return a new branch that starts with the first `at` tokens of this one, by default with all of them."""
         tokens = self.tokens if at is None else self.tokens[:at]
         child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]
-        child.versions = self.versions[: len(tokens)]
+        child.versions, child.kept = self.versions[: len(tokens)], self.kept[: len(tokens)]
         child.routes = None if self.routes is None else self.routes[: len(tokens)]
         child.ended = self.ended and len(tokens) == len(self.ids)
         self.num_branches += 1
@@ -147,6 +156,8 @@ class Leaf:
     reward: float | None = None  # None: a reward model computes it when the batch is complete
     answer: str | None = None  # the text that the reward gets instead of `text`
     routes: Routes | None = None  # [n, R, k], see `padfree.routes`
+    kept: KeptSets | None = None  # [n] the ids among which each token was sampled; None: the whole vocabulary
+    num_kept: int = 0  # number of ids in `kept`, which other ranks know too
 
 
 def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None = None) -> Leaf:
@@ -155,6 +166,7 @@ def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None 
         sampled=np.array(branch.sampled, dtype=np.bool_),
         logprobs=np.array(branch.logprobs, dtype=np.float32),
         versions=np.array(branch.versions, dtype=np.int64),
+        **_kept_fields(KeptSets.of_arrays(branch.kept)),
         ended=branch.ended,
         turns=turns_of(branch),
         text=text,
@@ -172,11 +184,16 @@ def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
         sampled=np.arange(before + len(response.tokens)) >= before,
         logprobs=np.concatenate([np.zeros(before, np.float32), response.logprobs]),
         versions=np.concatenate([np.zeros(before, np.int64), response.token_versions]),
+        **_kept_fields(None if response.kept is None else KeptSets.joined([KeptSets.whole(before), response.kept])),
         ended=response.ended,
         turns=1,
         text=text,
         routes=response.routes,
     )
+
+
+def _kept_fields(sets: KeptSets | None) -> dict[str, Any]:
+    return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 
 def turns_of(branch: Branch) -> int:

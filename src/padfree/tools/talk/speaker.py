@@ -31,6 +31,7 @@ from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.environment.episode_policy import ChatTokenizer
 from padfree.rollout.sampling_rng import GREEDY, response_keys
+from padfree.rollout.truncation import WHOLE, Truncation
 from padfree.tasks.reading import read_template
 from padfree.tools.talk.find_model import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.tools.talk.text_stream import TextStream
@@ -60,7 +61,8 @@ class StopAnswer(Exception):  # noqa: N818  not an error
 class Answer:
     text: str  # without the stop token
     tokens: NDArray[np.int64]  # [m] with the stop token
-    logprobs: NDArray[np.float32]  # [m] at the sampling temperature, or at temperature 1 for greedy decoding
+    # [m] of the distribution that the tokens were sampled from, or at temperature 1 for greedy decoding
+    logprobs: NDArray[np.float32]
     end: End
 
     def as_json(self) -> dict[str, Any]:
@@ -82,13 +84,14 @@ class Speaker:
         *,
         chat: ChatRenderer | None,
         temperature: float,
+        truncation: Truncation = WHOLE,
         seed: int,
         dtype: torch.dtype,
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
         """`chat` renders the chat template; None: prompts are plain text. `decodes`: see `InProcessSampler`."""
-        check_sampling(temperature, seed)
+        check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)
         self.stops = stop_tokens(tokenizer, model)
@@ -98,6 +101,7 @@ class Speaker:
             stops=self.stops,
             temperature=1.0 if self._greedy else temperature,
             batch_size=BATCH,
+            truncation=truncation,
             decodes=decodes,
         )
         self._sampler.update_weights(model, 0)
@@ -236,9 +240,16 @@ class _CollectedAnswer:
 MOST_TOKENS = 1_000_000
 
 
-def check_sampling(temperature: float, seed: int) -> None:
+def check_sampling(temperature: float, seed: int, truncation: Truncation) -> None:
     need(temperature == 0 or 0.01 <= temperature <= 100, "--temperature", temperature, "give 0, or 0.01 to 100")
     need(0 <= seed < 1 << 63, "--seed", seed, "give 0 to 2**63 - 1")
+    top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
+    need(top_k is None or top_k >= 1, "--top-k", top_k, "give 1 or more")
+    need(0 < top_p <= 1, "--top-p", top_p, "give more than 0, at most 1")
+    need(0 <= min_p <= 1, "--min-p", min_p, "give 0 to 1")
+    for name, value, neutral in (("--top-k", top_k, None), ("--top-p", top_p, 1.0), ("--min-p", min_p, 0.0)):
+        fix = "leave it out, or give a temperature above 0: temperature 0 takes the most likely token"
+        need(value == neutral or temperature > 0, name, value, fix)
 
 
 def messages_of(text: str, system: str | None) -> list[Message]:
@@ -254,6 +265,9 @@ def open_speaker(
     chat_template: str | None = None,
     template_arguments: Mapping[str, Any] | None = None,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
     dtype: str = "auto",
     device: str = "auto",
@@ -263,7 +277,8 @@ def open_speaker(
     `plain`: use prompts without a chat template. `dtype` "auto" is the dtype of the weight files on a GPU, and float32
     on a CPU.
     """
-    check_sampling(temperature, seed)
+    truncation = Truncation(top_k=top_k, top_p=top_p, min_p=min_p)
+    check_sampling(temperature, seed, truncation)
     place = device_named(device)
     tokenizer = open_tokenizer(files.tokenizer, SETTING)
     chat = None
@@ -273,7 +288,16 @@ def open_speaker(
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
     model, kind = load_language_model(files, kind, place)
-    return Speaker(model, tokenizer, chat=chat, temperature=temperature, seed=seed, dtype=kind, device=place)
+    return Speaker(
+        model,
+        tokenizer,
+        chat=chat,
+        temperature=temperature,
+        truncation=truncation,
+        seed=seed,
+        dtype=kind,
+        device=place,
+    )
 
 
 def load_language_model(

@@ -8,6 +8,7 @@ slot_schedule     assigns requests to slots, on the host
 decode_steps      prefill and decode steps, on the device
 cached_model      an HF model whose attention uses padfree's KV cache
 kv_cache          the KV cache and its allocator
+kept_buffers      the kept sets of sampled tokens, if the softmax is truncated
 decode_attention  attention of a decode step: operator and reference; triton_decode_attention is the kernel
 decode_experts    experts with grouped matmuls: operator and reference; triton_grouped_linear is the kernel
 sample_token      sampling of the tokens of a decode step: reference; triton_sample_token is the kernel

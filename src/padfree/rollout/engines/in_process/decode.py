@@ -45,6 +45,7 @@ class Decoder(DecodeSteps):
         buffers.status.zero_()
         schedule = SlotSchedule(self, buffers, requests, on_progress, on_tokens)
         schedule.run()
+        kept = schedule.kept.sets(len(requests))
         status, tokens, logprobs = (
             tensor.cpu().numpy() for tensor in (buffers.status, buffers.tokens, buffers.logprobs)
         )
@@ -65,6 +66,7 @@ class Decoder(DecodeSteps):
                     routes=None
                     if routes is None
                     else _joined(prompt_routes.get(id(schedule.prompt_routes.get(number))), routes[number, :length]),
+                    kept=None if kept is None else kept[number],
                 )
             )
         return responses

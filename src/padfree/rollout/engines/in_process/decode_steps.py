@@ -19,13 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.attention.backend import PAGE_SIZE
+from padfree.batch import LmHead
 from padfree.errors import UserError
 from padfree.head import score
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.in_process import sample_token
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
+from padfree.rollout.engines.in_process.kept_buffers import KeptBuffers
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, STORED, WRITTEN
+from padfree.rollout.truncation import WHOLE, Truncation, truncated_logits
 
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST = range(5, 9)
 NUM_SLOT_FIELDS = 9
@@ -59,6 +62,7 @@ class Buffers:
     status: Tensor  # [2, N + 1] int64: number of tokens, and whether the response has ended
     max_keys: int  # maximum number of keys before the new token of a slot
     routes: Tensor | None = None  # [N + 1, longest, R, k] of the input of each step, if routes are recorded
+    kept: KeptBuffers | None = None  # None: the softmax is not truncated
 
     @property
     def num_requests(self) -> int:
@@ -103,6 +107,7 @@ class DecodeSteps:
         num_slots: int,
         temperature: float,
         stops: Sequence[int],
+        truncation: Truncation = WHOLE,
         cache_bytes: int | None = None,
         captured: bool | None = None,
         step_rows: Sequence[int] | None = None,
@@ -115,7 +120,7 @@ class DecodeSteps:
         which the first is at least `num_slots`; None: `slot_counts` if steps are captured, else any number.
         """
         self.model, self.device = model, model.device
-        self.num_slots, self.temperature = num_slots, temperature
+        self.num_slots, self.temperature, self.truncation = num_slots, temperature, truncation
         self.stops = torch.tensor(sorted(stops), device=self.device)
         self.cache_bytes = cache_bytes
         cuda = self.device.type == "cuda"
@@ -198,7 +203,13 @@ class DecodeSteps:
             status=torch.zeros(2, num_requests + 1, dtype=torch.int64, device=self.device),
             max_keys=max_keys,
             routes=self._route_buffer(num_requests + 1, longest),
+            kept=self._kept_buffers(),
         )
+
+    def _kept_buffers(self) -> KeptBuffers | None:
+        if not self.truncation.is_active:
+            return None
+        return KeptBuffers.allocated(self.num_slots, len(self.model.head().weight), self.device)
 
     def _route_buffer(self, num_requests: int, longest: int) -> Tensor | None:
         if self.route_shape is None:
@@ -206,6 +217,7 @@ class DecodeSteps:
         assert self.model.recorder is not None
         dtype = torch.uint8 if self.model.recorder.dtype == np.uint8 else torch.int16
         return torch.zeros(num_requests, longest, *self.route_shape, dtype=dtype, device=self.device)
+
     def prompt_size(self, stored: int) -> int:
         """Number of cache entries for a prompt with `stored` keys."""
         return rounded_up(stored, self.page)
@@ -276,14 +288,21 @@ class DecodeSteps:
         if self.captured:
             count = next(size for size in reversed(self.step_rows) if size >= occupied)
             graph = self._graphs.get(count) or self._capture(count)
+            self._begin_burst()
             for _ in range(steps):
                 graph.replay()
         else:
             count = next((size for size in reversed(self.step_rows) if size >= occupied), occupied)
+            self._begin_burst()
             for _ in range(steps):
                 self._step(count)
         self.statistics.steps += steps
         self.statistics.slot_steps += steps * count
+
+    def _begin_burst(self) -> None:
+        assert self._buffers is not None
+        if self._buffers.kept is not None:
+            self._buffers.kept.step.zero_()
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph:
         """Capture one step of `count` slots. The warm-up steps write nothing, because all slots are inactive."""
@@ -315,17 +334,21 @@ class DecodeSteps:
         slots = buffers.slots[:, :count]
         hidden = self.model.decode(slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.max_keys)
         head = self.model.head()
-        sampled = sample_token.sample_token(
-            sample_token.products(hidden, head), head, slots[KEY], slots[WRITTEN], self.temperature
-        )
+        logits, temperature = sample_token.products(hidden, head), self.temperature
+        active = slots[ACTIVE] != 0
+        request = torch.where(active, slots[REQUEST], buffers.num_requests)
+        written = torch.where(active, slots[WRITTEN], 0)
+        if buffers.kept is not None:
+            scaled = sample_token.scaled_logits(logits, head, temperature)
+            logits, mask = truncated_logits(scaled, self.truncation, slots[KEY])
+            buffers.kept.write(mask, request, written)
+            head, temperature = LmHead(weight=head.weight), 1.0  # the logits are already capped and scaled
+        sampled = sample_token.sample_token(logits, head, slots[KEY], slots[WRITTEN], temperature)
         logprobs = sampled.logprobs
         if self.model.exact:
             logprobs = score(
                 hidden, head, sampled.tokens, temperature=self.temperature, num_labels=len(hidden)
             ).logprobs
-        active = slots[ACTIVE] != 0
-        request = torch.where(active, slots[REQUEST], buffers.num_requests)
-        written = torch.where(active, slots[WRITTEN], 0)
         buffers.tokens[request, written] = sampled.tokens
         buffers.logprobs[request, written] = logprobs.float()
         if buffers.routes is not None:

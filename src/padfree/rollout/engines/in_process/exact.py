@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.spec import AttentionSpec
 from padfree.config import LoraConfig, ParallelConfig, RolloutConfig
+from padfree.config.rollout import TRUNCATION
 from padfree.errors import UserError
 from padfree.model.interface import chunk_of, text_config
 from padfree.model.sharing import state_obstacle
@@ -65,6 +66,10 @@ def problem(
 def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: LoraConfig) -> str | None:
     if rollout.engine != "in_process":
         return f"rollout.engine={rollout.engine} has kernels of its own"
+    if any(getattr(rollout, name) != neutral for name, neutral in TRUNCATION.items()):
+        return "log-probabilities of truncated distributions (rollout.top_p, top_k, min_p) were not compared"
+    if parallel.linear != "bfloat16":
+        return f"parallel.linear={parallel.linear} is used in training only"
     if lora.rank:
         return "the sampler multiplies by merged weights, but the trainer adds the product of the adapter"
     if parallel.context != 1:

@@ -32,12 +32,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.model.mixers.own_forward import reference_functions
 from padfree.model.probe import small_copy, undisturbed
 from padfree.model.route_replay import RouteRecorder
 from padfree.model.shrink import VOCABULARY
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest
 from padfree.rollout.sampling_rng import gumbel_argmax
+from padfree.rollout.truncation import WHOLE, Truncation, sets_of, truncated_logits
 from padfree.routes import Routes, merged_routes
 
 if TYPE_CHECKING:
@@ -127,6 +129,7 @@ def write_responses(
     use: CacheUse = "padded",
     version: int = 0,
     recorder: RouteRecorder | None = None,
+    truncation: Truncation = WHOLE,
     on_progress: OnProgress | None = None,
     on_finished: OnFinished | None = None,
     on_tokens: OnTokens | None = None,
@@ -143,7 +146,15 @@ def write_responses(
         together = [requests[index] for index in chosen]
         on_batch = None if on_tokens is None else _with_request_index(on_tokens, chosen)
         written = _write(
-            model, together, temperature, ends, version, cached=use != "none", recorder=recorder, on_tokens=on_batch
+            model,
+            together,
+            temperature,
+            ends,
+            version,
+            cached=use != "none",
+            recorder=recorder,
+            truncation=truncation,
+            on_tokens=on_batch,
         )
         responses.update(zip(chosen, written, strict=True))
         if on_finished is not None:
@@ -173,6 +184,7 @@ def _write(
     *,
     cached: bool,
     recorder: RouteRecorder | None,
+    truncation: Truncation,
     on_tokens: OnTokens | None,
 ) -> list[Response]:
     device = model.device
@@ -186,6 +198,7 @@ def _write(
     keep = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     cache, tokens, logprobs = None, [], []
     routes: list[Tensor] = []  # [R, new tokens, routers, k] of each step
+    kept: list[KeptSets] = []  # [R] for each token
     for position in range(max(request.max_new_tokens for request in requests)):
         if recorder is not None:
             recorder.clear()
@@ -201,7 +214,11 @@ def _write(
         if recorder is not None:
             found = recorder.take().unflatten(0, input_ids.shape)
             routes.append(found if not routes else found[:, -1:])
-        scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
+        logits = output.logits[:, -1].float() / temperature  # [R, V]
+        if truncation.is_active:
+            logits, mask_of_sets = truncated_logits(logits, truncation, keys)
+            kept.append(sets_of(mask_of_sets))
+        scores = torch.log_softmax(logits, dim=-1)
         sampled = gumbel_argmax(scores, keys, position)
         tokens.append(sampled)
         logprobs.append(scores.gather(1, sampled[:, None])[:, 0])
@@ -221,6 +238,7 @@ def _write(
         torch.stack(logprobs, 1).cpu(),
         ends.cpu(),
         version,
+        KeptSets.joined(kept) if kept else None,
         torch.cat(routes, 1).cpu().numpy() if routes else None,
     )
 
@@ -261,17 +279,19 @@ def _responses(
     logprobs: Tensor,
     ends: Tensor,
     version: int,
+    kept: KeptSets | None,
     routes: Routes | None,
 ) -> list[Response]:
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: token ids that end a response. `version`: the policy version. `routes`: those of the left-padded prompts and
+    `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets of the first token of
+    each of the R requests, then those of the second token, and so on. `routes`: those of the left-padded prompts and of
     all tokens but the last.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
-    rows = enumerate(zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True))
-    for row, (request, ids, values, stops) in rows:
+    arrays = zip(requests, tokens.numpy(), logprobs.numpy(), is_end, strict=True)
+    for row, (request, ids, values, stops) in enumerate(arrays):
         allowed = stops[: request.max_new_tokens]
         ended = bool(allowed.any())
         length = int(allowed.argmax()) + 1 if ended else len(allowed)
@@ -281,6 +301,7 @@ def _responses(
                 logprobs=values[:length].copy(),
                 ended=ended,
                 version=version,
+                kept=None if kept is None else kept.take(np.arange(length) * len(requests) + row),
                 routes=None
                 if routes is None
                 else _routes_of(routes[row], tokens.shape[1], len(request.tokens), length),

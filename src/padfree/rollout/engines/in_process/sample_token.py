@@ -28,19 +28,24 @@ def products(hidden: Tensor, head: LmHead) -> Tensor:
     return torch.nn.functional.linear(hidden, head.weight)
 
 
-def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """Sample a token in each of L slots: the reference implementation.
-
-    `logits` [L, V] come from `products`. `keys` and `positions` [L] int64: random key of each slot's response, and
-    position of the new token in it.
-    """
+def scaled_logits(logits: Tensor, head: LmHead, temperature: float) -> Tensor:
+    """Return x [L, V] float32: the logits with bias, scale and soft cap, divided by the temperature."""
     logits = logits.float()
     if head.bias is not None:
         logits = logits + head.bias.float()
     logits = logits * head.logit_scale
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
-    scores = torch.log_softmax(logits / temperature, dim=-1)
+    return logits / temperature
+
+
+def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
+    """Sample a token in each of L slots: the reference implementation.
+
+    `logits` [L, V] come from `products`. `keys` and `positions` [L] int64: random key of each slot's response, and
+    position of the new token in it.
+    """
+    scores = torch.log_softmax(scaled_logits(logits, head, temperature), dim=-1)
     tokens = gumbel_argmax(scores, keys, positions)
     return SampledTokens(tokens, scores.gather(1, tokens[:, None])[:, 0])
 

@@ -31,6 +31,7 @@ from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.hf_cache import CacheUse, cache_use, stop_tokens, write_responses
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.row_trial import trial
+from padfree.rollout.truncation import WHOLE, Truncation, truncation_of
 from padfree.warning import PadfreeWarning
 
 
@@ -46,6 +47,7 @@ def make_in_process_sampler(
         stops=stop_tokens(tokenizer, trained),
         temperature=config.loss.temperature,
         batch_size=config.rollout.max_concurrent,
+        truncation=truncation_of(config.rollout),
         cache_bytes=config.rollout.kv_cache_bytes,
         attention=config.model.attention,
         compiled=config.parallel.compile == "inductor",
@@ -64,6 +66,7 @@ class InProcessSampler:
         stops: Sequence[int],
         temperature: float,
         batch_size: int,
+        truncation: Truncation = WHOLE,
         cache_bytes: int | None = None,
         attention: str = "auto",
         compiled: bool = False,
@@ -81,6 +84,7 @@ class InProcessSampler:
         have found no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
+        self.truncation = truncation
         self._cache_bytes, self._attention, self._compiled, self._exact = cache_bytes, attention, compiled, exact
         self._decodes = (exact or _decodes(policy)) if decodes is None else decodes
         self._cache_use: CacheUse = "padded"
@@ -123,6 +127,7 @@ class InProcessSampler:
                 use=self._cache_use,
                 version=self._version,
                 recorder=self._recorder,
+                truncation=self.truncation,
                 on_progress=on_progress,
                 on_finished=on_finished,
                 on_tokens=on_tokens,
@@ -159,6 +164,7 @@ class InProcessSampler:
             num_slots=self.batch_size,
             temperature=self.temperature,
             stops=self.stops,
+            truncation=self.truncation,
             cache_bytes=self._cache_bytes,
             step_rows=step_rows,
         )

@@ -35,11 +35,9 @@ from padfree.rollout.engines.in_process.decode_steps import (
     DecodeSteps,
     StatusCopy,
 )
+from padfree.rollout.engines.in_process.kept_buffers import BURST, KeptTokens
 from padfree.rollout.engines.in_process.kv_cache import Extents
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED
-
-BURST = 8
-"""Number of steps after which the host reads which responses have ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +95,10 @@ class SlotSchedule:
     extents: Extents = field(default_factory=lambda: Extents(0))
     prompt_routes: dict[int, Tensor] = field(default_factory=dict)  # by request: routes of its prompt, on the device
     num_reported: dict[int, int] = field(default_factory=dict)  # by request: number of tokens passed to `on_tokens`
+    kept: KeptTokens = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = KeptTokens(self.buffers.kept)
 
     def run(self) -> None:
         # With pages, the last one is left for inactive slots and padding.
@@ -111,6 +113,7 @@ class SlotSchedule:
                 self._arrange()
             steps = min(BURST, max(slot.remaining for slot in self.occupied))
             self.decoder.run_steps(steps, len(self.occupied))
+            self.kept.read_burst(steps, len(self.occupied), self.buffers.num_requests)
             for slot in self.occupied:
                 slot.remaining -= steps
             status = self.decoder.copy_status()

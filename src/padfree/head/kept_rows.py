@@ -1,0 +1,79 @@
+"""The kept sets of the scored tokens on the device, and the mask of a tile of logits.
+
+    sets of 3 tokens     {0 3}   whole   all but 4          of a vocabulary of 6 entries
+    columns 2 to 5       . 3 . .    2 3 4 5    2 3 . 5      `tile(2, 4)`: True for the kept entries
+
+A tile holds R tokens by W columns of the vocabulary. Logits outside the kept set are set to the lowest logit, so their
+probability is exactly 0. They add nothing to the sums, and their gradient is 0. The mask is built for one tile at a
+time and takes 1 byte for each logit of the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KeptRows:
+    """The kept sets of R scored tokens. K: number of ids in all lists."""
+
+    ids: Tensor  # [K] int64, 0 or greater: the kept ids of a token, or its excluded ids
+    row: Tensor  # [K] int64, the token of each id, counted from `first`
+    is_excluded: Tensor  # [R] bool: whether the ids of the token are its excluded ids; True for an empty list
+    offsets: NDArray[np.int64]  # [R + 1] on the host: where the ids of each token begin, counted from `offsets[0]`
+    first: int = 0
+
+    @staticmethod
+    def of_sets(sets: KeptSets, vocabulary: int, device: torch.device) -> KeptRows:
+        ids = np.where(sets.ids < 0, -1 - sets.ids, sets.ids)
+        if len(ids) and int(ids.max()) >= vocabulary:
+            raise UserError(
+                "kept", f"has the id {int(ids.max())} outside the vocabulary", f"give ids from 0 to {vocabulary - 1}"
+            )
+
+        def moved(array: NDArray[np.generic]) -> Tensor:
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+        return KeptRows(
+            ids=moved(ids).long(),
+            row=moved(sets.of_ids()),
+            is_excluded=moved(sets.are_excluded() | (sets.counts == 0)),
+            offsets=sets.offsets,
+        )
+
+    def part(self, start: int, end: int) -> KeptRows:
+        """The sets of the tokens [start, end)."""
+        low, high = (int(self.offsets[index] - self.offsets[0]) for index in (start, end))
+        return replace(
+            self,
+            ids=self.ids[low:high],
+            row=self.row[low:high],
+            is_excluded=self.is_excluded[start:end],
+            offsets=self.offsets[start : end + 1],
+            first=self.first + start,
+        )
+
+    def tile(self, first: int, num_columns: int) -> Tensor:
+        """Bools [R, W]: whether each of the columns [first, first + W) of the vocabulary is in the token's kept set."""
+        is_listed = self.is_excluded.new_zeros(len(self.is_excluded), num_columns + 1)
+        column = self.ids - first
+        # Ids of other columns are written to the last column, which is left out.
+        column = torch.where((column >= 0) & (column < num_columns), column, num_columns)
+        is_listed[self.row - self.first, column] = True
+        return is_listed[:, :num_columns] != self.is_excluded[:, None]
+
+    def contains(self, labels: Tensor) -> Tensor:
+        """Bools [R]: whether the label of each token is in the token's kept set."""
+        row = self.row - self.first
+        is_label = (self.ids == labels[row]).to(torch.int32)
+        is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0
+        return is_listed != self.is_excluded

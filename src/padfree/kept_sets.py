@@ -1,0 +1,130 @@
+"""The token ids among which each token of a sample was sampled, for samplers that truncate the softmax.
+
+    tokens     7   9   5   6   0         a prompt of two tokens, and a response of three tokens
+    sets       -   -  {5}  -  {0 3 6}    5 was certain; 6 was sampled from the whole vocabulary; 0 from three ids
+    counts     0   0   1   0   3
+    ids                5       0 3 6
+
+Top-p, top-k and min-p set the probability of every id outside the kept set to 0 and rescale the others. The trainer
+needs the set itself: if it recomputed the set from its own logits, ids near the threshold would flip.
+
+An empty list stands for the whole vocabulary. If a set has more than half of the vocabulary, the excluded ids are
+stored instead, as -1 - id: the list -1 -4 stands for all ids except 0 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.arrays import concatenated_ranges, integer_array
+from padfree.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSets:
+    """The kept sets of n tokens. `counts` [n]: length of each list. `ids` [K]: all lists, one after the other."""
+
+    counts: NDArray[np.int32]  # [n]
+    ids: NDArray[np.int32]  # [K]
+
+    def __post_init__(self) -> None:
+        assert int(self.counts.sum()) == len(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
+
+    @staticmethod
+    def whole(length: int) -> KeptSets:
+        """Return the sets of `length` tokens that were sampled from the whole vocabulary, or were not sampled."""
+        return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
+
+    @staticmethod
+    def joined(parts: Iterable[KeptSets]) -> KeptSets:
+        """Concatenate the sets of consecutive tokens."""
+        found = [KeptSets.whole(0), *parts]
+        return KeptSets(np.concatenate([part.counts for part in found]), np.concatenate([part.ids for part in found]))
+
+    @staticmethod
+    def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
+        """Return the sets that a user or a file gives as one list of ids per token. `name` is for error messages.
+
+        None and an empty list stand for the whole vocabulary.
+        """
+        rows = [integer_array([] if one is None else one, f"{name}[{index}]") for index, one in enumerate(lists)]
+        for index, row in enumerate(rows):
+            mixed = len(row) and (row[0] < 0) != (row[-1] < 0)
+            if len(row) and (mixed or len(np.unique(row)) < len(row) or np.abs(row).max() >= 2**31):
+                raise UserError(
+                    f"{name}[{index}]",
+                    "is not a kept set",
+                    "give different token ids, or only -1 - id for each excluded id",
+                    value=row[:8].tolist(),
+                )
+        return KeptSets.of_arrays(rows)
+
+    @staticmethod
+    def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
+        """Return the sets of one array of ids per token."""
+        ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
+        return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
+
+    def lists(self) -> list[list[int]]:
+        """Return one list of ids per token, as files store it."""
+        return [part.tolist() for part in self.arrays()]
+
+    def arrays(self) -> list[NDArray[np.int32]]:
+        """Return one array of ids per token."""
+        return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
+
+    def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
+        """Return the sets of the tokens `index`, in this order."""
+        counts = self.counts[index]
+        return KeptSets(counts, self.ids[concatenated_ranges(self.offsets[:-1][index], counts.astype(np.int64))])
+
+    def __getitem__(self, chosen: slice) -> KeptSets:
+        """Return the sets of consecutive tokens."""
+        begin, end, _ = chosen.indices(len(self))
+        offsets = self.offsets
+        return KeptSets(self.counts[begin:end], self.ids[offsets[begin] : offsets[max(begin, end)]])
+
+    def of_ids(self) -> NDArray[np.int64]:
+        """[K]: the number of the token that each id belongs to."""
+        return np.repeat(np.arange(len(self)), self.counts)
+
+    def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """[n]: whether each token id is in its own set."""
+        of_ids = self.of_ids()
+        listed = np.zeros(len(self), np.bool_)
+        own = tokens[of_ids]
+        listed[of_ids[(self.ids == own) | (-1 - self.ids == own)]] = True
+        found: NDArray[np.bool_] = (self.counts == 0) | (listed != self.are_excluded())
+        return found
+
+    def are_excluded(self) -> NDArray[np.bool_]:
+        """[n]: whether the list of each token holds the excluded ids."""
+        excluded = np.zeros(len(self), np.bool_)
+        excluded[self.of_ids()[self.ids < 0]] = True
+        return excluded
+
+
+def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
+    """Return the kept sets of a sample of `length` tokens, given as `KeptSets`, as a list of lists, or as None.
+
+    Return None if every token was sampled from the whole vocabulary.
+    """
+    if values is None:
+        return None
+    found = values if isinstance(values, KeptSets) else KeptSets.of_lists(values, f"kept of {name}")
+    if len(found) != length:
+        raise UserError("kept", f"of {name} has {len(found)} sets for {length} tokens", "give one list per token")
+    return found if len(found.ids) else None

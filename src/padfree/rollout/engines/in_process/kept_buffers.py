@@ -1,0 +1,81 @@
+"""The kept sets of a burst of decode steps: masks on the device, compact sets on the host after the burst.
+
+    a step     mask [L, V], request [L], position [L]  ->  row `step` of the buffers
+    a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
+    at last    tokens in the order of the steps        ->  sorted by request and position
+
+A step writes to fixed addresses, so that it can be captured as a CUDA graph. There are L slots and V vocabulary
+entries. The masks take BURST · L · V bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from padfree.kept_sets import KeptSets
+from padfree.rollout.truncation import sets_of
+
+BURST = 8
+"""Number of steps after which the host reads which responses have ended."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptBuffers:
+    """Tensors that steps write, at fixed addresses."""
+
+    step: Tensor  # [1] int64, the number of the next step of the burst
+    owners: Tensor  # [BURST, 2, L] int64: the request and the position of the token of each slot
+    masks: Tensor  # [BURST, L, V] bool
+
+    @staticmethod
+    def allocated(num_slots: int, vocabulary: int, device: torch.device) -> KeptBuffers:
+        return KeptBuffers(
+            masks=torch.zeros(BURST, num_slots, vocabulary, dtype=torch.bool, device=device),
+            step=torch.zeros(1, dtype=torch.int64, device=device),
+            owners=torch.zeros(BURST, 2, num_slots, dtype=torch.int64, device=device),
+        )
+
+    def write(self, mask: Tensor, request: Tensor, position: Tensor) -> None:
+        """Store the kept sets of a step. `mask` [l, V], `request` and `position` [l]: those of the first l slots."""
+        count = len(mask)
+        step = self.step % BURST  # the warm-up steps before a capture may exceed the burst; they are not read
+        self.masks[:, :count].index_copy_(0, step, mask[None])
+        self.owners[:, :, :count].index_copy_(0, step, torch.stack([request, position])[None])
+        self.step += 1
+
+
+@dataclass(slots=True, eq=False)
+class KeptTokens:
+    """The kept sets of one call of `Decoder.sample`, read burst by burst."""
+
+    buffers: KeptBuffers | None
+    owners: list[NDArray[np.int64]] = field(default_factory=list)
+    parts: list[KeptSets] = field(default_factory=list)
+
+    def read_burst(self, steps: int, occupied: int, no_request: int) -> None:
+        """Read the sets of the burst. `no_request`: the request of inactive slots. Waits for the device."""
+        if self.buffers is None:
+            return
+        owners = self.buffers.owners[:steps, :, :occupied].transpose(1, 2).flatten(0, 1)  # [steps · occupied, 2]
+        active = (owners[:, 0] != no_request).nonzero()[:, 0]
+        ends = np.searchsorted(active.cpu().numpy(), np.arange(1, steps + 1) * occupied)
+        for step, slots in enumerate(active.tensor_split(ends[:-1].tolist())):
+            self.parts.append(sets_of(self.buffers.masks[step, slots - step * occupied]))
+        self.owners.append(owners[active].cpu().numpy())
+
+    def sets(self, num_requests: int) -> list[KeptSets] | None:
+        """Return the kept sets of each response. None if the softmax is not truncated."""
+        if self.buffers is None:
+            return None
+        owners = np.concatenate([np.zeros((0, 2), np.int64), *self.owners])
+        order = np.lexsort((owners[:, 1], owners[:, 0]))
+        sets = KeptSets.joined(self.parts).take(order)
+        ends: Any = np.searchsorted(owners[order, 0], np.arange(num_requests + 1))
+        return [sets[int(begin) : int(end)] for begin, end in pairwise(ends)]

@@ -1,0 +1,114 @@
+"""Truncated sampling: top-k, top-p and min-p choose the kept set of each token from its logits.
+
+    probabilities    .40  .25  .15  .10  .06  .04
+    top_k=5          .42  .26  .16  .10  .06             rescaled to a sum of 1
+    top_p=0.8        .42  .26  .16                       until the sum reaches 0.8
+    min_p=0.5        .42  .26                            at least 0.5 of the largest probability
+
+The temperature is applied first, then top-k, top-p and min-p, in this order. A set is never empty, and ids with equal
+logits are all kept or all left out:
+
+- top-k keeps an id if fewer than k ids have a larger logit.
+- top-p keeps an id if the ids with larger logits have a total probability of less than p.
+- min-p keeps an id if its probability is at least p times the largest probability.
+
+Every rule keeps the ids whose logit is at or above a threshold. `kept_mask` searches the threshold of top-p by
+bisection over the float32 numbers, in 32 steps without a sort and without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from padfree.config.rollout import RolloutConfig
+from padfree.kept_sets import KeptSets
+from padfree.rollout.sampling_rng import GREEDY
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truncation:
+    """How a sampler truncates the softmax. The defaults truncate nothing."""
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def truncation_of(settings: RolloutConfig) -> Truncation:
+    return Truncation(top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
+
+
+WHOLE = Truncation()
+"""Nothing is truncated."""
+
+
+def kept_mask(logits: Tensor, truncation: Truncation, keys: Tensor) -> Tensor:
+    """Return bools [R, V]: whether each id is in the kept set of each response's next token.
+
+    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: the random keys. Greedy responses are not
+    truncated.
+    """
+    vocabulary = logits.shape[1]
+    peak = logits.amax(1, keepdim=True)
+    threshold = torch.full_like(peak, -torch.inf)
+    if truncation.top_k is not None and truncation.top_k < vocabulary:
+        threshold = logits.topk(truncation.top_k, dim=1).values[:, -1:]
+    if truncation.top_p < 1.0:
+        weights = torch.exp(logits - peak).masked_fill(logits < threshold, 0.0)
+        threshold = torch.maximum(threshold, _mass_threshold(logits, weights, truncation.top_p))
+    if truncation.min_p > 0.0:
+        threshold = torch.maximum(threshold, peak + math.log(truncation.min_p))
+    return (logits >= threshold) | (keys == GREEDY)[:, None]
+
+
+def truncated_logits(logits: Tensor, truncation: Truncation, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits [R, V] with -inf outside the kept sets, and the mask [R, V] of the kept sets."""
+    mask = kept_mask(logits, truncation, keys)
+    return logits.masked_fill(~mask, -torch.inf), mask
+
+
+def _mass_threshold(logits: Tensor, weights: Tensor, share: float) -> Tensor:
+    """Return the largest number [R, 1] for which the ids with logits at or above it have `share` of the total weight.
+
+    Float32 numbers that are not NaN have the same order as their bits, read as integers, if the bits of negative
+    numbers are reversed.
+    """
+    order = _ordered(logits)
+    needed = share * weights.sum(1, keepdim=True, dtype=torch.float64)
+    low, high = _ordered(logits.amin(1, keepdim=True)), _ordered(logits.amax(1, keepdim=True)) + 1
+    for _ in range(32):
+        middle = (low + high) >> 1
+        enough = weights.masked_fill(order < middle, 0.0).sum(1, keepdim=True, dtype=torch.float64) >= needed
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return _float_of(low)
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Return int64 numbers in the order of float32 values. -0 becomes 0, so that equal values get equal numbers."""
+    bits = (values + 0.0).contiguous().view(torch.int32)
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+
+
+def _float_of(order: Tensor) -> Tensor:
+    bits = order.to(torch.int32)
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).view(torch.float32)
+
+
+def sets_of(mask: Tensor) -> KeptSets:
+    """Return the kept sets of a mask [R, V], on the host. Waits for the device.
+
+    If a set has more than half of the vocabulary, its excluded ids are stored.
+    """
+    is_large = mask.sum(1) * 2 > mask.shape[1]
+    rows, ids = (mask != is_large[:, None]).nonzero(as_tuple=True)
+    ids = torch.where(is_large[rows], -1 - ids, ids).to(torch.int32)
+    counts = torch.bincount(rows, minlength=len(mask)).to(torch.int32)
+    return KeptSets(counts.cpu().numpy(), ids.cpu().numpy())
