@@ -116,7 +116,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
         else:
             one = Played(
                 number=entry["number"],
-                leaves=tuple(_leaf(facts, *next(pieces), next(routes)) for facts in entry["leaves"]),
+                leaves=tuple(_leaf(facts, next(pieces), next(routes)) for facts in entry["leaves"]),
                 failure=entry["failure"],
                 metrics=entry["metrics"],
                 counts=entry["counts"],
@@ -146,9 +146,8 @@ def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterat
     return iter([part if length else None for part, length in zip(parts, lengths, strict=True)])
 
 
-def _leaf(
-    facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any, kept: KeptSets | None, routes: Routes | None
-) -> Leaf:
+def _leaf(facts: Mapping[str, Any], piece: tuple[Any, Any, Any, KeptSets | None], routes: Routes | None) -> Leaf:
+    tokens, logprobs, versions, kept = piece
     sampled = versions != NOT_SAMPLED
     values = {name: facts[name] for name in ABOUT_LEAF}
     return Leaf(
