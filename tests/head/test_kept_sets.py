@@ -79,8 +79,9 @@ class Case:
     ) -> dict[str, Tensor]:
         hidden, weight, *bias = self.tensors(dtype, device)
         about = {**self.head, "bias": bias[0] if bias else None, "temperature": temperature, "entropy": True}
-        labels, advantages = self.labels.to(hidden.device), self.advantages.to(hidden)
-        old = self.old.to(hidden)
+        exact = torch.promote_types(dtype, torch.float32)  # a sum over tokens would add up roundings of bfloat16
+        labels, advantages = self.labels.to(hidden.device), self.advantages.to(hidden.device, exact)
+        old = self.old.to(hidden.device, exact)
 
         def token_loss(logprobs: Tensor, entropy: Tensor | None, index: Tensor) -> Tensor:
             assert entropy is not None
