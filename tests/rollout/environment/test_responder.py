@@ -212,9 +212,8 @@ def test_a_group_is_scored_when_its_last_episode_ends(concurrent: int) -> None:
 def test_a_failed_episode_fails_its_whole_group(concurrent: int, fails: int) -> None:
     played = grouped(["b", "c", "a"], concurrent=concurrent, fails=fails, skip=True)
     assert "broken" in str(played[fails].failure)
-    assert all(
-        "another episode of the same prompt failed" in str(one.failure) for one in played if one is not played[fails]
-    )
+    others = [str(one.failure) for number, one in enumerate(played) if number != fails]
+    assert all("another episode of the same prompt failed" in failure for failure in others)
 
 
 def test_a_divided_group_is_refused() -> None:
@@ -230,15 +229,8 @@ def test_names_of_environments_of_packages() -> None:
     assert (given.package, given.name, given.held_out) == ("verifiers", "me/a-b", True)
     assert given.arguments == {"rows": 3, "mode": "hard", "word": "x&y", "on": True}
     assert packaged_environment("openenv:http://h:1/x", "data.path").name == "http://h:1/x"
-    assert [
-        is_packaged(name) for name in ("verifiers:a", "openenv:h", "verifiers", "my_module:f", "data/verifiers:x")
-    ] == [
-        True,
-        True,
-        False,
-        False,
-        False,
-    ]
+    assert all(map(is_packaged, ("verifiers:a", "openenv:h")))
+    assert not any(map(is_packaged, ("verifiers", "my_module:f", "data/verifiers:x", "C:verifiers")))
 
 
 def test_a_missing_package_and_another_version_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
