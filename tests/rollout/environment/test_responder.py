@@ -92,6 +92,8 @@ def test_tool_calls_are_read_from_the_text() -> None:
         "<tool_call></tool_call>",
         '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>oops</tool_call>',
         "<tool_call>" + "[" * 100_000,
+        '<tool_call>{"name": "a\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * 100 + "]" * 100 + "}}</tool_call>",
     ],
 )
 def test_what_is_not_a_tool_call_is_text(said: str) -> None:
