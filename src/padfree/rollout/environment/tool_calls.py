@@ -61,17 +61,23 @@ class ToolCallParser:
 
     def message(self, text: str, turn: int) -> Message:
         """Return the assistant message that a program receives for the text of a response."""
-        content, calls = read_calls(self._read, text) or (text, [])
-        message: Message = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "id": f"call_{turn}_{index}",
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
-                }
-                for index, call in enumerate(calls)
-            ]
+        plain: Message = {"role": "assistant", "content": text}
+        found = read_calls(self._read, text)
+        if found is None:
+            return plain
+        calls = [
+            {
+                "id": f"call_{turn}_{index}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)},
+            }
+            for index, call in enumerate(found[1])
+        ]
+        message: Message = {"role": "assistant", "content": found[0], "tool_calls": calls}
+        try:
+            read_conversation([message], "messages")
+        except RowError:  # for example, a name that is not Unicode, or arguments that are nested too deeply
+            return plain
         return message
 
 

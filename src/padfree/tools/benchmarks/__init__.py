@@ -1,0 +1,6 @@
+"""Benchmarks of lm-evaluation-harness (the package lm_eval), answered by padfree.
+
+packed_scores    the log-likelihood of continuations, in packs
+harness_model    the model as the package sees it: log-likelihoods and generated text
+run_tasks        `padfree eval --tasks`: runs tasks and returns their results
+"""

@@ -1,0 +1,79 @@
+"""The log-likelihood of continuations, many to a pack.
+
+ids      c c c x x   c x x x x   c c x         c: context, x: continuation; one pack of 13 tokens
+scored         ^ ^     ^ ^ ^ ^       ^         sum of log-probabilities, and whether every x is the top token
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from padfree.cp import shard
+from padfree.head import matches, score
+from padfree.losses import segment_sum
+from padfree.model import hidden_states, lm_head_of
+from padfree.packing.collate import collate
+from padfree.sample import Sample
+
+PACK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Token ids, and how many of the last ones are scored. The first token is never scored."""
+
+    ids: Sequence[int]
+    scored: int
+
+    @property
+    def sample(self) -> Sample:
+        tokens = np.array(self.ids, np.int64)
+        return Sample(tokens=tokens, loss_mask=np.arange(len(tokens)) >= len(tokens) - self.scored)
+
+
+Score = tuple[float, bool]
+"""The log-likelihood of a continuation, and whether greedy decoding writes it."""
+
+
+@torch.no_grad()
+def packed_scores(
+    model: PreTrainedModel,
+    continuations: Sequence[Continuation],
+    *,
+    on_progress: Callable[[int], None] = lambda done: None,
+) -> list[Score]:
+    """Return the score of each continuation, in order. `model` is attached. Sums are in float64.
+
+    `on_progress` receives the number of continuations that are scored.
+    """
+    head = lm_head_of(model)
+    found: dict[int, Score] = {}
+    for numbers in packs([len(one.ids) for one in continuations]):
+        batch = shard(collate([continuations[number].sample for number in numbers]).to(model.device))
+        hidden = hidden_states(model, batch)
+        scores = score(hidden, head, batch.labels, num_labels=batch.num_labels)
+        each = torch.stack([scores.logprobs.double(), matches(hidden, head, batch.labels).double()], 1)
+        sums = segment_sum(each, batch.sample_index, batch.num_samples).tolist()
+        for number, (logprob, top) in zip(numbers, sums, strict=True):
+            found[number] = logprob, round(top) == continuations[number].scored
+        on_progress(len(found))
+    return [found[number] for number in range(len(continuations))]
+
+
+def packs(lengths: Sequence[int], most: int = PACK_TOKENS) -> Iterator[list[int]]:
+    """Divide sequences into packs of at most `most` tokens, longest first; a longer sequence has a pack of its own."""
+    pack: list[int] = []
+    size = 0
+    for number in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if pack and size + lengths[number] > most:
+            yield pack
+            pack, size = [], 0
+        pack.append(number)
+        size += lengths[number]
+    if pack:
+        yield pack
