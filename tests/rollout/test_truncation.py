@@ -28,6 +28,7 @@ RULES = {
     "all": Truncation(top_k=9, top_p=0.9, min_p=0.2),
     "one id": Truncation(top_k=1),
     "nearly all": Truncation(top_p=0.999),
+    "minimum length": Truncation(top_k=12, min_new_tokens=6),
 }
 
 
@@ -58,11 +59,23 @@ def test_the_sets_are_those_of_the_definition(rule: str) -> None:
     logits[7] = 1.5  # all equal: all are kept, or with top-p those of a tie
     logits[8, 20:] = -torch.inf
     logits[9] = logits[9].round()  # many ties
-    found = kept_mask(logits, RULES[rule], torch.ones(40, dtype=torch.int64))
+    stops = torch.tensor(STOPS)
+    found = kept_mask(logits, RULES[rule], torch.ones(40, dtype=torch.int64), 7, stops)
     for row in range(40):
         assert torch.equal(found[row], by_sorting(logits[row], RULES[rule])), row
-    greedy = kept_mask(logits, RULES[rule], torch.full((40,), GREEDY))
+    greedy = kept_mask(logits, RULES[rule], torch.full((40,), GREEDY), 7, stops)
     assert greedy.all()
+
+
+def test_no_response_ends_before_its_minimum_length() -> None:
+    """Also if the stop tokens are by far the most likely ones, and for greedy responses."""
+    logits = torch.zeros(3, 50)
+    logits[:, list(STOPS)] = 30.0
+    rule = Truncation(top_k=2, top_p=0.5, min_p=0.9, min_new_tokens=4)
+    keys = torch.tensor([1, GREEDY, 5])
+    found = kept_mask(logits, rule, keys, torch.tensor([3, 3, 4]), torch.tensor(STOPS))
+    assert found[:2].sum(1).tolist() == [46, 46]
+    assert found[2].nonzero()[:, 0].tolist() == list(STOPS)
 
 
 def test_sets_are_stored_by_their_smaller_part() -> None:
@@ -90,6 +103,8 @@ def truncated_by_definition(
     tokens, logprobs, kept = [int(token) for token in request.tokens], [], []
     for position in range(request.max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / TEMPERATURE
+        banned = list(STOPS) if position < rule.min_new_tokens else []
+        logits[banned] = -torch.inf
         mask = by_sorting(logits, rule)
         scores = logits.masked_fill(~mask, -torch.inf).log_softmax(0)
         token = int((scores + gumbel_noise(torch.tensor([request.key]), position, len(scores))[0]).argmax())
@@ -111,7 +126,7 @@ def ids_of(sets: KeptSets, vocabulary: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("decodes", [None, True], ids=["cache of transformers", "our cache"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
-@pytest.mark.parametrize("rule", ["top-k", "all", "nearly all"])
+@pytest.mark.parametrize("rule", ["top-k", "all", "nearly all", "minimum length"])
 def test_samplers_return_the_sets_they_sampled_from(name: str, rule: str, decodes: bool | None) -> None:
     model = build(name).eval()
     model.set_attn_implementation("eager")  # some versions of sdpa ignore the soft cap
