@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 from padfree.head import score
 from padfree.kept_sets import KeptSets
 from padfree.model import lm_head_of
-from padfree.rollout import SamplingRequest
+from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.environment.trajectory import Branch, leaf_of
+from padfree.rollout.response_log import Origin, ResponseLog
 from padfree.rollout.sampling_rng import GREEDY, gumbel_noise
 from padfree.rollout.truncation import Truncation, kept_mask, sets_of
 from padfree.testing.models import build
@@ -178,6 +181,47 @@ def test_sampled_log_probabilities_are_teacher_forced_ones(rule: str) -> None:
             labels = torch.from_numpy(response.tokens)
             scores = score(hidden, lm_head_of(model), labels, temperature=TEMPERATURE, kept=response.kept)
         np.testing.assert_allclose(scores.logprobs.numpy(), response.logprobs, atol=2e-5)
+
+
+def test_branches_keep_the_sets_of_their_tokens() -> None:
+    def turn(tokens: list[int], kept: list[list[int]] | None) -> Response:
+        return Response(
+            tokens=np.array(tokens),
+            logprobs=np.zeros(len(tokens), np.float32),
+            ended=False,
+            version=0,
+            kept=None if kept is None else KeptSets.of_lists(kept, "kept"),
+        )
+
+    root = Branch(np.array([1, 2]))
+    root.write(turn([3, 4], [[3, 9], []]))
+    root.add([7])
+    child = root.branch(at=4)
+    root.write(turn([5], [[-1]]))
+    child.write(turn([6], None))
+    found = [leaf_of(branch, "", 1.0) for branch in (root, child)]
+    assert [(leaf.kept.lists(), leaf.num_kept) for leaf in found if leaf.kept is not None] == [
+        ([[], [], [3, 9], [], [], [-1]], 3),
+        ([[], [], [3, 9], [], []], 2),
+    ]
+    plain = Branch(np.array([1]))
+    plain.write(turn([3], None))
+    assert leaf_of(plain, "", 1.0).kept is None
+
+
+def test_the_response_log_keeps_the_sets(tmp_path: Path) -> None:
+    sets = KeptSets.of_lists([[3, 9], [], [-1, -6]], "kept")
+    response = Response(tokens=np.array([3, 4, 5]), logprobs=np.zeros(3, np.float32), ended=True, version=0, kept=sets)
+    origin = Origin(step=0, weights="w", settings="s")
+    log = ResponseLog(tmp_path, 0)
+    log.begin(origin, after=0)
+    log.keep(1, [(0, np.array([1, 2]), response)])
+    log.close()
+    again = ResponseLog(tmp_path, 0)
+    assert again.begin(origin, after=0) == 1
+    found = again.find(1, 0, np.array([1, 2]))
+    assert found is not None
+    assert found.kept_sets.lists() == sets.lists()
 
 
 @pytest.mark.gpu
