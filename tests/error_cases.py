@@ -252,6 +252,8 @@ CASES["config"] = [
     ("rollout.top_p", changed("rollout.top_p=0.9", recipe="rl-vllm")),
     ("rollout.top_k", changed("rollout.top_k=50", recipe="rl-vllm")),
     ("rollout.min_p", changed("rollout.min_p=0.1", recipe="rl-vllm")),
+    ("rollout.min_new_tokens", changed("rollout.min_new_tokens=4", recipe="rl-vllm")),
+    ("rollout.min_new_tokens", changed("rollout.min_new_tokens=-1", recipe="rl-local"), "rollout.min_new_tokens=1"),
     ("rollout.top_p", changed("rollout.top_p=0", recipe="rl-local"), "rollout.top_p=0.9"),
     ("rollout.top_k", changed("rollout.top_k=0", recipe="rl-local"), "rollout.top_k=20"),
     ("rollout.min_p", changed("rollout.min_p=1.5", recipe="rl-local"), "rollout.min_p=0.1"),

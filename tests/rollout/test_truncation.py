@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 from padfree.head import score
 from padfree.kept_sets import KeptSets
 from padfree.model import lm_head_of
-from padfree.rollout import SamplingRequest
+from padfree.rollout import Response, SamplingRequest
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
+from padfree.rollout.environment.trajectory import Branch, leaf_of
+from padfree.rollout.response_log import Origin, ResponseLog
 from padfree.rollout.sampling_rng import GREEDY, gumbel_noise
 from padfree.rollout.truncation import Truncation, kept_mask, sets_of
 from padfree.testing.models import build
@@ -28,6 +31,7 @@ RULES = {
     "all": Truncation(top_k=9, top_p=0.9, min_p=0.2),
     "one id": Truncation(top_k=1),
     "nearly all": Truncation(top_p=0.999),
+    "minimum length": Truncation(top_k=12, min_new_tokens=6),
 }
 
 
@@ -58,11 +62,23 @@ def test_the_sets_are_those_of_the_definition(rule: str) -> None:
     logits[7] = 1.5  # all equal: all are kept, or with top-p those of a tie
     logits[8, 20:] = -torch.inf
     logits[9] = logits[9].round()  # many ties
-    found = kept_mask(logits, RULES[rule], torch.ones(40, dtype=torch.int64))
+    stops = torch.tensor(STOPS)
+    found = kept_mask(logits, RULES[rule], torch.ones(40, dtype=torch.int64), 7, stops)
     for row in range(40):
         assert torch.equal(found[row], by_sorting(logits[row], RULES[rule])), row
-    greedy = kept_mask(logits, RULES[rule], torch.full((40,), GREEDY))
+    greedy = kept_mask(logits, RULES[rule], torch.full((40,), GREEDY), 7, stops)
     assert greedy.all()
+
+
+def test_no_response_ends_before_its_minimum_length() -> None:
+    """Also if the stop tokens are by far the most likely ones, and for greedy responses."""
+    logits = torch.zeros(3, 50)
+    logits[:, list(STOPS)] = 30.0
+    rule = Truncation(top_k=2, top_p=0.5, min_p=0.9, min_new_tokens=4)
+    keys = torch.tensor([1, GREEDY, 5])
+    found = kept_mask(logits, rule, keys, torch.tensor([3, 3, 4]), torch.tensor(STOPS))
+    assert found[:2].sum(1).tolist() == [46, 46]
+    assert found[2].nonzero()[:, 0].tolist() == list(STOPS)
 
 
 def test_sets_are_stored_by_their_smaller_part() -> None:
@@ -90,6 +106,8 @@ def truncated_by_definition(
     tokens, logprobs, kept = [int(token) for token in request.tokens], [], []
     for position in range(request.max_new_tokens):
         logits = model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / TEMPERATURE
+        banned = list(STOPS) if position < rule.min_new_tokens else []
+        logits[banned] = -torch.inf
         mask = by_sorting(logits, rule)
         scores = logits.masked_fill(~mask, -torch.inf).log_softmax(0)
         token = int((scores + gumbel_noise(torch.tensor([request.key]), position, len(scores))[0]).argmax())
@@ -111,7 +129,7 @@ def ids_of(sets: KeptSets, vocabulary: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("decodes", [None, True], ids=["cache of transformers", "our cache"])
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt2"])
-@pytest.mark.parametrize("rule", ["top-k", "all", "nearly all"])
+@pytest.mark.parametrize("rule", ["top-k", "all", "nearly all", "minimum length"])
 def test_samplers_return_the_sets_they_sampled_from(name: str, rule: str, decodes: bool | None) -> None:
     model = build(name).eval()
     model.set_attn_implementation("eager")  # some versions of sdpa ignore the soft cap
@@ -163,6 +181,47 @@ def test_sampled_log_probabilities_are_teacher_forced_ones(rule: str) -> None:
             labels = torch.from_numpy(response.tokens)
             scores = score(hidden, lm_head_of(model), labels, temperature=TEMPERATURE, kept=response.kept)
         np.testing.assert_allclose(scores.logprobs.numpy(), response.logprobs, atol=2e-5)
+
+
+def test_branches_keep_the_sets_of_their_tokens() -> None:
+    def turn(tokens: list[int], kept: list[list[int]] | None) -> Response:
+        return Response(
+            tokens=np.array(tokens),
+            logprobs=np.zeros(len(tokens), np.float32),
+            ended=False,
+            version=0,
+            kept=None if kept is None else KeptSets.of_lists(kept, "kept"),
+        )
+
+    root = Branch(np.array([1, 2]))
+    root.write(turn([3, 4], [[3, 9], []]))
+    root.add([7])
+    child = root.branch(at=4)
+    root.write(turn([5], [[-1]]))
+    child.write(turn([6], None))
+    found = [leaf_of(branch, "", 1.0) for branch in (root, child)]
+    assert [(leaf.kept.lists(), leaf.num_kept) for leaf in found if leaf.kept is not None] == [
+        ([[], [], [3, 9], [], [], [-1]], 3),
+        ([[], [], [3, 9], [], []], 2),
+    ]
+    plain = Branch(np.array([1]))
+    plain.write(turn([3], None))
+    assert leaf_of(plain, "", 1.0).kept is None
+
+
+def test_the_response_log_keeps_the_sets(tmp_path: Path) -> None:
+    sets = KeptSets.of_lists([[3, 9], [], [-1, -6]], "kept")
+    response = Response(tokens=np.array([3, 4, 5]), logprobs=np.zeros(3, np.float32), ended=True, version=0, kept=sets)
+    origin = Origin(step=0, weights="w", settings="s")
+    log = ResponseLog(tmp_path, 0)
+    log.begin(origin, after=0)
+    log.keep(1, [(0, np.array([1, 2]), response)])
+    log.close()
+    again = ResponseLog(tmp_path, 0)
+    assert again.begin(origin, after=0) == 1
+    found = again.find(1, 0, np.array([1, 2]))
+    assert found is not None
+    assert found.kept_sets.lists() == sets.lists()
 
 
 @pytest.mark.gpu

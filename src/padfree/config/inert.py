@@ -163,6 +163,7 @@ READ_BY: dict[str, Reason | None] = {
     "rollout.top_p": _sampled,
     "rollout.top_k": _sampled,
     "rollout.min_p": _sampled,
+    "rollout.min_new_tokens": _sampled,
     "data.path": None,
     "data.subset": _data_split,
     "data.split": _data_split,

@@ -24,10 +24,7 @@ from padfree.errors import closest, need
 MOST_PROCESSES = 1024
 """Maximum number of reward processes per rank."""
 
-SERVER_ENGINES = ("vllm",)
-"""Values of `engine` whose servers do not return routes to padfree."""
-
-TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0}
+TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
 """The settings that truncate the softmax of the sampler, with the values that truncate nothing."""
 
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
@@ -102,6 +99,9 @@ class RolloutConfig:
         8, least=1, about="Number of responses per prompt, i.e. the size of a group.", resume=STAYS, formerly="group"
     )
     max_new_tokens: int = setting(256, least=1, about="Maximum number of tokens of a response.")
+    min_new_tokens: int = setting(
+        0, allowed="0 to rollout.max_new_tokens", about="Minimum number of tokens of a response, or of a turn."
+    )
     engine: str = setting(
         "in_process",
         about="The sampling engine: in_process, vllm, or your own as module:function.",
@@ -256,6 +256,9 @@ class RolloutConfig:
         for name, neutral in TRUNCATION.items():
             value = getattr(self, name)
             need(value == neutral or self.engine != "vllm", f"rollout.{name}", value, fix)
+        right = 0 <= self.min_new_tokens <= self.max_new_tokens
+        fix = f"give 0 to {self.max_new_tokens}, which is rollout.max_new_tokens"
+        need(right, "rollout.min_new_tokens", self.min_new_tokens, fix)
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"

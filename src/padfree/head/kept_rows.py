@@ -25,8 +25,8 @@ from padfree.kept_sets import KeptSets
 class KeptRows:
     """The kept sets of R scored tokens. K: number of ids in all lists."""
 
-    ids: Tensor  # [K] int64, 0 or greater: the kept ids of a token, or its excluded ids
-    row: Tensor  # [K] int64, the token of each id, counted from `first`
+    ids: Tensor  # [K] int32, 0 or greater: the kept ids of a token, or its excluded ids
+    row: Tensor  # [K] int32, the token of each id, counted from `first`
     is_excluded: Tensor  # [R] bool: whether the ids of the token are its excluded ids; True for an empty list
     offsets: NDArray[np.int64]  # [R + 1] on the host: where the ids of each token begin, counted from `offsets[0]`
     first: int = 0
@@ -44,8 +44,8 @@ class KeptRows:
             return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
         return KeptRows(
-            ids=moved(ids).long(),
-            row=moved(sets.of_ids()),
+            ids=moved(ids),
+            row=moved(sets.of_ids().astype(np.int32)),
             is_excluded=moved(sets.are_excluded() | (sets.counts == 0)),
             offsets=sets.offsets,
         )
@@ -68,12 +68,12 @@ class KeptRows:
         column = self.ids - first
         # Ids of other columns are written to the last column, which is left out.
         column = torch.where((column >= 0) & (column < num_columns), column, num_columns)
-        is_listed[self.row - self.first, column] = True
+        is_listed[(self.row - self.first).long(), column.long()] = True
         return is_listed[:, :num_columns] != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
         """Bools [R]: whether the label of each token is in the token's kept set."""
-        row = self.row - self.first
+        row = (self.row - self.first).long()
         is_label = (self.ids == labels[row]).to(torch.int32)
         is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0
         return is_listed != self.is_excluded

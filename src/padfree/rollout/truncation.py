@@ -12,6 +12,8 @@ logits are all kept or all left out:
 - top-p keeps an id if the ids with larger logits have a total probability of less than p.
 - min-p keeps an id if its probability is at least p times the largest probability.
 
+`rollout.min_new_tokens` removes the stop tokens before these rules, as long as a response has fewer tokens.
+
 Every rule keeps the ids whose logit is at or above a threshold. `kept_mask` searches the threshold of top-p by
 bisection over the float32 numbers, in 32 steps without a sort and without waiting for the device.
 """
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from padfree.config.rollout import RolloutConfig
+from padfree.config.rollout import TRUNCATION, RolloutConfig
 from padfree.kept_sets import KeptSets
 from padfree.rollout.sampling_rng import GREEDY
 
@@ -36,26 +38,41 @@ class Truncation:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    min_new_tokens: int = 0  # a response with fewer tokens does not end
 
     @property
     def is_active(self) -> bool:
-        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+        return self != WHOLE
 
 
 def truncation_of(settings: RolloutConfig) -> Truncation:
-    return Truncation(top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p)
+    return Truncation(**{name: getattr(settings, name) for name in TRUNCATION})
 
 
 WHOLE = Truncation()
 """Nothing is truncated."""
 
 
-def kept_mask(logits: Tensor, truncation: Truncation, keys: Tensor) -> Tensor:
+def kept_mask(
+    logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor = 0, stops: Tensor | None = None
+) -> Tensor:
     """Return bools [R, V]: whether each id is in the kept set of each response's next token.
 
-    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: the random keys. Greedy responses are not
-    truncated.
+    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: the random keys. Top-k, top-p and min-p do
+    not apply to greedy responses. `positions`: the number of tokens that each response has, as an int or [R]. `stops`:
+    the stop tokens, which `min_new_tokens` needs.
     """
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    if truncation.min_new_tokens:
+        assert stops is not None
+        may_end = torch.as_tensor(positions, device=logits.device) >= truncation.min_new_tokens
+        allowed[:, stops] = may_end[..., None].expand(len(logits), len(stops))
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return allowed & (_rules(logits, truncation) | (keys == GREEDY)[:, None])
+
+
+def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
+    """Return bools [R, V]: the ids that top-k, top-p and min-p keep."""
     vocabulary = logits.shape[1]
     peak = logits.amax(1, keepdim=True)
     threshold = torch.full_like(peak, -torch.inf)
@@ -66,12 +83,14 @@ def kept_mask(logits: Tensor, truncation: Truncation, keys: Tensor) -> Tensor:
         threshold = torch.maximum(threshold, _mass_threshold(logits, weights, truncation.top_p))
     if truncation.min_p > 0.0:
         threshold = torch.maximum(threshold, peak + math.log(truncation.min_p))
-    return (logits >= threshold) | (keys == GREEDY)[:, None]
+    return logits >= threshold
 
 
-def truncated_logits(logits: Tensor, truncation: Truncation, keys: Tensor) -> tuple[Tensor, Tensor]:
+def truncated_logits(
+    logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor, stops: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the logits [R, V] with -inf outside the kept sets, and the mask [R, V] of the kept sets."""
-    mask = kept_mask(logits, truncation, keys)
+    mask = kept_mask(logits, truncation, keys, positions, stops)
     return logits.masked_fill(~mask, -torch.inf), mask
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 from padfree.rollout.collect.queue_state import dropped_reason, queue_state, stored_in
 from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.trajectory import Leaf
 
 
-def leaf(reward: float | None) -> Leaf:
+def leaf(reward: float | None, kept: KeptSets | None = None) -> Leaf:
     return Leaf(
+        kept=kept,
+        num_kept=0 if kept is None else len(kept.ids),
         tokens=np.array([5, 6, 7]),
         sampled=np.array([False, True, False]),
         logprobs=np.array([0.0, -1.5, 0.0], np.float32),
@@ -49,6 +52,20 @@ def test_episodes_and_parts_of_responses_come_back() -> None:
             assert np.array_equal(getattr(one, name), getattr(other, name)), name
     assert stored_in(queue_state([], "mine:one")) == []
     assert stored_in({}) == []
+
+
+def test_kept_sets_come_back() -> None:
+    sets = KeptSets.of_lists([[], [6, 9], [-1, -4]], "kept")
+    played = Played(number=1, leaves=(leaf(0.5), leaf(1.0, sets)))
+    part = Response(tokens=np.array([5, 6]), logprobs=np.zeros(2, np.float32), ended=False, version=1, kept=sets[1:])
+    (_, _, begun), (_, _, back) = stored_in(queue_state([(2, 1, played), (2, 0, part)], "mine:one"))
+    assert isinstance(begun, Response)
+    assert isinstance(back, Played)
+    assert begun.kept_sets.lists() == [[6, 9], [-1, -4]]
+    without, found = back.leaves
+    assert (without.kept, without.num_kept) == (None, 0)
+    assert found.kept is not None
+    assert (found.kept.lists(), found.num_kept) == (sets.lists(), 4)
 
 
 def test_an_unusable_queue_is_dropped_for_a_reason() -> None:

@@ -3,7 +3,7 @@
     FOLLOWED     messages, prompt, max_tokens, n, ...       the call obeys them
     OVERRIDDEN   temperature, seed, ...                     OpenAI's sampling settings, which most programs send; the
                                                             policy samples as it is trained, and the call is counted
-    TRUNCATION   top_p, top_k, min_p                        accepted with the value of the run, else rejected
+    TRUNCATION   top_p, top_k, min_p, min_tokens            accepted with the value of the run, else rejected
     NEUTRAL      stop, min_p, guided_json, ...              accepted with a value that has no effect, else rejected
     METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
 
@@ -122,7 +122,6 @@ NEUTRAL: dict[str, Sequence[Any]] = {
     "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
     "ignore_eos": (False,),
     "stop_token_ids": ([],),
     "bad_words": ([],),
@@ -189,9 +188,14 @@ def _no_constant(name: str) -> Any:
 
 
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
-    """Return the values of `top_p`, `top_k` and `min_p` with which a call is accepted: those of the run."""
+    """Return the values with which a call is accepted, by field: those of the run."""
     every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
-    return {"top_p": (truncation.top_p,), "top_k": every, "min_p": (truncation.min_p,)}
+    return {
+        "top_p": (truncation.top_p,),
+        "top_k": every,
+        "min_p": (truncation.min_p,),
+        "min_tokens": (truncation.min_new_tokens,),
+    }
 
 
 def check_fields(body: Mapping[str, Any], route: str, temperature: float, truncation: Truncation = WHOLE) -> bool:
@@ -213,8 +217,8 @@ def check_fields(body: Mapping[str, Any], route: str, temperature: float, trunca
             if not any(_same(value, one) for one in of_run[name]):
                 raise CallError(
                     400,
-                    f"{name}: {shown(value)} differs from rollout.{name} of the run, with which the policy is trained; "
-                    f"leave it out, or give {shown(of_run[name][0])}",
+                    f"{name}: {shown(value)} differs from the run's {shown(of_run[name][0])}, with which the policy is "
+                    f"trained; leave it out, or give {shown(of_run[name][0])}",
                 )
         elif name not in NEUTRAL:
             raise CallError(400, f"{shown(name)} is an unknown field; leave it out")

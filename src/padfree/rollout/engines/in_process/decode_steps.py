@@ -340,7 +340,7 @@ class DecodeSteps:
         written = torch.where(active, slots[WRITTEN], 0)
         if buffers.kept is not None:
             scaled = sample_token.scaled_logits(logits, head, temperature)
-            logits, mask = truncated_logits(scaled, self.truncation, slots[KEY])
+            logits, mask = truncated_logits(scaled, self.truncation, slots[KEY], slots[WRITTEN], self.stops)
             buffers.kept.write(mask, request, written)
             head, temperature = LmHead(weight=head.weight), 1.0  # the logits are already capped and scaled
         sampled = sample_token.sample_token(logits, head, slots[KEY], slots[WRITTEN], temperature)

@@ -216,7 +216,7 @@ def _write(
             routes.append(found if not routes else found[:, -1:])
         logits = output.logits[:, -1].float() / temperature  # [R, V]
         if truncation.is_active:
-            logits, mask_of_sets = truncated_logits(logits, truncation, keys)
+            logits, mask_of_sets = truncated_logits(logits, truncation, keys, position, ends)
             kept.append(sets_of(mask_of_sets))
         scores = torch.log_softmax(logits, dim=-1)
         sampled = gumbel_argmax(scores, keys, position)
