@@ -6,7 +6,12 @@ from padfree.config import config_from_dict
 from tests.refused import refused
 
 
-MODEL = {"model": {"path": "model"}, "data": {"path": ["prompts.jsonl"]}, "batch": {"samples": 8, "max_tokens": 64}}
+MODEL = {
+    "model": {"path": "model"},
+    "data": {"path": ["prompts.jsonl"]},
+    "batch": {"samples": 8, "max_tokens": 64},
+    "run": {"folder": "run"},
+}
 
 
 def test_servers_replay_whole_responses_only() -> None:
