@@ -5,12 +5,12 @@ from __future__ import annotations
 from padfree.config import config_from_dict
 from tests.refused import refused
 
-
 MODEL = {
     "model": {"path": "model"},
     "data": {"path": ["prompts.jsonl"]},
     "batch": {"samples": 8, "max_tokens": 64},
     "run": {"folder": "run"},
+    "loss": {"kind": "clip"},
 }
 
 
