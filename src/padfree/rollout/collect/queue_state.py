@@ -96,7 +96,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
         else:
             one = Played(
                 number=entry["number"],
-                leaves=tuple(_leaf(facts, *next(pieces), next(routes)) for facts in entry["leaves"]),
+                leaves=tuple(_leaf(facts, next(routes), *next(pieces)) for facts in entry["leaves"]),
                 failure=entry["failure"],
                 metrics=entry["metrics"],
                 counts=entry["counts"],
@@ -126,7 +126,7 @@ def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterat
     return iter([part if length else None for part, length in zip(parts, lengths, strict=True)])
 
 
-def _leaf(facts: Mapping[str, Any], tokens: Any, logprobs: Any, versions: Any, routes: Routes | None) -> Leaf:
+def _leaf(facts: Mapping[str, Any], routes: Routes | None, tokens: Any, logprobs: Any, versions: Any) -> Leaf:
     sampled = versions != NOT_SAMPLED
     values = {name: facts[name] for name in ABOUT_LEAF}
     versions = np.where(sampled, versions, 0)

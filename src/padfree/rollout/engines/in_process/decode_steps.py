@@ -229,7 +229,7 @@ class DecodeSteps:
             if self.model.recorder is None:
                 routes += [None] * len(chosen)
             else:
-                routes += self.model.recorder.take().split([len(tokens) for tokens, _ in chosen])
+                routes += torch.split(self.model.recorder.take(), [len(tokens) for tokens, _ in chosen])
         return routes
 
     def run_steps(self, steps: int, occupied: int) -> None:

@@ -199,7 +199,8 @@ def _write(
         )
         cache = output.past_key_values if cached else None
         if recorder is not None:
-            found = recorder.take().unflatten(0, input_ids.shape)
+            found = recorder.take()
+            found = found.view(*input_ids.shape, *found.shape[1:])
             routes.append(found if not routes else found[:, -1:])
         scores = torch.log_softmax(output.logits[:, -1].float() / temperature, dim=-1)  # [R, V]
         sampled = gumbel_argmax(scores, keys, position)
