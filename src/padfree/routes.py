@@ -138,7 +138,9 @@ def decoded_routes(value: Any) -> NDArray[Any]:
     if not isinstance(value, dict):
         return np.array(value)
     try:
-        dtype = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}[value["dtype"]]
-        return np.frombuffer(b64decode(value["base64"], validate=True), dtype).reshape(value["shape"]).copy()
+        dtypes: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
+        dtype = dtypes[value["dtype"]]
+        flat: NDArray[Any] = np.frombuffer(b64decode(value["base64"], validate=True), dtype)
+        return flat.reshape(value["shape"]).copy()
     except (KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None

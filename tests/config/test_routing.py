@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-
 from padfree.config import config_from_dict
-from padfree.errors import UserError
+from tests.refused import refused
+
+MODEL = {
+    "model": {"path": "model"},
+    "data": {"path": ["prompts.jsonl"]},
+    "batch": {"samples": 8, "max_tokens": 64},
+    "run": {"folder": "run"},
+    "loss": {"kind": "clip"},
+}
 
 
-def test_servers_do_not_replay() -> None:
+def test_servers_replay_whole_responses_only() -> None:
     rollout = {"reward": "exact_match", "routing": "replay"}
-    assert config_from_dict({"rollout": rollout}).rollout.routing == "replay"
-    with pytest.raises(
-        UserError, match=r"rollout.routing: 'replay'; set rollout.routing=recompute: padfree does not read"
-    ):
-        config_from_dict({"rollout": {**rollout, "engine": "vllm", "servers": ["http://h:1"]}})
+    served = {**rollout, "engine": "vllm", "servers": ["http://h:1"]}
+    assert config_from_dict({**MODEL, "rollout": rollout}).rollout.routing == "replay"
+    assert config_from_dict({**MODEL, "rollout": served}).rollout.routing == "replay"
+    with refused("rollout.routing", "servers return no routes of interrupted responses"):
+        config_from_dict({**MODEL, "rollout": {**served, "staleness": 1}})

@@ -9,14 +9,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from padfree.model.route_replay import RouteRecorder
 from padfree.packing.collate import collate
 from padfree.rollout import Response, SamplingRequest
+from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.sample import Sample
 from padfree.testing.models import VOCABULARY, build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, assert_responses, by_definition, cached, group_requests
+from tests.rollout.test_routes import assert_routes
 
 pytestmark = pytest.mark.gpu
 
@@ -165,3 +168,16 @@ def test_bfloat16_logprobs_are_near_those_of_a_forward_pass(name: str) -> None:
     )
     assert differences.mean() < 0.03
     assert differences.max() < 0.5
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_graphs_record_routes(name: str, compiled: bool) -> None:
+    """In float32, each token of prompts and responses has the route of a plain forward pass on the CPU."""
+    requests = group_requests((6, 1, 3, 14, 2, 9), group=5, max_new_tokens_each=(30, 12, 1, 20))
+    policy = cached(on_gpu(name), device="cuda:0").model
+    model = CachedModel(policy, compiled=compiled, recorder=RouteRecorder(policy))
+    decoder = Decoder(model, num_slots=20, temperature=TEMPERATURE, stops=STOPS)
+    assert decoder.captured
+    for _ in range(2):
+        assert_routes(build(name).eval(), requests, decoder.sample(requests))

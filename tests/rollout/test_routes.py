@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -65,3 +68,13 @@ def test_the_decoder(name: str) -> None:
     requests = group_requests(max_new_tokens_each=(9, 1, 4))
     for _ in range(2):
         assert_routes(build(name, **sizes).eval(), requests, decoder.sample(requests))
+
+
+def test_compiled_layers_record_routes() -> None:
+    policy = cached(build("qwen3_moe").eval()).model
+    with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
+        model = CachedModel(policy, compiled=True, recorder=RouteRecorder(policy))
+    decoder = Decoder(model, num_slots=4, temperature=TEMPERATURE, stops=STOPS)
+    requests = group_requests((6, 3))
+    for _ in range(2):
+        assert_routes(build("qwen3_moe").eval(), requests, decoder.sample(requests))

@@ -262,13 +262,9 @@ class RolloutConfig:
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
-        replays = self.routing == "recompute" or self.engine not in SERVER_ENGINES
-        need(
-            replays,
-            "rollout.routing",
-            self.routing,
-            f"set rollout.routing=recompute: padfree does not read routes from {self.engine} servers",
-        )
+        whole = self.routing == "recompute" or self.engine != "vllm" or not self.staleness
+        fix = "set rollout.staleness=0 or rollout.routing=recompute: servers return no routes of interrupted responses"
+        need(whole, "rollout.routing", self.routing, fix)
         fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)
         compared = self.filter == "none" or self.samples_per_prompt > 1

@@ -59,7 +59,7 @@ class ReplayedTopK(TorchFunctionMode):
         self.times += 1
         self.own = result[1]
         chosen = torch.where(self.routes < 0, self.own, self.routes)
-        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))  # type: ignore[attr-defined]
+        return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
         """Whether this call chooses the experts, and not e.g. groups of experts by the best experts of each group."""
@@ -192,7 +192,7 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
     hidden = run(other)
     if not torch.equal(recorder.take(), other) or torch.equal(hidden, free):
         return f"{name} does not use the routes that it is given"
-    hidden.square().sum().backward()
+    hidden.square().sum().backward()  # type: ignore[no-untyped-call]
     for router in routers_of(copy):
         weight = router.module.weight
         assert isinstance(weight, Tensor)

@@ -164,8 +164,10 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
 
 def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
     """Refuse given rollouts without routes if routes are to be replayed."""
-    missing = [index for index, sample in enumerate(source.samples) if sample.routes is None]
-    if rollout.routing == "replay" and missing:
+    if rollout.routing != "replay":
+        return
+    missing = [index for index, sample in enumerate(source.samples) if getattr(sample, "routes", None) is None]
+    if missing:
         raise UserError(
             "rollout.routing",
             f", but {source.place(missing[0])} has no 'routes'",

@@ -38,6 +38,7 @@ class FakeVllm:
         self.version = "default"
         self.backend, self.logprobs_mode, self.stops = "padfree", "processed_logprobs", ()
         self.missing: set[str] = set()  # routes that return 404
+        self.routed_experts: Any = None  # function of the number of tokens that gives the experts of each input
         self.max_model_len = 512
         self.seconds = 0.0  # duration of a completion
         self.token_seconds = 0.0  # and of each of its tokens
@@ -77,6 +78,7 @@ class FakeVllm:
                     "model_config": {
                         "logprobs_mode": self.logprobs_mode,
                         "skip_tokenizer_init": self.tokenizer is None,
+                        "enable_return_routed_experts": self.routed_experts is not None,
                     },
                     "weight_transfer_config": {"backend": self.backend},
                 }
@@ -205,6 +207,7 @@ class FakeVllm:
             "token_ids": tokens[len(prompt) :],
             "logprobs": {"token_logprobs": logprobs},
             "prompt_logprobs": [None, *({str(t): {"logprob": v}} for t, v in zip(prompt[1:], given, strict=False))],
+            "routed_experts": None if self.routed_experts is None else self.routed_experts(len(tokens)),
         }
 
     def _before_token(self, body: dict[str, Any], count: int, pauses: int) -> None:

@@ -23,6 +23,7 @@ from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.engines.servers.http import HttpConnection, HttpServer
+from padfree.rollout.engines.servers.routed_experts import read_routed_experts
 from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.server_api import (
     Completion,
@@ -80,6 +81,13 @@ class VllmServer(HttpServer):
                 "rollout.servers",
                 f"{self.url} has logprobs_mode={mode}, which ignores loss.temperature ({served.temperature:g})",
                 self.fix_temperature,
+            )
+        if served.returns_routes and not options["model_config"].get("enable_return_routed_experts"):
+            raise UserError(
+                "rollout.routing",
+                f", but {self.url} does not return the experts of tokens",
+                "start the server with --enable-return-routed-experts, or set rollout.routing=recompute",
+                "replay",
             )
         await self._check_vocabulary(name, served.vocabulary)
         if not options["model_config"].get("skip_tokenizer_init"):
@@ -174,7 +182,14 @@ class VllmServer(HttpServer):
                 f"{self.url} changed the token ids of a prompt",
                 "start the server with the model of the run, and remove any proxy that changes requests",
             )
-        return Completion(tokens=tokens, logprobs=logprobs, reason="cut" if cut else str(choice.get("finish_reason")))
+        routes = None
+        if sampling.routed is not None and not cut:
+            with self.reading(f"{COMPLETIONS} did not return the experts of each token"):
+                routes = read_routed_experts(
+                    choice["routed_experts"], len(request.tokens) + len(tokens), sampling.routed
+                )
+        reason = "cut" if cut else str(choice.get("finish_reason"))
+        return Completion(tokens=tokens, logprobs=logprobs, reason=reason, routes=routes)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
@@ -278,6 +293,8 @@ class VllmServer(HttpServer):
             wanted.append(("--load-format", "dummy"))
         if served.model.trust_remote_code:
             wanted.append(("--trust-remote-code",))
+        if served.returns_routes:
+            wanted.append(("--enable-return-routed-experts",))
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]

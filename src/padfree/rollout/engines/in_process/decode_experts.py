@@ -56,7 +56,8 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
     rows = linear(rows, own.down_proj, own.down_proj_bias if own.has_bias else None, gather=0, scatter=True)
     if getattr(own, "has_post_expert_norm", False):
         rows = own.post_expert_norm(rows)
-    return (rows.view(*choices.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+    outputs: Tensor = (rows.view(*choices.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+    return outputs
 
 
 def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

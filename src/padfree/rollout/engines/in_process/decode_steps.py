@@ -268,7 +268,7 @@ class DecodeSteps:
             if self.model.recorder is None:
                 routes += [None] * len(chosen)
             else:
-                routes += self.model.recorder.take().split(segments)[: len(chosen)]
+                routes += torch.split(self.model.recorder.take(), segments)[: len(chosen)]
         return routes
 
     def copy_keys(self, ranges: Sequence[tuple[int, int, int]]) -> None:

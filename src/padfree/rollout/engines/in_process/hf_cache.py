@@ -212,7 +212,8 @@ def _write(
         )
         cache = output.past_key_values if cached else None
         if recorder is not None:
-            found = recorder.take().unflatten(0, input_ids.shape)
+            found = recorder.take()
+            found = found.view(*input_ids.shape, *found.shape[1:])
             routes.append(found if not routes else found[:, -1:])
         logits = output.logits[:, -1].float() / temperature  # [R, V]
         if truncation.is_active:

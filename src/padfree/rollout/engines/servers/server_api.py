@@ -34,7 +34,9 @@ from padfree.config import ModelConfig
 from padfree.errors import UserError
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
+from padfree.rollout.engines.servers.routed_experts import RoutedLayers
 from padfree.rollout.token_ids import checked_ids
+from padfree.routes import Routes
 
 
 class ServerLostError(RuntimeError):
@@ -68,6 +70,7 @@ class SamplingSettings:
     temperature: float
     stops: Sequence[int]
     vocabulary: int
+    routed: RoutedLayers | None = None  # set if responses must have routes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +84,7 @@ class ServedModel:
     temperature: float
     text: str  # a text to compare tokenizers with
     tokens: Sequence[int]  # token ids of `text` by the tokenizer of the run
+    returns_routes: bool = False  # whether the server must return the routes of tokens
 
     @property
     def path(self) -> str:
@@ -101,6 +105,7 @@ class Completion:
     tokens: list[int]
     logprobs: list[float]
     reason: str
+    routes: Routes | None = None  # [n + m, R, k] of the prompt and the tokens, if they were asked for
 
 
 class ServerApi(ABC):
@@ -260,6 +265,7 @@ class ServerApi(ABC):
             logprobs=np.array(completion.logprobs, np.float32),
             ended=ended,
             version=version,
+            routes=completion.routes,
         )
 
     async def scored(

@@ -24,6 +24,7 @@ from padfree.model.lora import adapted_modules, needs_merging
 from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
+from padfree.rollout.engines.servers.routed_experts import routed_layers
 from padfree.rollout.engines.servers.sampler import ServerSampler, broadcast_object, end_servers
 from padfree.rollout.engines.servers.server_api import (
     LateError,
@@ -90,7 +91,12 @@ def make_server_sampler(
                 launcher=launcher,
             ),
             launcher=launcher,
-            sampling=SamplingSettings(served.temperature, tuple(stop_tokens(tokenizer, trained)), served.vocabulary),
+            sampling=SamplingSettings(
+                served.temperature,
+                tuple(stop_tokens(tokenizer, trained)),
+                served.vocabulary,
+                routed_layers(trained) if served.returns_routes else None,
+            ),
             canary=Canary(rollout.canary or LIMITS[config.model.dtype], api),
             sequences=canary_sequences(tokenizer, vocabulary=served.vocabulary, longest=longest),
             score=score,
@@ -115,6 +121,7 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
         temperature=config.loss.temperature,
         text=TEXT,
         tokens=[int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]],
+        returns_routes=config.rollout.routing == "replay",
     )
 
 

@@ -1,0 +1,68 @@
+"""Read the routes that a server returns with a completion.
+
+    routed_experts   base64 of a .npy file, [n + m - 1, L, k] unsigned integers      as vLLM returns them
+    routes           [n + m, R, k]                                                   `padfree.routes`
+
+n tokens of the prompt, m sampled tokens, and all L decoder layers of the model, of which R have experts. The last token
+was never an input, so it has no row. The server leaves 0 in rows that it did not compute. A router chooses k different
+experts, so a row with an expert that occurs twice is unknown.
+"""
+
+from __future__ import annotations
+
+import io
+from base64 import b64decode
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from padfree.errors import UserError
+from padfree.model.routers import routers_of
+from padfree.model.structure import layers_of
+from padfree.routes import Routes, joined_routes, route_dtype, unknown_in
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """The decoder layers that have experts, and the number of experts of a layer."""
+
+    numbers: tuple[int, ...]
+    num_layers: int
+    num_experts: int
+
+
+def routed_layers(model: PreTrainedModel) -> RoutedLayers:
+    """Return the layers with experts of the trained model, in the order of its routers."""
+    routers, layers = routers_of(model), layers_of(model)
+    numbers = tuple(
+        number for router in routers for number, layer in enumerate(layers) if router.module in set(layer.modules())
+    )
+    if len(numbers) != len(routers) or len({router.num_experts for router in routers}) != 1:
+        raise UserError(
+            "rollout.routing",
+            f", but {type(model).__name__} has layers with several routers, or routers of different sizes",
+            "set rollout.routing=recompute",
+            "replay",
+        )
+    return RoutedLayers(numbers, len(layers), routers[0].num_experts)
+
+
+def read_routed_experts(encoded: str, num_tokens: int, layers: RoutedLayers) -> Routes:
+    """Return the routes [num_tokens, R, k] of a prompt and its response. Raise `ValueError` if the format is wrong."""
+    found = np.load(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
+    expected = (num_tokens - 1, layers.num_layers)
+    if found.ndim != 3 or found.shape[:2] != expected or found.dtype.kind != "u":
+        raise ValueError(f"a {found.dtype} array of shape {found.shape} instead of unsigned {[*expected, 'k']}")
+    top = found.shape[2]
+    if top < 2:
+        raise ValueError("one expert per token, which cannot be told from a token without experts")
+    chosen = found[:, list(layers.numbers)]
+    if chosen.size and chosen.max() >= layers.num_experts:
+        raise ValueError(f"expert {chosen.max()} of a model with {layers.num_experts} experts")
+    repeated = (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any(axis=(1, 2))
+    dtype = route_dtype(layers.num_experts)
+    known = np.where(repeated[:, None, None], unknown_in(dtype), chosen.astype(np.int16)).astype(dtype)
+    routes = joined_routes([known, None], [len(known), 1])
+    assert routes is not None
+    return routes
