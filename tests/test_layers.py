@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config/setting": set(),
     "optim/optimizer_settings": {"config/setting"},
     "config": {"optim/optimizer_settings"},
-    "data": {"config", "lazy", "sample"},
+    "data": {"config", "images", "lazy", "sample"},
     "distributed": {"config"},
     "stop_signals": set(),
     "attention": {"arrays", "batch", "prefix_tree", "segments"},
@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": {"batch", "config", "cp", "data", "head", "losses", "model", "optim", "rollout", "sample", "sharding"},
     "train": {
         "attention",
+        "images",
         "batch",
         "checkpoint",
         "garbage_collection",

@@ -16,19 +16,20 @@ language model is measured.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from padfree.errors import UserError
 from padfree.model.mixers import kind_of
-from padfree.model.structure import layers_of
+from padfree.model.structure import auto_class, layers_of
+from padfree.model.vision.families import language_part
 from padfree.model.wrapper import language_config
 
 NEEDED = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -155,7 +156,7 @@ def _counted(key: _SizeKey) -> ModelSizes:
     config = key.config
     from_hub = type(config).__module__.startswith("transformers_modules.")  # its code has run already
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=from_hub)  # type: ignore[no-untyped-call]
+        model = auto_class(config).from_config(config, trust_remote_code=from_hub)
     return count(model)
 
 
@@ -297,13 +298,23 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
     return 0, 0
 
 
+def _language_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model, for a vision-language model those of its language model and its head only."""
+    language = language_part(model)
+    yield from language.named_modules(remove_duplicate=False)
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if language is not model and head is not None:
+        yield "lm_head", head
+
+
 def _met_weights(model: PreTrainedModel, met: float) -> float:
     """Return the number of weights that one token is multiplied with in matmuls.
 
-    Each weight of a routed expert counts as `met`, the fraction of the experts that a token is routed to.
+    Each weight of a routed expert counts as `met`, the fraction of the experts that a token is routed to. The tower of
+    a vision-language model does not count.
     """
     found = 0.0
-    for name, module in model.named_modules(remove_duplicate=False):
+    for name, module in _language_modules(model):
         if isinstance(module, nn.Linear | Conv1D):
             found += module.weight.numel() * (met if re.search(r"experts\.\d", name) else 1)
         elif _is_experts(name):

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from padfree.data.array_files import open_array
 from padfree.data.dataset import TokenizedDataset
 from padfree.data.records import SkippedRow
-from padfree.data.store import Writer, open_array
+from padfree.data.store import Writer
 from tests.refused import refused
 
 SAMPLES = [

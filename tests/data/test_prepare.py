@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft, sources
-from padfree.data.store import ArrayWriter
+from padfree.data.array_files import ArrayWriter
 from padfree.packing import collate
 from padfree.sample import Sample
 from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer

@@ -11,15 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from padfree.data.array_files import ArrayWriter, open_array
 from padfree.data.records import SkippedRow
 from padfree.data.sources import open_sources
 from padfree.data.store import (
-    ArrayWriter,
     Writer,
     content_digest,
     default_cache_folder,
     find_or_build,
-    open_array,
     read_metadata,
     read_skipped,
     tokenizer_digest,

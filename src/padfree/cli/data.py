@@ -50,6 +50,7 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--rows", "", "give 1 or more", value=settings.rows)
 
     from padfree.train.data_view import shown_rows
+    from padfree.train.image_settings import image_settings
     from padfree.train.training_data import load_tokenizer, load_training_data
 
     if settings.eval:
@@ -57,7 +58,13 @@ def run(settings: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(config)
     source = load_training_data(config, tokenizer, import_reward=False)
     rows = shown_rows(
-        config.data, source, tokenizer, turns=config.loss.task.turns, first=settings.row, count=settings.rows
+        config.data,
+        source,
+        tokenizer,
+        turns=config.loss.task.turns,
+        first=settings.row,
+        count=settings.rows,
+        images=image_settings(config.model, config.data),
     )
     about = [*source.notes, f"data: {source.report.summary()}"]
     if settings.page is None:

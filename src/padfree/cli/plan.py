@@ -214,7 +214,7 @@ def _config(settings: argparse.Namespace) -> Config:
 
 def _resolved(config: Config, settings: argparse.Namespace) -> Config:
     """Return the settings with every `auto` replaced by the value that a run on the planned devices would choose."""
-    from padfree.model.structure import skeleton
+    from padfree.model.structure import model_skeleton
     from padfree.train.resolve_auto import resolve_auto
 
     if config.model.path == NO_MODEL:
@@ -222,7 +222,7 @@ def _resolved(config: Config, settings: argparse.Namespace) -> Config:
     for_gpu = settings.gpu is not None or _sees_gpu(config)
     return resolve_auto(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
+        model_skeleton(config),
         processes=settings.ranks,
         device_type="cuda" if for_gpu else "cpu",
         memory=_device_memory(settings),
@@ -236,10 +236,10 @@ def _sees_gpu(config: Config) -> bool:
 
 
 def _calibrate(config: Config, settings: argparse.Namespace) -> None:
-    from padfree.model.structure import skeleton
+    from padfree.model.structure import model_skeleton
     from padfree.tools.planner import calibrate
 
-    model = skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head)
+    model = model_skeleton(config)
     with _bar("measuring") as progress:
         found = calibrate(model.config, config, max_tokens=settings.max_tokens, progress=progress)
     print(
@@ -261,7 +261,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 
 
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
-    from padfree.model.structure import skeleton
+    from padfree.model.structure import model_skeleton
     from padfree.tools.planner import DeviceMemory, PlanShape, choose_time_model, load_steps, make_plan, suggest
     from padfree.train.preflight import check_experts
 
@@ -280,8 +280,7 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
     exact_steps = _exact_steps(settings.exact_steps)
     need = None
     if config.model.path != NO_MODEL:
-        code, head = config.model.trust_remote_code, config.loss.head
-        need = DeviceMemory(config, skeleton(config.model.path, trust_remote_code=code, head=head))
+        need = DeviceMemory(config, model_skeleton(config))
         check_experts(config, need.model, settings.ranks)
     time_model = choose_time_model(config, need and need.model.config, settings.gpu)
     with _bar("tokenising") as progress:
@@ -308,7 +307,7 @@ def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Sugges
 def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Scaling | None:
     if settings.hosts is None:
         return None
-    from padfree.model.structure import skeleton
+    from padfree.model.structure import model_skeleton
     from padfree.tools.planner import DeviceMemory
     from padfree.tools.planner.scaling import Links, plan_scaling
 
@@ -331,7 +330,7 @@ def _scaling(plan: RunPlan, config: Config, settings: argparse.Namespace) -> Sca
         config.model.dtype,
         hosts=settings.hosts,
         links=Links.of(settings.link_inside, settings.link_between, settings.gpu),
-        need=DeviceMemory(config, skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code)),
+        need=DeviceMemory(config, model_skeleton(config)),
         memory=_device_memory(settings),
     )
 

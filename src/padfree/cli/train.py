@@ -134,7 +134,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
     from padfree.estimate.memory import estimate_memory
     from padfree.model.sharing import sharing_obstacle
-    from padfree.model.structure import skeleton
+    from padfree.model.structure import model_skeleton
     from padfree.packing.collate import prefixes_of
     from padfree.packing.context_sizes import context_sizes
     from padfree.train.batch_preparer import distinct
@@ -200,7 +200,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     asked, config = config, resolved.config
     memory = estimate_memory(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
+        model_skeleton(config),
         processes=processes,
         device_type=device_type,
         **facts,

@@ -38,6 +38,7 @@ class TaskSettings:
     has_teacher: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False  # the loss itself needs a reference, not only a KL term
     may_precompute: ClassVar[bool] = False  # `reference.precompute` is supported
+    reads_images: ClassVar[bool] = False  # `model.vision` is supported
 
     @property
     def needs_reference(self) -> bool:
@@ -57,6 +58,7 @@ class SFTSettings(TaskSettings):
     title: ClassVar[str] = "SFT"
     kind: ClassVar[str] = "sft"
     data_format: ClassVar[str] = "sft"
+    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
     turns: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
@@ -71,6 +73,7 @@ class DistillSettings(TaskSettings):
     title: ClassVar[str] = "distillation"
     kind: ClassVar[str] = "distill"
     data_format: ClassVar[str] = "sft"
+    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
     turns: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
@@ -98,6 +101,14 @@ class DistillSettings(TaskSettings):
         check_choice("loss.distill.divergence", self.divergence, DivergenceKind)
         check_table(self, "loss.distill.")
 
+    def check_run(self, config: Any) -> None:
+        need(
+            not (config.model.vision and config.rollout.source is not None),
+            "model.vision",
+            True,
+            "set it to false, or distil on texts without [rollout]: responses to images cannot be sampled",
+        )
+
 
 # Losses on preference pairs and on labelled answers, and the losses of value models and reward models
 
@@ -123,6 +134,7 @@ class DPOSettings(TaskSettings):
     title: ClassVar[str] = "DPO"
     kind: ClassVar[str] = "dpo"
     data_format: ClassVar[str] = "pairs"
+    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     group_size: ClassVar[int] = 2
     has_reference: ClassVar[bool] = True

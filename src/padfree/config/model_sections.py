@@ -63,6 +63,16 @@ class ModelConfig:
         resume=STAYS,
     )
     trust_remote_code: bool = setting(False, about="Run Python code that comes with the model.")
+    vision: bool = setting(
+        False,
+        about="Train a whole vision-language model on rows with images; false trains its language model on text.",
+        needs=need_of(
+            "loss.task.reads_images",
+            fix="leave it out: only padfree sft, dpo and distill read images",
+            about="a command that reads images",
+        ),
+        resume=STAYS,
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path", "tokenizer")

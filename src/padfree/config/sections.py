@@ -47,6 +47,10 @@ SAMPLED = need_of(
 )
 SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy responses to a prompt are all the same")
 
+IMAGES = need_of("model.vision", True, fix="set model.vision=true, or leave it out")
+MOST_IMAGE_PIXELS = 178_956_970
+"""Maximum of `data.max_image_pixels`: Pillow refuses larger images."""
+
 MOST_EPOCHS = 100_000
 """Maximum of `data.epochs`: before a run starts, its steps are counted epoch by epoch, which takes time."""
 
@@ -128,6 +132,21 @@ class DataConfig:
         about="What happens to a row that cannot be used; skipped rows are listed in rows.jsonl of the run folder.",
         resume=SAMPLES,
     )
+    image_folder: str | None = setting(
+        None,
+        about="The folder of relative image paths; none takes the folder of the data file.",
+        filled="give a folder, or leave it out",
+        needs=IMAGES,
+        resume=SAMPLES,
+    )
+    max_image_pixels: int = setting(
+        1 << 26,
+        least=1,
+        most=MOST_IMAGE_PIXELS,
+        about="Maximum width × height of an image; a row with a larger image is a bad row.",
+        needs=IMAGES,
+        resume=SAMPLES,
+    )
     shuffle: bool = setting(True, about="Shuffle the data in every epoch, with run.seed.", resume=STAYS)
     epochs: int | None = setting(
         1,
@@ -139,7 +158,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "path", "image_folder")
         if not self.path and not self.sources:
             raise UserError(
                 "data.path",

@@ -55,7 +55,7 @@ def formed_message(message: Message, form: Form) -> Message:
     changed = dict(message)
     if "reasoning_content" in changed:
         changed.setdefault("thinking", changed["reasoning_content"])  # transformers does the same for gpt-oss
-    if form.content_parts and changed["content"]:
+    if form.content_parts and isinstance(changed["content"], str) and changed["content"]:
         changed["content"] = [{"type": "text", "text": changed["content"]}]
     if calls and form.null_content and not changed["content"]:
         changed["content"] = None

@@ -76,12 +76,13 @@ class RenderedSample:
     """The text of one sample.
 
     `spans` are the ranges of trained characters: sorted, disjoint and not empty. `messages` has a pair (index of the
-    message, range of its text) for each message.
+    message, range of its text) for each message. The text shows the first `stop` messages.
     """
 
     text: str
     spans: tuple[Span, ...]
     messages: tuple[tuple[int, Span], ...]
+    stop: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +232,7 @@ class ChatRenderer:
                 return None
             if cut.alone and not text.startswith(self._rendered(messages[: cut.stop - 1], tools, True)[0]):
                 return None
-            made.append(RenderedSample(text=text, spans=tuple(spans), messages=tuple(message_spans)))
+            made.append(RenderedSample(text=text, spans=tuple(spans), messages=tuple(message_spans), stop=cut.stop))
         return made
 
     def _by_itself(
@@ -242,7 +243,7 @@ class ChatRenderer:
             shown = self._shown(conversation, cut, task, form)
             check_row(shape, conversation, shown, keep_thoughts=task.loss_on == "all")
             message_spans = _message_spans(cut, shape.leaves)
-            made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(message_spans)))
+            made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(message_spans), stop=cut.stop))
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:

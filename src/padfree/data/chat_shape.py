@@ -106,6 +106,8 @@ class _Dissection:
                 twin[field] = _text_marker(answered[1])
             elif isinstance(value, str) and field != "tool_call_id":
                 twin[field] = self._text(value, field, index, assistant=role == "assistant")
+            elif field == "content" and isinstance(value, list):
+                twin[field] = self._parts(value, index, assistant=role == "assistant")
             elif field == "tool_calls":
                 twin[field] = [self._call(call, f"{field}[{at}]", index) for at, call in enumerate(value)]
             else:
@@ -138,6 +140,18 @@ class _Dissection:
                 self._leaves.append(TemplateValue(message, field, text, thought or inside))
         self._key.append(None)
         return "".join(twin)
+
+    def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
+        """The parts of a content with images. The types of the parts belong to the shape, their texts are leaves."""
+        twins: list[Message] = []
+        for part in parts:
+            self._key.append(part["type"])
+            twin = dict(part)
+            if part["type"] == "text":
+                twin["text"] = self._text(part["text"], "content", message, assistant=assistant)
+            twins.append(twin)
+        self._key.append(("parts", len(parts)))
+        return twins
 
     def _call(self, call: Message, field: str, message: int) -> Message:
         function = call["function"]

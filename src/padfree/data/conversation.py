@@ -10,6 +10,11 @@ The result is OpenAI's format with JSON values only: content is a string, argume
 `{"type": "function", "function": ...}`. If a chat template needs another form (arguments as JSON text, null content
 next to tool calls), `ChatRenderer` converts the messages.
 
+Content with images stays a list of parts. `row_images` then takes the images out of the parts:
+
+    {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Hi"}]}
+        -> {"role": "user", "content": [{"type": "image", "image": ImageReference("a.png")}, {"type": "text", ...}]}
+
 Parquet and Arrow give every message the keys of all messages, with null for the missing ones. A key with null therefore
 counts as missing: in a message, in a tool, and in arguments given as an object. A null in arguments given as JSON text,
 or in a list, is deliberate and is kept. Empty lists, objects and strings are dropped as well, except empty content and
@@ -25,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from padfree.data.image_references import OTHER_MEDIA, ImageReference, is_image_part, read_part
 from padfree.data.records import RowError, check_encodable, shown
 
 Message = dict[str, Any]
@@ -60,12 +66,14 @@ DEEPEST = 64
 class Conversation:
     """The messages and tools of a conversation.
 
-    `untrained` holds the indices of assistant messages that are not trained (OpenAI's `weight: 0`).
+    `untrained` holds the indices of assistant messages that are not trained (OpenAI's `weight: 0`). `images` has the
+    image of each image part of the messages, in order.
     """
 
     messages: tuple[Message, ...]
     tools: list[Any] | None = None
     untrained: frozenset[int] = frozenset()
+    images: tuple[ImageReference, ...] = ()
 
     @property
     def has_system(self) -> bool:
@@ -156,7 +164,7 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
         rest["reasoning_content"] = _thought(thoughts, name)
     if content is None and not (calls or "refusal" in rest):
         raise RowError(f"{name}.content is null; expected a string or a list of text parts")
-    kept: Message = {"role": check_encodable(role, f"{name}.role"), "content": _text(content, f"{name}.content")}
+    kept: Message = {"role": check_encodable(role, f"{name}.role"), "content": _content(content, f"{name}.content")}
     kept |= rest
     if calls:
         kept["tool_calls"] = calls
@@ -206,23 +214,33 @@ def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
     return {**given, "role": SHAREGPT_ROLES[sender], "content": value}
 
 
-def _text(content: object, name: str) -> str:
-    """Return the text of a message's content. If the content is a list of text parts, their texts are concatenated."""
+def _content(content: object, name: str) -> str | list[Message]:
+    """Return the content of a message: a text, or a list of parts if it has images.
+
+    Consecutive text parts are concatenated.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return check_encodable(content, name)
     if not isinstance(content, list):
-        raise RowError(f"{name} is {shown(content)}; expected a string or a list of text parts")
+        raise RowError(f"{name} is {shown(content)}; expected a string or a list of parts")
+    parts: list[Message] = []
     texts: list[str] = []
     for index, part in enumerate(content):
+        if isinstance(part, dict) and is_image_part(part):
+            if texts:
+                parts.append({"type": "text", "text": "".join(texts)})
+            parts.append({"type": "image", "image": read_part(part, f"{name}[{index}]")})
+            texts = []
+            continue
+        if isinstance(part, dict) and part.get("type") in OTHER_MEDIA:
+            raise RowError(f"{name}[{index}].type is {shown(part['type'])}; padfree reads text and images only")
         if isinstance(part, dict):
             part = {key: value for key, value in part.items() if value is not None}
             kind = part.pop("type", "text" if set(part) == {"text"} else None)
             if kind not in TEXT_PARTS:
-                raise RowError(
-                    f"{name}[{index}].type is {shown(kind)}; expected 'text', because padfree reads text only"
-                )
+                raise RowError(f"{name}[{index}].type is {shown(kind)}; expected 'text' or 'image'")
             text = part.pop("text", None)
             if part and any(value not in ("", [], {}) for value in part.values()):
                 raise RowError(f"{name}[{index}] has the key {next(iter(part))!r}; expected 'type' and 'text' only")
@@ -231,7 +249,9 @@ def _text(content: object, name: str) -> str:
         if not isinstance(text, str):
             raise RowError(f"{name}[{index}].text is {shown(text)}; expected a string")
         texts.append(check_encodable(text, f"{name}[{index}].text"))
-    return "".join(texts)
+    if not parts:
+        return "".join(texts)
+    return [*parts, {"type": "text", "text": "".join(texts)}] if texts else parts
 
 
 def _calls(calls: object, name: str) -> list[Message]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from padfree.choices import LossOn, OnBadRow, Overlong, PromptFormat, Turns
 from padfree.config.prompt_template import template_parts
+from padfree.data.image_processor import ImageSettings
 from padfree.errors import UserError, check_choice
 
 
@@ -43,6 +44,7 @@ class TextSettings:
     - `overlong`: what happens to a sample of more than `max_length` tokens. "error" raises an error, "truncate" cuts
       the sample, and "drop" skips it.
     - `on_bad_row`: what happens to a row that cannot be used. "error" raises an error, and "skip" skips the row.
+    - `images`: the model whose processor turns images into tokens. None refuses rows with images.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +61,7 @@ class TextSettings:
     max_length: int | None = None
     overlong: Overlong = "error"
     on_bad_row: OnBadRow = "error"
+    images: ImageSettings | None = None
 
     def __post_init__(self) -> None:
         check_choice("prompt_format", self.prompt_format, PromptFormat)

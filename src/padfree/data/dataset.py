@@ -4,8 +4,8 @@
     len(data), data.lengths          no token is read
     data[0]                          Sample(tokens=..., loss_mask=..., uid="train.jsonl:1", source="train.jsonl")
 
-A data set consists of a folder and the settings `max_length` and `overlong`, and only these are pickled. Any number of
-processes can open a data set. They share the memory-mapped tokens.
+A data set consists of a folder and the settings `max_length`, `overlong` and `images`, and only these are pickled. Any
+number of processes can open a data set. They share the memory-mapped tokens.
 
 Consecutive samples of the same file and line belong to one row. A row has several samples if the chat template changes
 earlier turns of a conversation: then each trained turn is one sample.
@@ -15,8 +15,8 @@ earlier turns of a conversation: then each trained turn is one sample.
     group        None | train.jsonl:2 for each of the three samples | None
 
 `max_length` is applied when a data set is opened, not when its files are tokenised, so that changing it does not
-require tokenising again. Truncation keeps the first tokens. A sample that has no trained token after truncation is
-dropped, and the report lists it as dropped.
+require tokenising again. Truncation keeps the first tokens. A sample that has no trained token after truncation, or
+that would be cut inside an image, is dropped, and the report lists it as dropped.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.choices import Overlong
+from padfree.data.array_files import open_array
 from padfree.data.data_settings import check_max_length
+from padfree.data.hashing import hash_of
+from padfree.data.image_processor import ImageSettings
+from padfree.data.image_store import StoredImages
 from padfree.data.records import DataReport, SkippedRow, labelled
-from padfree.data.store import hash_of, open_array, read_metadata, read_skipped
+from padfree.data.store import read_metadata, read_skipped
 from padfree.errors import UserError, check_choice
 from padfree.sample import Sample
 
@@ -96,7 +100,14 @@ class TokenizedDataset(StoredSamples):
     # If True, overlong="truncate" also drops all samples of a row if it drops one of them, as overlong="drop" does.
     drops_whole_rows: ClassVar[bool] = False
 
-    def __init__(self, folder: str | Path, *, max_length: int | None = None, overlong: Overlong = "error") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        max_length: int | None = None,
+        overlong: Overlong = "error",
+        images: ImageSettings | None = None,
+    ) -> None:
         check_max_length(max_length)
         check_choice("overlong", overlong, Overlong)
         self.folder = Path(folder)
@@ -105,6 +116,13 @@ class TokenizedDataset(StoredSamples):
         metadata = read_metadata(self.folder)
         num_samples, num_tokens = int(metadata["samples"]), int(metadata["tokens"])
         self._files: list[dict[str, Any]] = metadata["files"]
+        self._images: StoredImages | None = None
+        if (about := metadata.get("image_counts")) is not None:
+            if images is None:
+                raise UserError(
+                    "images", f"are missing, but {self.folder} has images", "give padfree.data.ImageSettings"
+                )
+            self._images = StoredImages(self.folder, about, num_samples, images)
         self._digests: list[str] = metadata["digests"]
         # Use plain arrays over the mapped memory. Slicing numpy's memmap takes ten times as long, and a pickled slice
         # of a memmap would contain the whole file.
@@ -158,7 +176,11 @@ class TokenizedDataset(StoredSamples):
         usable = np.ones(len(self.lengths), dtype=np.bool_)
         for stored in over.tolist():
             start = self._starts[stored]
-            usable[stored] = self.overlong == "truncate" and self._mask[start + 1 : start + self.max_length].any()
+            usable[stored] = (
+                self.overlong == "truncate"
+                and self._mask[start + 1 : start + self.max_length].any()
+                and not self._cuts_image(stored)
+            )
         keep = usable.copy()
         truncated: list[SkippedRow] = []
         dropped: list[SkippedRow] = []
@@ -169,7 +191,10 @@ class TokenizedDataset(StoredSamples):
             lost = stored_of_row[~keep[stored_of_row]]
             if len(lost) == len(stored_of_row):
                 first = int(stored_of_row[~usable[stored_of_row]][0])
-                nothing = ", and no trained token within it" if self.overlong == "truncate" else ""
+                nothing = ""
+                if self.overlong == "truncate":
+                    cut = self._cuts_image(first)
+                    nothing = ", and it would be cut inside an image" if cut else ", and no trained token within it"
                 dropped.append(self._note(first, nothing))
             else:
                 first = int(stored_of_row[self.lengths[stored_of_row] > self.max_length][0])
@@ -187,6 +212,19 @@ class TokenizedDataset(StoredSamples):
             )
         self.lengths = np.minimum(self.lengths[self._kept], self.max_length)
         return truncated, dropped
+
+    @property
+    def images(self) -> str | None:
+        """A description of the number of images and their tokens; None if the data has no images."""
+        return None if self._images is None else self._images.summary(self._kept)
+
+    def _cuts_image(self, stored: int) -> bool:
+        """Whether `max_length` cuts a sample inside an image."""
+        if self._images is None:
+            return False
+        start = self._starts[stored]
+        whole = self._tokens[start : start + self.lengths[stored]]
+        return not self._images.whole_length(stored, whole, self.max_length or 0)
 
     def _note(self, stored: int, more: str) -> SkippedRow:
         file, line = self._rows[stored]
@@ -229,20 +267,26 @@ class TokenizedDataset(StoredSamples):
         # If some rows have several samples, the hash also covers which samples form a row.
         several = self.samples_per_row is None and len(self.row_starts) - 1 < len(self)
         rows = [hashlib.sha256(self.row_starts.tobytes()).hexdigest()] if several else []
-        return hash_of([*self._digests, kept, *rows])
+        # The pixels of an image also depend on the processor.
+        images = [] if self._images is None else [self._images.settings.processor.digest]
+        return hash_of([*self._digests, kept, *rows, *images])
 
     def __getitem__(self, index: SupportsIndex) -> Sample:
         number = self._checked(index)
         stored = int(self._kept[number])
         start = self._starts[stored]
         end = start + self.lengths[number]
-        return Sample(
-            tokens=self._tokens[start:end],
+        tokens = self._tokens[start:end]
+        sample = Sample(
+            tokens=tokens,
             loss_mask=self._mask[start:end],
             uid=self._uid(stored),
             group=None if self._turn(stored) is None else self._row_name(stored),
             source=self._files[self._rows[stored, 0]]["name"],
+            images=() if self._images is None else self._images.of_sample(stored, tokens),
         )
+        prepare = None if self._images is None else self._images.settings.prepare
+        return sample if prepare is None else prepare(sample)
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
@@ -257,7 +301,8 @@ class TokenizedDataset(StoredSamples):
         return None if numbers is None else float(numbers[self._kept[as_index(index)]])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (type(self), self.folder, self.max_length, self.overlong)
+        images = None if self._images is None else self._images.settings
+        return _reopened, (type(self), self.folder, self.max_length, self.overlong, images)
 
 
 class PairDataset(TokenizedDataset):
@@ -337,6 +382,10 @@ def of_source(name: str, sample: Sample) -> Sample:
 
 
 def _reopened(
-    kind: type[TokenizedDataset], folder: Path, max_length: int | None, overlong: Overlong
+    kind: type[TokenizedDataset],
+    folder: Path,
+    max_length: int | None,
+    overlong: Overlong,
+    images: ImageSettings | None,
 ) -> TokenizedDataset:
-    return kind(folder, max_length=max_length, overlong=overlong)
+    return kind(folder, max_length=max_length, overlong=overlong, images=images)

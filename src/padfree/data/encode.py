@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.data.image_references import ImageReference
 from padfree.data.records import RowError, attempt
 from padfree.errors import UserError
 
@@ -48,15 +49,17 @@ class Passage:
     """The text of one sample in pieces.
 
     `joined`: whether the pieces are one text, which already contains its special tokens. `begun`: whether the first of
-    several separate texts already begins with the special tokens that the tokenizer would add, such as bos.
+    several separate texts already begins with the special tokens that the tokenizer would add, such as bos. `images`:
+    the images whose markers are in the texts, in order.
     """
 
     pieces: tuple[Piece, ...]
     joined: bool = False
     begun: bool = False
+    images: tuple[ImageReference, ...] = ()
 
     @staticmethod
-    def of_spans(text: str, spans: Sequence[tuple[int, int]]) -> Passage:
+    def of_spans(text: str, spans: Sequence[tuple[int, int]], images: tuple[ImageReference, ...] = ()) -> Passage:
         """Return a joined passage in which the characters inside `spans` are trained.
 
         The spans must be sorted, disjoint and not empty.
@@ -68,7 +71,7 @@ class Passage:
             done = end
         last = Piece(text[done:], False)
         filled = tuple(piece for piece in (*pieces, last) if piece.text)
-        return Passage(pieces=filled or (last,), joined=True)
+        return Passage(pieces=filled or (last,), joined=True, images=images)
 
 
 class Encoded(NamedTuple):

@@ -16,6 +16,7 @@ docs/guides/data.md has the list. This module does not import torch, so that wro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from padfree.choices import ROLLOUT_ARRAYS
@@ -37,7 +38,8 @@ HINTS = {
     "rejected": ("rejected_response", "dispreferred"),
 }
 
-_TEXT_ONLY = "which is not text; padfree trains on text only"
+_NO_TEXT = "which is not text; padfree trains on text and images only"
+_IMAGES = "which is not text; set model.vision=true to train a vision-language model on conversations with images"
 _PROMPT = "which belongs to the prompt"
 _RESPONSE = "which belongs to the response"
 _TOKENS = "which is about token ids in 'input_ids'"
@@ -47,7 +49,8 @@ GUARDED = {
     "label": "which marks answers as good or bad; padfree kto reads it, but this command would train on all answers",
     "weight": _WEIGHT,
     "weights": _WEIGHT,
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
+    **dict.fromkeys(("image", "images"), _IMAGES),
+    **dict.fromkeys(("video", "videos", "audio", "audios"), _NO_TEXT),
     **dict.fromkeys(("input", "context", "passage"), _PROMPT),
     "functions": "which holds tools in an old OpenAI format; convert it to 'tools'",
     "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
@@ -143,6 +146,19 @@ ROLLOUT_SCHEMA = Schema(
     },
     preferred=("tokens", "token pair"),
 )
+
+SHOW_IMAGES = ("messages", "pair", "prompted", "continued", "implicit")
+"""The kinds of formats whose rows can have a column with images."""
+
+
+def reading_images(schema: Schema) -> Schema:
+    """Return the schema with the optional field `images` in all formats with conversations, for `model.vision`."""
+    formats = tuple(
+        replace(format, may=(*format.may, "images")) if format.kind in SHOW_IMAGES else format
+        for format in schema.formats
+    )
+    return replace(schema, formats=formats, names={**schema.names, "images": ("image",)})
+
 
 SCHEMAS = {
     "sft": SFT_SCHEMA,

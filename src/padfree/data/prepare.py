@@ -18,6 +18,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +27,10 @@ from padfree.data.chat_renderer import chat_renderer
 from padfree.data.data_settings import SFTDataSettings
 from padfree.data.dataset import PairDataset, TokenizedDataset
 from padfree.data.fields import Fields, Schema, check_mapping, resolve
-from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described
+from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described, reading_images
+from padfree.data.hashing import hash_of
+from padfree.data.image_processor import ImageSettings
+from padfree.data.image_store import StoredImages
 from padfree.data.records import bad_row
 from padfree.data.rows import is_messages
 from padfree.data.sources import Chunk, RecordSource, open_sources, optional_package
@@ -36,7 +40,6 @@ from padfree.data.store import (
     content_digest,
     default_cache_folder,
     find_or_build,
-    hash_of,
     is_whole,
     read_metadata,
     read_skipped,
@@ -131,7 +134,7 @@ def load_rows(
     """
     settings = settings or SFTDataSettings()
     found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
-    return dataset(found, max_length=settings.max_length, overlong=settings.overlong)
+    return dataset(found, max_length=settings.max_length, overlong=settings.overlong, images=settings.images)
 
 
 def _tokenised(
@@ -145,6 +148,9 @@ def _tokenised(
     progress: bool | Progress,
 ) -> Path:
     """Tokenise the data unless the cache has its tokens, and return the folder of the tokens in the cache."""
+    known = schema
+    if settings.images is not None:
+        schema = reading_images(schema)
     check_mapping(settings.columns, schema)
     if num_workers is not None and num_workers < 0:
         raise UserError("num_workers", "is negative", "give 0 or more", value=num_workers)
@@ -155,15 +161,17 @@ def _tokenised(
     if chat is not None and chat.depends_on_day:
         identity["day"] = chat.day.isoformat()
         settings = replace(settings, day=chat.day)  # fix the date now, in case midnight passes while tokenising
-    if schema is not SFT_SCHEMA:
+    if known is not SFT_SCHEMA:
         identity["kinds"] = [format.kind for format in schema.formats]
     if schema.number is not None:
         identity["number"] = schema.number
+    if settings.images is not None:
+        identity["images"] = _image_identity(sources, settings.images)
 
     def build(temporary: Path) -> None:
         _build(temporary, sources, kind(tokenizer, settings), schema, settings, identity, num_workers, progress)
 
-    found = find_or_build(folder, hash_of(identity)[:32], build, intact=is_whole)
+    found = find_or_build(folder, hash_of(identity)[:32], build, intact=partial(_intact, settings.images))
     if settings.on_bad_row == "error" and (skipped := read_skipped(found)):
         units = {file["name"]: file["unit"] for file in read_metadata(found)["files"]}
         raise bad_row(skipped[0], units[skipped[0].file])
@@ -197,6 +205,30 @@ def _identity(
     }
 
 
+def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[str, Any]:
+    """Return everything that image tokens depend on, except the image files, which `_intact` compares."""
+    return {
+        "processor": images.processor.digest,
+        "placeholder": images.placeholder,
+        "one_image": images.one_image,
+        "max_pixels": images.max_pixels,
+        "folders": [images.folder or source.folder for source in sources],
+    }
+
+
+def _intact(images: ImageSettings | None, folder: Path) -> bool:
+    """Whether a cache folder is complete, and no image file has changed since it was built."""
+    if not is_whole(folder):
+        return False
+    if images is None:
+        return True
+    metadata = read_metadata(folder)
+    try:
+        return StoredImages(folder, metadata["image_counts"], int(metadata["samples"]), images).unchanged()
+    except (UserError, KeyError, TypeError, ValueError):
+        return False
+
+
 def _build(
     folder: Path,
     sources: list[RecordSource],
@@ -219,14 +251,18 @@ def _build(
     rows = [0] * len(sources)
     done = 0
     with (
-        Writer(folder, numbers=schema.number is not None) as writer,
+        Writer(folder, numbers=schema.number is not None, images=settings.images is not None) as writer,
         contextlib.closing(results),
         _shown_progress(progress) as report,
     ):
         for number, chunk, result in results:
             if result.skipped and settings.on_bad_row == "error":
                 raise bad_row(result.skipped[0], chunk.unit)
-            writer.append(result.tokens, result.mask, result.lengths, number, result.lines, result.numbers)
+            writer.append(
+                result.tokens, result.mask, result.lengths, number, result.lines, result.numbers, result.images
+            )
+            if writer.images is not None:
+                writer.images.bad_files.extend(result.bad_files)
             writer.skipped.extend(result.skipped)
             rows[number] += len(chunk.numbers)
             done += chunk.size

@@ -30,6 +30,7 @@ from padfree.data.conversation import Conversation, Message, read_conversation
 from padfree.data.data_settings import TextSettings
 from padfree.data.fields import Fields, has_value
 from padfree.data.records import RowError, check_encodable, present, shown, string
+from padfree.data.row_images import need_no_images, read_column, text_of, with_images
 from padfree.errors import UserError
 
 SYSTEM = ("system", "developer")
@@ -56,6 +57,7 @@ class RowReader:
             )
         self._system = settings.system
         self._renders_chat = renders_chat
+        self._reads_images = settings.images is not None
         self._implicit_text = settings.prompt_format != "chat"
         self._template = None if settings.prompt_template is None else template_parts(settings.prompt_template)
 
@@ -68,11 +70,11 @@ class RowReader:
 
     def conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
         """Return the conversation in the field `messages` of a row."""
-        return self._with_default(self._own_conversation(row, fields))
+        return self._finished(self._own_conversation(row, fields), row, fields)
 
     def prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
         """Return the prompt of a row as a conversation, with the fields `input` and `history` and the system prompt."""
-        return self._with_default(self._own_prompt(row, fields))
+        return self._finished(self._own_prompt(row, fields), row, fields)
 
     def completed(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
         """Return the fields `prompt` and `response` of a row as one conversation.
@@ -83,7 +85,7 @@ class RowReader:
         answer = _answer(row, fields["response"])
         messages, start = _joined(context, answer, fields["prompt"], fields["response"])
         found = _conversation(messages, start, context, answer)
-        return self._with_default(found)
+        return self._finished(found, row, fields)
 
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
         """Return the chosen and the rejected conversation of a preference pair.
@@ -117,7 +119,7 @@ class RowReader:
             _conversation((*shared, *messages[start:]), start, Conversation(messages=shared, tools=tools))
             for messages in whole
         )
-        return self._with_default(chosen), self._with_default(rejected)
+        return self._finished(chosen, row, fields), self._finished(rejected, row, fields)
 
     def _own_conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
         column = fields["messages"]
@@ -149,14 +151,21 @@ class RowReader:
             return None
         return string(row, column)
 
-    def _with_default(self, found: Conversation) -> Conversation:
-        return found if self._system is None or found.has_system else found.with_system(self._system)
+    def _finished(self, found: Conversation, row: Mapping[str, Any], fields: Fields) -> Conversation:
+        """Add the default system prompt and the images of the row to its conversation."""
+        if self._system is not None and not found.has_system:
+            found = found.with_system(self._system)
+        if not self._reads_images:
+            return need_no_images(found)
+        column = fields.columns.get("images", "images")
+        value = row.get(column)
+        return with_images(found, None if value is None else read_column(value, column), column)
 
     # Plain text
 
     def plain_prompt(self, row: Mapping[str, Any], fields: Fields) -> str:
         """Return the prompt of a row as plain text, without a chat template."""
-        for name in ("system", "history", "tools"):
+        for name in ("system", "history", "tools", "images"):
             column = fields.columns.get(name)
             if column is not None and column not in self.template_names and has_value(row.get(column)):
                 raise RowError(
@@ -288,7 +297,7 @@ def _with_system(found: Conversation, system: str | None, system_column: str, co
     check_encodable(system, system_column)
     if not found.has_system:
         return found.with_system(system)
-    if found.messages[0]["content"].strip() != system.strip():
+    if text_of(found.messages[0]["content"]).strip() != system.strip():
         raise RowError(f"{system_column!r} and {column}[0] are different system prompts; keep one of them")
     return found
 
@@ -408,9 +417,13 @@ def _same_answers(chosen: str, rejected: str) -> RowError:
 def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
     """Whether two lists of messages are equal, ignoring white space around their content."""
     return len(some) == len(others) and all(
-        one == other or {**one, "content": one["content"].strip()} == {**other, "content": other["content"].strip()}
+        one == other or {**one, "content": _trimmed(one["content"])} == {**other, "content": _trimmed(other["content"])}
         for one, other in zip(some, others, strict=True)
     )
+
+
+def _trimmed(content: str | list[Message]) -> str | list[Message]:
+    return content.strip() if isinstance(content, str) else content
 
 
 def _common_words(one: str, other: str) -> int:

@@ -54,6 +54,7 @@ class Chunk:
     numbers: list[int]
     records: list[Record]
     size: int
+    folder: str | None = None  # the folder of the file, for relative paths in its rows
 
 
 class RecordSource(ABC):
@@ -65,6 +66,7 @@ class RecordSource(ABC):
     name: str
     unit: str = "row"
     size: int
+    folder: str | None = None
 
     @abstractmethod
     def digest(self) -> str:
@@ -88,7 +90,7 @@ class RecordSource(ABC):
         """Yield all rows in order, in chunks. A source may leave out columns that are not in `columns`."""
 
     def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
-        return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size)
+        return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size, folder=self.folder)
 
     def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
         """Convert lists of rows to chunks with row numbers and sizes. `num_rows` is the number of rows in all lists."""
@@ -117,6 +119,7 @@ class FileSource(RecordSource):
                 "data", f"{path} cannot be read ({error.strerror})", "give a file that can be read"
             ) from None
         self.size = self._opened.st_size
+        self.folder = str(path.absolute().parent)
 
     def check_unchanged(self) -> None:
         now = self.path.stat()

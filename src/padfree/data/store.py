@@ -5,6 +5,7 @@
                     offsets.npy  int64 [N+1]   sample i is [offsets[i], offsets[i+1])
                     rows.npy     int64 [N, 2]  file (index in the list of metadata.json) and line of each sample
                     numbers.npy  float64 [N]   only if rows have a number: a margin or a label
+                    image_*                    only if rows may have images: see `image_store`
                     skipped.jsonl              rows that could not be used
                     metadata.json              what <key> is a hash of, counts, digests of tokens and mask
 
@@ -30,14 +31,17 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.data.array_files import ArrayWriter, open_array
+from padfree.data.hashing import hash_of
+from padfree.data.image_store import ImageWriter, ReadImage
 from padfree.data.records import SkippedRow
 from padfree.data.sources import FileSource, RecordSource
 from padfree.errors import UserError
@@ -96,11 +100,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hash_of(identity)
 
 
-def hash_of(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Turn an `OSError` that the `with` block raises into a `UserError`."""
@@ -114,56 +113,14 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-class ArrayWriter:
-    """Writes an .npy file piece by piece. `finish` overwrites the header with the final length."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...] = ()) -> None:
-        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed by close()
-        self._dtype = dtype
-        self._row_shape = row_shape
-        self._digest = hashlib.sha256()
-        self.length = 0
-        self._header_length = self._write_header()
-
-    def _write_header(self) -> int:
-        shape = (self.length, *self._row_shape)
-        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._file, header)
-        return self._file.tell()
-
-    def append(self, array: NDArray[Any]) -> None:
-        assert array.dtype == self._dtype
-        assert array.shape[1:] == self._row_shape
-        content = np.ascontiguousarray(array).data
-        self._file.write(content)
-        self._digest.update(content)
-        self.length += len(array)
-
-    @property
-    def digest(self) -> str:
-        """A hash of everything appended so far."""
-        return self._digest.hexdigest()
-
-    def finish(self) -> None:
-        """Write the final header and sync the file to disk, so that a later rename cannot expose incomplete content."""
-        self._file.seek(0)
-        length = self._write_header()
-        # the final header is as long as the first one, because numpy reserves space in it for the final length
-        assert length == self._header_length
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class Writer(contextlib.ExitStack):
     """Writes the files of one cache folder. The folder is complete after `finish`."""
 
-    def __init__(self, folder: Path, *, numbers: bool = False) -> None:
+    def __init__(self, folder: Path, *, numbers: bool = False, images: bool = False) -> None:
         super().__init__()
         self._folder = folder
         self._numbers: ArrayWriter | None = None
+        self.images: ImageWriter | None = None
         with writing(folder):
             self._tokens = ArrayWriter(folder / "tokens.npy", np.dtype(np.int32))
             self._mask = ArrayWriter(folder / "mask.npy", np.dtype(np.bool_))
@@ -171,6 +128,9 @@ class Writer(contextlib.ExitStack):
             self._rows = ArrayWriter(folder / "rows.npy", np.dtype(np.int64), (2,))
             if numbers:
                 self._numbers = ArrayWriter(folder / "numbers.npy", np.dtype(np.float64))
+            if images:
+                self.images = ImageWriter(folder)
+                self.callback(self.images.close)
             self._offsets.append(np.zeros(1, dtype=np.int64))
         for array in self._arrays:
             self.callback(self._close, array)
@@ -183,7 +143,8 @@ class Writer(contextlib.ExitStack):
     @property
     def _arrays(self) -> tuple[ArrayWriter, ...]:
         found = (self._tokens, self._mask, self._offsets, self._rows)
-        return found if self._numbers is None else (*found, self._numbers)
+        images = () if self.images is None else self.images.arrays
+        return (*found, *(() if self._numbers is None else (self._numbers,)), *images)
 
     @property
     def num_samples(self) -> int:
@@ -197,10 +158,12 @@ class Writer(contextlib.ExitStack):
         file: int,
         lines: NDArray[np.int64],
         numbers: NDArray[np.float64] | None = None,
+        images: Sequence[Sequence[ReadImage]] = (),
     ) -> None:
         """Append several samples of one file.
 
-        `tokens` and `mask` hold the samples end to end. `lengths`, `lines` and `numbers` hold one entry per sample.
+        `tokens` and `mask` hold the samples end to end. `lengths`, `lines`, `numbers` and `images` hold one entry
+        per sample.
         """
         assert len(tokens) == len(mask) == lengths.sum()
         with writing(self._folder):
@@ -211,6 +174,8 @@ class Writer(contextlib.ExitStack):
             if self._numbers is not None:
                 assert numbers is not None
                 self._numbers.append(numbers)
+            if self.images is not None:
+                self.images.append(images)
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
         skipped = "".join(json.dumps(asdict(row)) + "\n" for row in self.skipped)
@@ -218,13 +183,17 @@ class Writer(contextlib.ExitStack):
             "format": FORMAT,
             "samples": self.num_samples,
             "tokens": self._tokens.length,
-            "digests": [array.digest for array in (self._tokens, self._mask, self._numbers) if array is not None],
+            "digests": [
+                part.digest for part in (self._tokens, self._mask, self._numbers, self.images) if part is not None
+            ],
             "numbers": self._numbers is not None,
             "skipped_bytes": len(skipped.encode()),
         }
         with writing(self._folder):
             for array in self._arrays:
                 array.finish()
+            if self.images is not None:
+                counts["image_counts"] = self.images.finish()
             _write_text(self._folder / "skipped.jsonl", skipped)
             _write_text(self._folder / "metadata.json", json.dumps({**counts, **metadata}, indent=1, default=str))
 
@@ -341,19 +310,3 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 def read_skipped(folder: Path) -> list[SkippedRow]:
     with open(folder / "skipped.jsonl", encoding="utf-8") as file:
         return [SkippedRow(**json.loads(line)) for line in file]
-
-
-def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Open one array of a cache folder, memory-mapped. Raise a `UserError` if it does not have this shape."""
-    path = folder / f"{name}.npy"
-    try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(
-            "cache", f"{path} is damaged ({error})", f"delete {folder}, and the next run rebuilds it"
-        ) from None
-    if array.shape != shape:
-        raise UserError(
-            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}, and the next run rebuilds it"
-        )
-    return array

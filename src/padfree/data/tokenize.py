@@ -10,12 +10,14 @@
                                                                                             `loss_mask` marks, or all
     chosen, rejected   two samples: the shared context with either answer                   the answer
 
+In conversations with images, the image markers of the rendered text become placeholder tokens (`image_reader`).
 `loss_on="all"` trains on all tokens. A row without a token to train on is a bad row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,7 +28,10 @@ from padfree.data.conversation import Conversation, read_conversation
 from padfree.data.data_settings import SFTDataSettings
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import Fields
+from padfree.data.image_reader import ImageReader
+from padfree.data.image_store import BadFile, ReadImage
 from padfree.data.records import LARGEST, RowError, SkippedRow, attempt, items, shown, string, token_ids
+from padfree.data.row_images import num_images
 from padfree.data.rows import PlainPair, RowReader
 from padfree.data.sources import Chunk, record_of
 
@@ -44,16 +49,19 @@ class TokenizedChunk(NamedTuple):
     lines: NDArray[np.int64]  # [N] consecutive samples with the same line belong to one row
     numbers: NDArray[np.float64]  # [N] the number stored for the sample's row (a margin or a label); 0 if there is none
     skipped: list[SkippedRow]
+    images: list[tuple[ReadImage, ...]]  # [N] the images of each sample
+    bad_files: list[BadFile]  # files of images that made rows unusable
 
 
 class RowTokenizer:
     """Turns chunks of rows into tokens. It is pickled and sent to the worker processes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings) -> None:
-        self._settings = settings
+        self._settings = settings if settings.images is None else replace(settings, images=settings.images.for_rows())
         self._encoder = Encoder(tokenizer, append_eos=settings.append_eos)
         self._chat = chat_renderer(tokenizer, settings, day=settings.day)
         self.reader = RowReader(settings, renders_chat=self._chat is not None)
+        self._images = None if settings.images is None else ImageReader(settings.images)
 
     @property
     def renders_chat(self) -> bool:
@@ -61,26 +69,32 @@ class RowTokenizer:
 
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
         """Tokenise a chunk of rows. `fields` is None for a file in which no row can be read."""
-        rows: list[tuple[int, float, Sequence[Passage | Encoded]]] = []
+        rows: list[tuple[int, float, Sequence[_WithImages]]] = []
         skipped: list[SkippedRow] = []
         for line, record in zip(chunk.numbers, chunk.records, strict=True):
             try:
                 row = record_of(record)
                 assert fields is not None
                 fields.check(row)
-                rows.append((line, self._number(row, fields), self._samples(row, fields)))
+                found = [self._shown(one, chunk.folder) for one in self._samples(row, fields)]
+                rows.append((line, self._number(row, fields), found))
             except RowError as error:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(error)))
-        passages = [one for _, _, found in rows for one in found if isinstance(one, Passage)]
+        passages = [one for _, _, found in rows for one, _ in found if isinstance(one, Passage)]
         encoded = iter(self._encoder.encode(passages))
         samples: list[tuple[Encoded, int, float]] = []
+        images: list[tuple[ReadImage, ...]] = []
         for line, number, found in rows:
-            whole = [next(encoded) if isinstance(one, Passage) else one for one in found]
-            reason = next((problem for one in whole if (problem := _problem(one)) is not None), None)
+            whole = [(next(encoded) if isinstance(one, Passage) else one, shown) for one, shown in found]
+            reason = next((problem for one in whole if (problem := self._problem(*one)) is not None), None)
             if reason is not None:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=reason))
             else:
-                samples += [(one, line, number) for one in whole if isinstance(one, Encoded)]
+                samples += [(one, line, number) for one, _ in whole if isinstance(one, Encoded)]
+                images += [shown for _, shown in whole]
+        bad_files: list[BadFile] = []
+        if self._images is not None:
+            bad_files, self._images.bad_files = self._images.bad_files, bad_files
         nothing = np.empty(0, dtype=np.int32)
         return TokenizedChunk(
             tokens=np.concatenate([nothing, *(one.tokens for one, _, _ in samples)]),
@@ -89,7 +103,45 @@ class RowTokenizer:
             lines=np.array([line for _, line, _ in samples], dtype=np.int64),
             numbers=np.array([number for _, _, number in samples], dtype=np.float64),
             skipped=sorted(skipped, key=lambda row: row.line),
+            images=images,
+            bad_files=bad_files,
         )
+
+    def expanded(self, conversation: Conversation, sample: RenderedSample, folder: str | None) -> RenderedSample:
+        """Return a rendered sample with its image markers expanded. `folder`: the folder of relative paths."""
+        if self._images is None:
+            return sample
+        passage, images = self._images.expanded(passage_of(conversation, sample), folder)
+        marker, starts = self._images.settings.processor.marker, [0]
+        for _ in images:
+            starts.append(sample.text.index(marker, starts[-1]) + len(marker))
+        added = [len(image.expansion.text) - len(marker) for image in images]
+
+        def moved(offset: int) -> int:
+            return offset + sum(more for start, more in zip(starts[1:], added, strict=True) if start <= offset)
+
+        spans = tuple((moved(start), moved(end)) for start, end in sample.spans)
+        messages = tuple((index, (moved(start), moved(end))) for index, (start, end) in sample.messages)
+        text = "".join(piece.text for piece in passage.pieces)
+        return replace(sample, text=text, spans=spans, messages=messages)
+
+    def _shown(self, sample: Passage | Encoded, folder: str | None) -> _WithImages:
+        """Return a sample with its images read and expanded. `folder`: the folder of relative paths."""
+        if self._images is None or isinstance(sample, Encoded):
+            return sample, ()
+        return self._images.expanded(sample, folder)
+
+    def _problem(self, encoded: Encoded | RowError, images: tuple[ReadImage, ...]) -> str | None:
+        """Return the reason why a row cannot be used, or None if it can."""
+        if isinstance(encoded, RowError):
+            return str(encoded)
+        if self._images is not None and (problem := self._images.problem(encoded, images)) is not None:
+            return problem
+        if not encoded.loss_mask[1:].any():
+            return (
+                f"has {len(encoded.tokens)} tokens and none to train on; expected a trained token after the first token"
+            )
+        return None
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
         """Return the number that is stored with a row (a margin or a label), or 0 if the schema has none."""
@@ -102,7 +154,7 @@ class RowTokenizer:
         if fields.kind == "tokens":
             return [given_tokens(row, fields, everything=self._settings.loss_on == "all")]
         if self._chat is not None:
-            return [Passage.of_spans(sample.text, sample.spans) for _, sample in self.rendered(row, fields)]
+            return [passage_of(conversation, sample) for conversation, sample in self.rendered(row, fields)]
         prompt, response = self.reader.plain_prompt(row, fields), string(row, fields["response"])
         return [Passage(pieces=(Piece(prompt, self._settings.loss_on == "all"), Piece(response, True)))]
 
@@ -117,6 +169,15 @@ class RowTokenizer:
         found = read(row, fields)
         samples = self._chat.samples(found, loss_on=self._settings.loss_on, turns=self._settings.turns)
         return [(found, sample) for sample in samples]
+
+
+_WithImages = tuple[Passage | Encoded, tuple[ReadImage, ...]]
+
+
+def passage_of(conversation: Conversation, sample: RenderedSample) -> Passage:
+    """Return the text of a rendered sample with the images that its messages show."""
+    shown = conversation.images[: num_images(conversation.messages[: sample.stop])]
+    return Passage.of_spans(sample.text, sample.spans, shown)
 
 
 def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = False) -> Encoded:
@@ -172,15 +233,6 @@ def _zeros_and_ones(row: Mapping[str, Any], column: str, length: int) -> NDArray
     return np.array(values, dtype=np.bool_)
 
 
-def _problem(encoded: Encoded | RowError) -> str | None:
-    """Return the reason why a row cannot be used, or None if it can."""
-    if isinstance(encoded, RowError):
-        return str(encoded)
-    if not encoded.loss_mask[1:].any():
-        return f"has {len(encoded.tokens)} tokens and none to train on; expected a trained token after the first token"
-    return None
-
-
 class PairTokenizer(RowTokenizer):
     """Turns a row with two answers into two samples: the context with the chosen answer, and with the rejected one."""
 
@@ -206,7 +258,7 @@ class PairTokenizer(RowTokenizer):
                 f"{column!r} has {len(samples)} assistant turns, and the chat template changes earlier turns; give an "
                 "answer of one turn"
             )
-        return Passage.of_spans(samples[0].text, samples[0].spans)
+        return passage_of(conversation, samples[0])
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
         """Encode pairs (prompt, answer) in the same way as `__call__` encodes the two samples of a row.

@@ -114,11 +114,15 @@ def estimate_memory(
     reference = 0
     if config.reference.path is not None:
         code = config.model.trust_remote_code
-        other = skeleton(config.reference.path, trust_remote_code=code, setting="reference.path")
+        other = skeleton(
+            config.reference.path, trust_remote_code=code, setting="reference.path", vision=config.model.vision
+        )
         reference = _counts(other, shards).all * (size if sharded else FLOAT32)
     if config.teacher.path is not None:
         code = config.model.trust_remote_code
-        other = skeleton(config.teacher.path, trust_remote_code=code, setting="teacher.path")
+        other = skeleton(
+            config.teacher.path, trust_remote_code=code, setting="teacher.path", vision=config.model.vision
+        )
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     if (judge := model_of(config.rollout.reward)) is not None:
         code = config.model.trust_remote_code

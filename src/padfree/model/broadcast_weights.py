@@ -18,12 +18,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging
 
@@ -34,7 +29,7 @@ from padfree.model.model_files import one_line, opened
 from padfree.model.named_tensors import clean_name, local_part, local_region, named_tensors
 from padfree.model.scalar_head import OTHER_HEADS, scalar_config
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
-from padfree.model.structure import model_from_config
+from padfree.model.structure import auto_class, model_from_config
 
 
 def initialised(
@@ -56,7 +51,7 @@ def through_transformers(
     folder = next(iter(files.values())).parent
     try:
         with _no_load_report():
-            loaded: Any = (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_pretrained(
+            loaded: Any = (AutoModelForSequenceClassification if scalar else auto_class(config)).from_pretrained(
                 folder,
                 config=scalar_config(config) if scalar else copy.deepcopy(config),
                 dtype=dtype,

@@ -48,7 +48,7 @@ from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_tensor
 from padfree.model.structure import keep_in_float32
-from padfree.model.wrapper import save_whole, wrapper_of
+from padfree.model.wrapper import copy_processor, save_whole, wrapper_of
 from padfree.version import __version__
 
 RECORD = "padfree_export.json"
@@ -90,6 +90,7 @@ def export_model(
                 save_whole(wrapper, empty, tensors, temporary, max_shard_size)
             else:
                 empty.save_pretrained(temporary, state_dict=tensors, max_shard_size=max_shard_size)
+                copy_processor(model, temporary)
 
     _write_first(folder, write, tokenizer)
     return folder

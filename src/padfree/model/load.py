@@ -22,7 +22,8 @@ buffer differs between the two runs, the model's code does not restore it, and l
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
 `shard` changes the dtype of a parameter, the values are cast while they are read.
 
-From a multimodal folder only the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0.
+From a multimodal folder only the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0, unless
+`vision` asks for the whole model.
 
 `padfree.model.model_files` checks the files. Weights that are not finite raise an error with the file and the tensor.
 Loading is collective.
@@ -51,8 +52,8 @@ from padfree.model.named_tensors import clean_name, local_part, local_region, na
 from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 from padfree.model.scalar_head import first_weight, without_other_heads
-from padfree.model.structure import keep_in_float32, model_from_config, restored_buffers
-from padfree.model.wrapper import Wrapper, language_config, language_model, remember
+from padfree.model.structure import check_vision, keep_in_float32, model_from_config, restored_buffers
+from padfree.model.wrapper import Wrapper, language_config, language_model, remember, remember_processor
 
 
 def load_model(
@@ -67,17 +68,21 @@ def load_model(
     trust_remote_code: bool = False,
     head: ModelHead = "tokens",
     spread: float | None = None,
+    vision: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model in training mode, or with `head="scalar"` a model with a scalar head.
 
     `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
     `init="random"`. `shard` is called with the model on the meta device. With `offload`, the parameters stay on the
     CPU, as FSDP2's offloading requires, and only the buffers go to `device`. A scalar head that is not in the files is
-    initialised from `seed` with the standard deviation `spread`. If `spread` is None, the config gives it.
+    initialised from `seed` with the standard deviation `spread`. If `spread` is None, the config gives it. With
+    `vision`, the whole of a vision-language model is loaded, otherwise its language model.
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
-    if (inner := language_config(config)) is not None:
+    if vision:
+        check_vision(config)
+    elif (inner := language_config(config)) is not None:
         if head == "scalar":
             raise UserError(
                 "model",
@@ -144,6 +149,8 @@ def load_model(
             model.generation_config = _generation_config(folder)
     if wrapper is not None:
         remember(model, wrapper)
+    if vision and files is not None:
+        remember_processor(model, next(iter(files.values())).parent)
     model.train()
     return model
 

@@ -3,37 +3,52 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from padfree.choices import ModelHead
+from padfree.config import Config
 from padfree.errors import UserError
 from padfree.model.model_files import one_line
 from padfree.model.named_tensors import named_tensors
 from padfree.model.scalar_head import scalar_model
-from padfree.model.vision.families import family_of, language_part
+from padfree.model.vision.families import FAMILIES, family_of, language_part, why_refused
 from padfree.model.wrapper import language_config
 
 
 def skeleton(
-    path: str, *, trust_remote_code: bool = False, setting: str = "model.path", head: ModelHead = "tokens"
+    path: str,
+    *,
+    trust_remote_code: bool = False,
+    setting: str = "model.path",
+    head: ModelHead = "tokens",
+    vision: bool = False,
 ) -> PreTrainedModel:
     """Build the model that a folder, a Hub id or a config file describes, on the meta device and without weights.
 
-    `setting` is the name of the setting that holds the path, for error messages.
+    With `vision`, the model is a whole vision-language model, otherwise its language model. `setting` is the name of
+    the setting that holds the path, for error messages.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        config = language_config(config) or config
+        if vision:
+            check_vision(config)
+        else:
+            config = language_config(config) or config
         with torch.device("meta"):
             if head == "scalar":
                 return scalar_model(config, torch.float32, trust_remote_code)
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, trust_remote_code=trust_remote_code
-            )
+            model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # a config can contain anything, so config classes can raise any error
         why = f"{error.problem}, {error.fix}" if isinstance(error, UserError) else str(error)
         reason = " ".join(why.split())[:250]
@@ -42,6 +57,36 @@ def skeleton(
         ) from error
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def model_skeleton(config: Config) -> PreTrainedModel:
+    """Build the model that a run trains, on the meta device and without weights."""
+    model = config.model
+    return skeleton(model.path, trust_remote_code=model.trust_remote_code, head=config.loss.head, vision=model.vision)
+
+
+def vision_class(config: PreTrainedConfig) -> str | None:
+    """The name of the config's image-text class in transformers. None if transformers has no such class."""
+    mapping = AutoModelForImageTextToText._model_mapping
+    return mapping[type(config)].__name__ if type(config) in mapping else None
+
+
+def check_vision(config: PreTrainedConfig) -> None:
+    """Raise `UserError` unless the config is that of a vision-language model that can be trained on images."""
+    mapping, name = AutoModelForImageTextToText._model_mapping, vision_class(config)
+    if name in FAMILIES:
+        return
+    reason = "it is not a supported vision-language model" if name is None else why_refused(mapping[type(config)])
+    raise UserError(
+        "model.vision",
+        f"true, but {name or type(config).__name__} cannot be trained on images: {reason}",
+        "set model.vision=false, which trains the language model on text",
+    )
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class of transformers that builds and loads the model of this config."""
+    return AutoModelForImageTextToText if vision_class(config) in FAMILIES else AutoModelForCausalLM
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -83,7 +128,8 @@ def model_from_config(
     """The model of a config, on the current device, with the weights that transformers initialises."""
     if head == "scalar":
         return scalar_model(config, dtype, trust_remote_code)
-    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+    auto = auto_class(config)
+    if type(config) not in auto._model_mapping and not hasattr(config, "auto_map"):
         raise UserError(
             "model",
             "is not a causal language model of transformers",
@@ -91,9 +137,7 @@ def model_from_config(
             value=config.model_type,
         )
     try:
-        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:  # a config can hold anything
         raise UserError(
             "model",

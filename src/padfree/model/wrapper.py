@@ -26,6 +26,7 @@ from padfree.errors import UserError
 from padfree.model.model_files import one_line
 
 ATTRIBUTE = "_padfree_wrapper"
+PROCESSOR = "_padfree_processor"
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -139,9 +140,25 @@ def save_whole(
         if first is not None:
             state[names[name]] = tensors[first]
     whole.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+    _copy_processor(wrapper.folder, folder)
+
+
+def remember_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Note the folder of a whole vision-language model, whose processor files an export copies."""
+    object.__setattr__(model, PROCESSOR, folder)
+
+
+def copy_processor(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the processor files of a whole vision-language model to `folder`, if the model was loaded from files."""
+    found = model.__dict__.get(PROCESSOR)
+    if isinstance(found, Path):
+        _copy_processor(found, folder)
+
+
+def _copy_processor(source: Path, folder: Path) -> None:
     for file in PROCESSOR_FILES:
-        if (wrapper.folder / file).exists() and not (folder / file).exists():
-            shutil.copy2(wrapper.folder / file, folder / file)
+        if (source / file).exists() and not (folder / file).exists():
+            shutil.copy2(source / file, folder / file)
 
 
 def _same(model: PreTrainedModel, name: str, other: str) -> bool:

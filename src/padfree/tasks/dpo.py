@@ -16,6 +16,7 @@ from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import DPOSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, dpo_loss
@@ -51,8 +52,9 @@ class DPO(Task):
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
+        images: ImageSettings | None = None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(data, day))
+        settings = SFTDataSettings(**text_settings(data, day, images))
         return of_store(load_pairs(list(data.path), tokenizer, settings, progress=progress))
 
     def micro_batch_loss(

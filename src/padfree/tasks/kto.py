@@ -37,6 +37,7 @@ from padfree.data import SFTDataSettings, TokenizedDataset
 from padfree.data.encode import Encoded, Passage, Piece
 from padfree.data.fields import Fields
 from padfree.data.formats import LABEL_SCHEMA
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress, load_rows
 from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
@@ -225,8 +226,9 @@ class KTO(Task):
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
+        images: ImageSettings | None = None,
     ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(data, day))
+        settings = SFTDataSettings(**text_settings(data, day, images))
         paths = list(data.path)
         found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, LABEL_SCHEMA, progress=progress)
         return of_store(found)

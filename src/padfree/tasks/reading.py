@@ -12,6 +12,7 @@ from padfree.config import DataConfig
 from padfree.config.inputs import check_regular
 from padfree.data import DataReport, StoredSamples, TokenizedDataset
 from padfree.data.formats import reading_notes
+from padfree.data.image_processor import ImageSettings
 from padfree.data.store import read_metadata
 from padfree.errors import UserError
 from padfree.rollout import Prompt
@@ -33,14 +34,17 @@ class TrainingData:
     given_ids: bool = False  # the files hold token ids, not text
 
 
-def text_settings(data: DataConfig, day: datetime.date | None = None) -> dict[str, Any]:
+def text_settings(
+    data: DataConfig, day: datetime.date | None = None, images: ImageSettings | None = None
+) -> dict[str, Any]:
     """Return the arguments of the readers in `padfree.data` that control tokenisation.
 
     If `data.chat_template` is set, the template is read from its file. `day`: the date for chat templates.
+    `images`: the vision-language model that reads the images of rows; None: rows have no images.
     """
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
-    chosen["day"] = day
+    chosen["day"], chosen["images"] = day, images
     if data.chat_template is not None:
         chosen["chat_template"] = read_template(data.chat_template)
     return chosen
@@ -66,6 +70,6 @@ def of_store(found: TokenizedDataset) -> TrainingData:
         samples=found,
         report=found.report,
         place=found.place,
-        notes=reading_notes(about["files"]),
+        notes=(*reading_notes(about["files"]), *(() if found.images is None else (f"data: {found.images}",))),
         given_ids=bool(about.get("given_ids")),
     )

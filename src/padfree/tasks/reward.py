@@ -19,6 +19,7 @@ from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import RewardModelSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.losses import LossOutput, reward_model_loss
@@ -66,6 +67,7 @@ class RewardModel(Task):
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
+        images: ImageSettings | None = None,
     ) -> TrainingData:
         settings = SFTDataSettings(**text_settings(data, day))
         return of_store(load_pairs(list(data.path), tokenizer, settings, progress=progress, margins=True))

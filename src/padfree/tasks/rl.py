@@ -19,6 +19,7 @@ from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.config.functions import model_of
 from padfree.config.policy_settings import PolicySettings
 from padfree.data import RolloutDataSettings, load_reward, read_rollouts
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.losses import needs_old_logprobs
@@ -43,6 +44,7 @@ class RL(Task):
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
+        images: ImageSettings | None = None,
     ) -> TrainingData:
         settings = RolloutDataSettings(**text_settings(data, day))
         if rollout.source is not None:

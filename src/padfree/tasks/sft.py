@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import SFTSettings
 from padfree.data import SFTDataSettings, load_sft
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.tasks.measures import PackMeasure, TokenMeasure
@@ -28,8 +29,9 @@ class SFT(Task):
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
+        images: ImageSettings | None = None,
     ) -> TrainingData:
-        settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data, day))
+        settings = SFTDataSettings(loss_on=data.loss_on, **text_settings(data, day, images))
         return of_store(load_sft(list(data.path), tokenizer, settings, progress=progress))
 
     def micro_batch_loss(

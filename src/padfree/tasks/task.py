@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from padfree.config import DataConfig, LossConfig, RolloutConfig
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.head.budget import Memory
 from padfree.sample import Sample, with_arrays
@@ -60,10 +61,12 @@ class Task(ABC):
         progress: bool | Progress,
         import_reward: bool,
         day: datetime.date | None,
+        images: ImageSettings | None = None,
     ) -> TrainingData:
         """Read and tokenise the data. Arguments: see `padfree.train.training_data`.
 
-        `rollout` says whether the run samples responses to prompts.
+        `rollout` says whether the run samples responses to prompts. `images`: the vision-language model that reads the
+        images of rows. It is None for tasks whose `reads_images` is False.
         """
 
     @abstractmethod

@@ -257,9 +257,13 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name: the prefix of the classes in transformers, and config values."""
 
 
-def build_vision(name: str, seed: int = 0) -> PreTrainedModel:
-    """A tiny model with weights so large that a wrong image changes the first digits of the logits of later tokens."""
-    prefix, values = VISION_MODELS[name]
+def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **values: Any) -> PreTrainedModel:
+    """A tiny model with weights so large that a wrong image changes the first digits of the logits of later tokens.
+
+    `values` replace fields of the config.
+    """
+    prefix, usual = VISION_MODELS[name]
+    values = {**usual, "text_config": {**usual["text_config"], "vocab_size": vocabulary}, **values}
     torch.manual_seed(seed)
     config = getattr(transformers, f"{prefix}Config")(**values)
     model: PreTrainedModel = getattr(transformers, f"{prefix}ForConditionalGeneration")(config)

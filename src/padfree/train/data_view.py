@@ -24,11 +24,13 @@ from padfree.data.chat_renderer import RenderedSample
 from padfree.data.conversation import Conversation
 from padfree.data.data_settings import SFTDataSettings
 from padfree.data.fields import resolve
-from padfree.data.formats import SFT_SCHEMA
+from padfree.data.formats import SFT_SCHEMA, reading_images
+from padfree.data.image_processor import ImageSettings
 from padfree.data.records import labelled
 from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
 from padfree.errors import UserError
+from padfree.images import Image
 from padfree.rollout import Prompt
 from padfree.sample import Sample
 from padfree.tasks.reading import TrainingData, text_settings
@@ -81,9 +83,17 @@ class ShownRow:
 
 
 def shown_rows(
-    data: DataConfig, source: TrainingData, tokenizer: Any, *, turns: bool, first: str | int = 1, count: int = 1
+    data: DataConfig,
+    source: TrainingData,
+    tokenizer: Any,
+    *,
+    turns: bool,
+    first: str | int = 1,
+    count: int = 1,
+    images: ImageSettings | None = None,
 ) -> list[ShownRow]:
     """Return `count` rows, starting at row `first`. `turns`: whether rows are conversations.
+    `images`: what reads the images of rows.
 
     `first` is the number of a row among the rows in use, counted from 1, or its `file:line`.
     """
@@ -93,7 +103,7 @@ def shown_rows(
         ShownRow(
             place=place,
             samples=tuple(
-                _sample(data if turns else None, source.samples[index], tokenizer, place) for index in indices
+                _sample(data if turns else None, source.samples[index], tokenizer, place, images) for index in indices
             ),
         )
         for place, indices in rows[begin : begin + count]
@@ -136,7 +146,9 @@ def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     return names.index(text)
 
 
-def _sample(data: DataConfig | None, sample: Sample | Prompt, tokenizer: Any, place: str) -> ShownSample:
+def _sample(
+    data: DataConfig | None, sample: Sample | Prompt, tokenizer: Any, place: str, images: ImageSettings | None
+) -> ShownSample:
     if isinstance(sample, Prompt):
         mask = np.zeros(len(sample.tokens), np.bool_)
         facts: dict[str, Any] = {"response": f"at most {sample.max_new_tokens} tokens, written by the model"}
@@ -148,13 +160,26 @@ def _sample(data: DataConfig | None, sample: Sample | Prompt, tokenizer: Any, pl
     }
     return ShownSample(
         name=str(sample.uid),
-        parts=_parts(sample.tokens, sample.mask, tokenizer),
-        messages=() if data is None else _messages(data, sample, tokenizer, place),
+        parts=_parts(sample.tokens, sample.mask, tokenizer, sample.images),
+        messages=() if data is None else _messages(data, sample, tokenizer, place, images),
         facts=facts,
     )
 
 
-def _parts(tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any) -> tuple[ShownPart, ...]:
+def _parts(
+    tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any, images: Sequence[Image] = ()
+) -> tuple[ShownPart, ...]:
+    """Return the parts of a sample. The placeholder tokens of an image are shown as one line."""
+    if images:
+        found: list[ShownPart] = []
+        done = 0
+        for number, image in enumerate(images, 1):
+            first, end = int(image.positions[0]), int(image.positions[-1]) + 1
+            found += _parts(tokens[done:first], mask[done:first], tokenizer)
+            text = f"[image {number}: {image.load}, {len(image.positions)} tokens]"
+            found.append(ShownPart(text=text, trained=bool(mask[first]), num_tokens=end - first))
+            done = end
+        return (*found, *_parts(tokens[done:], mask[done:], tokenizer))
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
     if tokenizer is None:
         texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in pairwise(borders)]
@@ -173,7 +198,9 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _messages(data: DataConfig, sample: Sample, tokenizer: Any, place: str) -> tuple[ShownMessage, ...]:
+def _messages(
+    data: DataConfig, sample: Sample, tokenizer: Any, place: str, images: ImageSettings | None
+) -> tuple[ShownMessage, ...]:
     """Return the token range of each message of the row at `place`.
 
     The result is empty if the row has no conversation, or if the tokenizer gives no character offsets.
@@ -182,17 +209,22 @@ def _messages(data: DataConfig, sample: Sample, tokenizer: Any, place: str) -> t
         return ()
     name, _, line = place.rpartition(":")
     for label, own in _source_settings(data):
-        settings = SFTDataSettings(loss_on=own.loss_on, **text_settings(own))
+        settings = SFTDataSettings(loss_on=own.loss_on, **text_settings(own, images=images))
         tokenize = RowTokenizer(tokenizer, settings)
         for source in open_sources(list(own.path), split=settings.split, subset=settings.subset):
             first = source.first_row()
             if first is None or name != (source.name if label is None else labelled(label, source.name)):
                 continue
-            fields = resolve(first, settings.columns, SFT_SCHEMA, source.name, tokenize.reader.template_names)
+            schema = SFT_SCHEMA if images is None else reading_images(SFT_SCHEMA)
+            fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
             for chunk in source.chunks(fields.needed):
                 if int(line) in chunk.numbers:
                     row = record_of(chunk.records[chunk.numbers.index(int(line))])
-                    return _locate_messages(tokenize.rendered(row, fields), sample, tokenizer)
+                    rendered = [
+                        (conversation, tokenize.expanded(conversation, one, source.folder))
+                        for conversation, one in tokenize.rendered(row, fields)
+                    ]
+                    return _locate_messages(rendered, sample, tokenizer)
     return ()
 
 

@@ -20,7 +20,7 @@ from padfree.config import Config
 from padfree.errors import UserError
 from padfree.model.lora import add_adapters
 from padfree.model.parts import freeze
-from padfree.model.structure import skeleton
+from padfree.model.structure import model_skeleton, skeleton
 from padfree.optim.optimizer import make_groups, state_bytes
 
 FLOAT32 = 4
@@ -47,7 +47,7 @@ def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
     code = config.model.trust_remote_code
     parameters = _count(model)
     if config.lora.rank:
-        adapted = skeleton(config.model.path, trust_remote_code=code, head=config.loss.head)
+        adapted = model_skeleton(config)
         add_adapters(adapted, config.lora)
         trained = _count(adapted, trained=True)
         checkpoint = trained * FLOAT32 + state_bytes(make_groups(adapted, config.optimizer))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from padfree.data import StoredSamples
 from padfree.errors import UserError
+from padfree.model.vision.families import language_part
 from padfree.tasks.reading import Samples
 from padfree.train.data_rows import lengths_of
 
@@ -38,14 +39,15 @@ class ModelLimits:
         An embedding or buffer with about one entry per position is taken for a table of position embeddings.
         """
         embeddings = model.get_input_embeddings()
-        vocabulary = getattr(embeddings, "num_embeddings", None) or model.config.vocab_size
-        trained = getattr(model.config, "max_position_embeddings", None)
+        language = language_part(model)
+        vocabulary = getattr(embeddings, "num_embeddings", None) or language.config.vocab_size
+        trained = getattr(language.config, "max_position_embeddings", None)
         trained = trained if isinstance(trained, int) and trained > 0 else None
         positions = None
         if trained is not None:
-            others = (part for part in model.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
+            others = (part for part in language.modules() if isinstance(part, nn.Embedding) and part is not embeddings)
             table_sizes = {part.num_embeddings for part in others}
-            table_sizes |= {int(buffer.shape[0]) for buffer in model.buffers() if buffer.ndim > 1}
+            table_sizes |= {int(buffer.shape[0]) for buffer in language.buffers() if buffer.ndim > 1}
             is_table = any(trained <= count <= trained + TABLE_MARGIN for count in table_sizes)
             positions = trained if is_table else None
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)

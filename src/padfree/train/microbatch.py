@@ -31,6 +31,7 @@ from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import arrived
 from padfree.sample import Sample
+from padfree.train.image_loader import ImageLoader, PacksAhead
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]
@@ -121,6 +122,7 @@ class Packer:
             cost,
         )
         self.unshared_reason, self._warned_unshared = unshared_reason, False
+        self._loader = ImageLoader()
         self._check_sharing()
 
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
@@ -148,13 +150,22 @@ class Packer:
         `weights[i]` [n]: weights of the predictions of sample i.
         """
         here = arrived(samples, plan.micro_batches)
+        slots = plan.packs_of(self.mesh.data.rank)
+        ahead = self._images_of(here, slots)
 
         def laid_out(indices: Indices, width: int | None) -> MicroBatch:
             return make_micro_batch(
-                here, indices, self.mesh, self.pack_settings, weights=weights, prefixes=plan.prefixes, width=width
+                here,
+                indices,
+                self.mesh,
+                self.pack_settings,
+                weights=weights,
+                prefixes=plan.prefixes,
+                width=width,
+                chosen=None if ahead is None else ahead.take(),
             )
 
-        return LazyPacks(plan.packs_of(self.mesh.data.rank), laid_out)
+        return LazyPacks(slots, laid_out)
 
     def packs(
         self, samples: Sequence[Sample], plan: StepPlan, pack_settings: PackSettings | None = None
@@ -164,9 +175,21 @@ class Packer:
         `pack_settings` replace the packer's own settings if they are given.
         """
         here = arrived(samples, plan.micro_batches)
-        for indices, width in plan.packs_of(self.mesh.data.rank):
-            settings = pack_settings or self.pack_settings
-            yield make_micro_batch(here, indices, self.mesh, settings, prefixes=plan.prefixes, width=width), indices
+        settings, slots = pack_settings or self.pack_settings, plan.packs_of(self.mesh.data.rank)
+        ahead = self._images_of(here, slots)
+        for indices, width in slots:
+            chosen = None if ahead is None else ahead.take()
+            batch = make_micro_batch(
+                here, indices, self.mesh, settings, prefixes=plan.prefixes, width=width, chosen=chosen
+            )
+            yield batch, indices
+
+    def _images_of(self, samples: Sequence[Sample], slots: Sequence[tuple[Indices, int | None]]) -> PacksAhead | None:
+        """Begin to load the images of these packs. Return None if no sample has images."""
+        packs = [[samples[index] for index in indices] for indices, _ in slots]
+        if not any(sample.images for pack in packs for sample in pack):
+            return None
+        return PacksAhead(self._loader, packs)
 
     def _image_costs(self, samples: Sequence[Sample]) -> NDArray[np.float64] | None:
         """The cost of the images of each sample. None if no sample has images."""
@@ -222,14 +245,15 @@ def make_micro_batch(
     weights: Sequence[Floats] | None = None,
     prefixes: PrefixTree | None = None,
     width: int | None = None,
+    chosen: Sequence[Sample] | None = None,
 ) -> MicroBatch:
     """Build the pack of `samples[indices]`. `weights[i]` [n]: weights of the predictions of sample i.
 
     `prefixes`: the prefix tree of all `samples`, from the step's plan. `width`: the number of context ranks of this
-    pack, if the plan chooses it for each pack.
+    pack, if the plan chooses it for each pack. `chosen`: `samples[indices]` with loaded images; None loads them here.
     """
     context = mesh.sharing(width)
-    chosen = [samples[i] for i in indices]
+    chosen = [samples[i] for i in indices] if chosen is None else chosen
     is_filler = not sum(len(sample) for sample in chosen)
     if is_filler:
         packed = collate([filler(samples)])

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from padfree.data import StoredSamples
-from padfree.data.store import default_cache_folder, find_or_build, hash_of, open_array, writing
+from padfree.data.array_files import open_array
+from padfree.data.hashing import hash_of
+from padfree.data.store import default_cache_folder, find_or_build, writing
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.sample import Sample

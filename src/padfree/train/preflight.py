@@ -232,7 +232,7 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
 
 def _checked_model(config: Config, path: str, setting: str, init: Init, head: ModelHead = "tokens") -> PreTrainedModel:
     code = config.model.trust_remote_code
-    model = skeleton(path, trust_remote_code=code, setting=setting, head=head)
+    model = skeleton(path, trust_remote_code=code, setting=setting, head=head, vision=config.model.vision)
     try:
         if Path(path).exists():
             # Check which tensors the model's files hold. This is skipped for a Hub id, whose files are not here yet.
@@ -342,6 +342,8 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
     if untrained := untrained_samples(source):
         count = f"{len(untrained):,} of {len(source.samples):,}"
         yield f"data.path: {count} samples have no token to train (the first is {source.place(untrained[0])})"
+    if config.model.vision:
+        yield "model.vision: estimates of time and memory count image tokens, but not the vision tower's computation"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, but the model supports {trained} (max_position_embeddings)"

@@ -28,7 +28,7 @@ from padfree.distributed import Mesh
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
-from padfree.model.structure import skeleton
+from padfree.model.structure import model_skeleton
 from padfree.sizes import ModelSizes
 
 USABLE_FRACTION = 0.9
@@ -124,7 +124,7 @@ def resolve_auto_on(
     dist.all_reduce(memory, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     return resolve_auto(
         config,
-        skeleton(config.model.path, trust_remote_code=config.model.trust_remote_code, head=config.loss.head),
+        model_skeleton(config),
         processes=mesh.loss.size,
         device_type=mesh.device.type,
         memory=float(memory),

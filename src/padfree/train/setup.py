@@ -281,6 +281,7 @@ def _load(
         trust_remote_code=config.model.trust_remote_code,
         head=head,
         spread=spread,
+        vision=config.model.vision,
     )
 
 

@@ -41,6 +41,7 @@ from padfree.tasks import task_of
 from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import Samples, TrainingData, text_settings
 from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, lengths_of, row_counts, row_starts
+from padfree.train.image_settings import image_settings
 
 Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
@@ -60,7 +61,10 @@ def load_tokenizer(config: Config) -> Any:
     if not check_tokenizer_files(config):
         return None
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
-    return open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
+    found = open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
+    if (images := image_settings(config.model, config.data)) is not None:
+        images.processor.give_template(found)
+    return found
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:
@@ -88,7 +92,10 @@ def load_training_data(
     are read, so that an error in it shows early; `import_reward=False` skips the import. `day`: the date for chat
     templates; None: today.
     """
-    found = _load(config, tokenizer, {"progress": progress or False, "import_reward": import_reward, "day": day})
+    options = {"progress": progress or False, "import_reward": import_reward, "day": day}
+    if (images := image_settings(config.model, config.data)) is not None:
+        options["images"] = images
+    found = _load(config, tokenizer, options)
     chat = None
     if tokenizer is not None:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)

@@ -44,7 +44,8 @@ def test_the_cost_of_a_frozen_tower_is_what_torch_counts(name: str) -> None:
     family = family_of(model)
     assert family is not None
     # A tile has a class token or a pooling head besides its patches, and the tile of a tiny model has 16 patches.
-    exactly = 0.2 if family.tiles else 1e-9
+    # Windows at the border of an image are not full.
+    exactly = 0.2 if family.tiles or name == "qwen2_5_vl" else 1e-9
     for rows in (1, 2):
         image = picture(model, 0, rows=rows, columns=4)
         assert float(cost(image.num_tokens)) == pytest.approx(counted(model, image), rel=exactly), rows

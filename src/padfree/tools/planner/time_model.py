@@ -20,7 +20,7 @@ import torch
 
 from padfree.config import Config
 from padfree.data import default_cache_folder
-from padfree.data.store import hash_of
+from padfree.data.hashing import hash_of
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
 from padfree.estimate.flops import model_cost, peak_tflops

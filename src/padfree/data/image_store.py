@@ -1,0 +1,228 @@
+"""The images of a cache folder (`store`): which samples show which images, and where the image files are.
+
+    image_offsets.npy   int64 [N+1]     sample i shows the images image_index[image_offsets[i] : image_offsets[i+1]]
+    image_index.npy     int64 [K]       numbers of distinct images, in the order of their placeholder tokens
+    image_numbers.npy   int64 [D, 11]   of each distinct image: see `_NUMBERS`
+    image_digests.npy   uint8 [D, 32]   SHA-256 of each image file
+    image_contents.bin                  the paths of image files and, for images inside of rows, the files themselves
+
+No pixels are stored or kept in memory: an image file is read and decoded when a step needs the image. A file is then
+compared with its hash. A cache folder is rebuilt if the size or the time of change of one of its image files differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.data.array_files import ArrayWriter, open_array
+from padfree.data.image_files import content_hash, decode, file_status, read_file
+from padfree.data.image_processor import Expansion, ImageSettings
+from padfree.data.records import RowError
+from padfree.errors import UserError
+from padfree.images import Image
+
+_NUMBERS = ("start", "length", "is_path", "size", "time", "width", "height", "count", "grid_t", "grid_h", "grid_w")
+
+
+class ReadImage(NamedTuple):
+    """An image of a sample. `path` is its file; without a file, `content` has the bytes of the image file."""
+
+    digest: str  # SHA-256 of the bytes, in hexadecimal digits
+    path: str | None
+    content: bytes | None
+    size: int  # of the file, and the time of its last change; 0 without a file
+    time: int
+    width: int
+    height: int
+    expansion: Expansion
+
+
+class BadFile(NamedTuple):
+    """An image file that made a row unusable, with its size and its time of change (-1 if it cannot be read)."""
+
+    path: str
+    size: int
+    time: int
+
+
+class ImageWriter:
+    """Writes the images of one cache folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._offsets = ArrayWriter(folder / "image_offsets.npy", np.dtype(np.int64))
+        self._index = ArrayWriter(folder / "image_index.npy", np.dtype(np.int64))
+        self._rows = ArrayWriter(folder / "image_numbers.npy", np.dtype(np.int64), (len(_NUMBERS),))
+        self._digests = ArrayWriter(folder / "image_digests.npy", np.dtype(np.uint8), (32,))
+        self._contents: BinaryIO = open(folder / "image_contents.bin", "wb")  # noqa: SIM115  closed by close()
+        self._found: dict[str, int] = {}  # digest -> number of the distinct image
+        self._offsets.append(np.zeros(1, dtype=np.int64))
+        self.bad_files: list[BadFile] = []
+
+    @property
+    def arrays(self) -> tuple[ArrayWriter, ...]:
+        return self._offsets, self._index, self._rows, self._digests
+
+    def append(self, samples: Sequence[Sequence[ReadImage]]) -> None:
+        """Append the images of several samples."""
+        numbers = [[self._number(image) for image in images] for images in samples]
+        ends = self._index.length + np.cumsum([len(one) for one in numbers], dtype=np.int64)
+        self._index.append(np.array([number for one in numbers for number in one], dtype=np.int64))
+        self._offsets.append(ends.astype(np.int64))
+
+    def _number(self, image: ReadImage) -> int:
+        number = self._found.setdefault(image.digest, len(self._found))
+        if number == self._rows.length:
+            start = self._contents.tell()
+            written = (image.content or b"") if image.path is None else image.path.encode()
+            self._contents.write(written)
+            is_path = int(image.path is not None)
+            grid = image.expansion.grid or (0, 0, 0)
+            size = (image.size, image.time, image.width, image.height, image.expansion.count)
+            self._rows.append(np.array([[start, len(written), is_path, *size, *grid]], dtype=np.int64))
+            self._digests.append(np.frombuffer(bytes.fromhex(image.digest), dtype=np.uint8)[None])
+        return number
+
+    def finish(self) -> dict[str, Any]:
+        """Finish the files. Return the entries of metadata.json."""
+        self._contents.flush()
+        length = self._contents.tell()
+        counts = {"shown": self._index.length, "distinct": self._rows.length, "bytes": length}
+        return {**counts, "bad_files": [list(file) for file in self.bad_files]}
+
+    @property
+    def digest(self) -> str:
+        """A hash of which sample shows which image."""
+        parts = (self._offsets.digest, self._index.digest, self._digests.digest)
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    def close(self) -> None:
+        self._contents.close()
+
+
+class StoredImages:
+    """The images of one cache folder, read on access. Any number of threads may use it."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], num_samples: int, settings: ImageSettings) -> None:
+        self.folder, self._about, self._num_samples, self.settings = folder, about, num_samples, settings
+        shown, distinct = int(about["shown"]), int(about["distinct"])
+        self._offsets = np.asarray(open_array(folder, "image_offsets", (num_samples + 1,)))
+        self._index = np.asarray(open_array(folder, "image_index", (shown,)))
+        self._rows = np.asarray(open_array(folder, "image_numbers", (distinct, len(_NUMBERS))))
+        self._digests = np.asarray(open_array(folder, "image_digests", (distinct, 32)))
+        path = folder / "image_contents.bin"
+        if not path.exists() or path.stat().st_size != int(about["bytes"]):
+            raise UserError("cache", f"{path} is damaged", f"delete {folder}, and the next run rebuilds it")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredImages, (self.folder, self._about, self._num_samples, self.settings)
+
+    @cached_property
+    def _contents(self) -> NDArray[np.uint8]:
+        path = self.folder / "image_contents.bin"
+        if not int(self._about["bytes"]):
+            return np.zeros(0, dtype=np.uint8)
+        return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+
+    def of_sample(self, stored: int, tokens: NDArray[np.int32]) -> tuple[Image, ...]:
+        """Return the images of a sample with all its tokens [n] or, if it is truncated, those of its first tokens."""
+        numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
+        if not numbers:
+            return ()
+        places = np.flatnonzero(tokens == self.settings.placeholder)
+        ends = np.cumsum([self._value(number, "count") for number in numbers])
+        images = []
+        for number, end in zip(numbers, ends.tolist(), strict=True):
+            start = end - self._value(number, "count")
+            if end > len(places):
+                break
+            images.append(self._image(number, places[start:end]))
+        return tuple(images)
+
+    def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
+        """Whether a cut after `length` tokens is not inside an image. `tokens` [n]: all tokens of the sample."""
+        numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
+        kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))
+        return kept in {0, *np.cumsum([self._value(number, "count") for number in numbers]).tolist()}
+
+    def _image(self, number: int, positions: NDArray[np.int64]) -> Image:
+        grid = tuple(self._value(number, name) for name in ("grid_t", "grid_h", "grid_w"))
+        return Image(
+            digest=f"{self._digest(number)}-{self.settings.processor.digest[:16]}",
+            positions=positions,
+            load=StoredImage(self, number),
+            grid=(grid[0], grid[1], grid[2]) if grid[0] else None,
+        )
+
+    def _value(self, number: int, name: str) -> int:
+        return int(self._rows[number, _NUMBERS.index(name)])
+
+    def _digest(self, number: int) -> str:
+        return bytes(self._digests[number]).hex()
+
+    def _written(self, number: int) -> bytes:
+        start, length = self._value(number, "start"), self._value(number, "length")
+        return bytes(self._contents[start : start + length])
+
+    def content(self, number: int) -> tuple[bytes, str]:
+        """Return the bytes of an image file, and its name for messages."""
+        if not self._value(number, "is_path"):
+            return self._written(number), f"image {number} of {self.folder}"
+        path = self._written(number).decode()
+        try:
+            content = read_file(path, "an image of the data")
+        except RowError as error:
+            raise UserError("data", error.problem, "restore the file, or start again without it") from None
+        if content_hash(content) != self._digest(number):
+            raise UserError(
+                "data", f"{path} has changed since the data was read", "restore the file, or start the run again"
+            )
+        return content, path
+
+    def about(self, number: int) -> str:
+        """Describe an image: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
+        where = self._written(number).decode() if self._value(number, "is_path") else "in the row"
+        size = f"{self._value(number, 'width')} × {self._value(number, 'height')}"
+        return f"{size}, {where}, sha256 {self._digest(number)[:12]}"
+
+    def summary(self, kept: NDArray[np.int64]) -> str:
+        """Describe the images of the samples `kept`: `15 images, 4 distinct, 130 tokens`."""
+        chosen = np.zeros(self._num_samples, dtype=np.bool_)
+        chosen[kept] = True
+        numbers = self._index[np.repeat(chosen, np.diff(self._offsets))]
+        tokens = int(self._rows[numbers, _NUMBERS.index("count")].sum())
+        return f"{len(numbers):,} images, {len(np.unique(numbers)):,} distinct, {tokens:,} tokens"
+
+    def unchanged(self) -> bool:
+        """Whether no image file has changed since the folder was built."""
+        return all(file_status(path) == (size, time) for path, size, time in self._files())
+
+    def _files(self) -> Iterator[tuple[str, int, int]]:
+        for number in range(len(self._rows)):
+            if self._value(number, "is_path"):
+                yield self._written(number).decode(), self._value(number, "size"), self._value(number, "time")
+        yield from self._about["bad_files"]
+
+
+class StoredImage:
+    """Loads one image: reads its file, decodes it, and makes the inputs of the vision tower."""
+
+    def __init__(self, images: StoredImages, number: int) -> None:
+        self.images, self.number = images, number
+
+    def __call__(self) -> dict[str, NDArray[Any]]:
+        content, name = self.images.content(self.number)
+        settings = self.images.settings
+        try:
+            return settings.processor.tower_inputs(decode(content, name, settings.max_pixels), name)
+        except RowError as error:
+            raise UserError("data", error.problem, "restore the file, or start the run again") from None
+
+    def __str__(self) -> str:
+        return self.images.about(self.number)

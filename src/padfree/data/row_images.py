@@ -1,0 +1,136 @@
+"""Put the images of a row where they belong: into the messages of its conversation.
+
+A row can hold images in the parts of its messages, in a column `images` (or `image`), or in both. An image of the
+column is shown at
+
+    {"type": "image"}      each part without an image of its own (TRL, Hugging Face), else at
+    <image>                each of these texts in the messages (ms-swift, LLaVA), else at
+                           the beginning of the first user message
+
+    messages  user: "<image>Who is older, <image> or he?"      images  ["a.png", "b.png"]
+    -> user: [image] "Who is older, " [image] " or he?"        Conversation.images  (a.png, b.png)
+
+The number of images must match the number of places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from padfree.data.conversation import Conversation, Message
+from padfree.data.image_references import ImageReference, read_reference
+from padfree.data.records import RowError
+
+PLACE = "<image>"
+"""The text in a message that marks the place of an image of the column `images`."""
+
+
+def read_column(value: object, column: str) -> tuple[ImageReference, ...]:
+    """Read the column with the images of a row: a list, JSON text of a list, or a single image."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(read_reference(one, f"{column}[{index}]") for index, one in enumerate(value))
+    return (read_reference(value, column),)
+
+
+def with_images(
+    conversation: Conversation, given: Sequence[ImageReference] | None, column: str = "images"
+) -> Conversation:
+    """Return the conversation with its images taken out of the messages, in order, and those of the column added.
+
+    `given` is None if the row has no column with images. Without any image, the conversation is returned unchanged.
+    """
+    parts = [part for message in conversation.messages for part in _image_parts(message)]
+    messages = conversation.messages
+    if given is not None:
+        empty = sum(part["image"] is None for part in parts)
+        if not empty:
+            messages = _placed(messages, len(given), column)
+        elif empty != len(given):
+            raise RowError(f"{column!r} has {len(given)} images, but the messages have {empty} image parts to fill")
+    elif any(part["image"] is None for part in parts):
+        raise RowError("an image part of the messages has no image; give a path, a data URI or bytes in 'image'")
+    waiting = iter(given or ())
+    images = [
+        next(waiting) if part["image"] is None else part["image"]
+        for message in messages
+        for part in _image_parts(message)
+    ]
+    if not images:
+        return conversation
+    return replace(conversation, messages=tuple(map(_without_images, messages)), images=tuple(images))
+
+
+def num_images(messages: Sequence[Message]) -> int:
+    """The number of images that these messages show."""
+    return sum(len(_image_parts(message)) for message in messages)
+
+
+def text_of(content: str | list[Message]) -> str:
+    """The text of a message's content, without its images."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def need_no_images(conversation: Conversation) -> Conversation:
+    """Return the conversation, or raise a `RowError` if it has images, for models that read text only."""
+    for index, message in enumerate(conversation.messages):
+        if _image_parts(message):
+            raise RowError(
+                f"message {index + 1} ({message['role']}) has an image, but the run trains on text; set "
+                "model.vision=true if the model is a vision-language model"
+            )
+    return conversation
+
+
+def _image_parts(message: Message) -> list[Message]:
+    content = message["content"]
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
+
+
+def _without_images(message: Message) -> Message:
+    content = message["content"]
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
+
+
+def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Message, ...]:
+    """Return the messages with `count` empty image parts: in place of the texts `<image>`, or at the beginning."""
+    places = sum(text_of(message["content"]).count(PLACE) for message in messages)
+    if places:
+        if places != count:
+            raise RowError(f"{column!r} has {count} images, but the messages have the text {PLACE!r} {places} times")
+        return tuple({**message, "content": _split(message["content"])} for message in messages)
+    if not count:
+        return messages
+    first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "human")), None)
+    if first is None:
+        raise RowError(f"{column!r} has {count} images, but no message is from the user; mark their places: {PLACE!r}")
+    content = messages[first]["content"]
+    own = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    shown_first = {**messages[first], "content": [{"type": "image", "image": None}] * count + own}
+    return (*messages[:first], shown_first, *messages[first + 1 :])
+
+
+def _split(content: str | list[Message]) -> str | list[Message]:
+    if PLACE not in text_of(content):
+        return content
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [piece for part in parts for piece in _pieces(part)]
+
+
+def _pieces(part: Message) -> Iterator[dict[str, Any]]:
+    if part["type"] != "text":
+        yield part
+        return
+    for index, text in enumerate(part["text"].split(PLACE)):
+        if index:
+            yield {"type": "image", "image": None}
+        if text:
+            yield {"type": "text", "text": text}

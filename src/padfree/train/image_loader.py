@@ -1,0 +1,91 @@
+"""Load the images of packs in threads, ahead of the packs that are built.
+
+    main thread    build pack 1 | build pack 2 | build pack 3 ...
+    threads        images of packs 1, 2, 3 | images of pack 4 | images of pack 5 ...
+
+Decoding and resizing release Python's global lock, so that threads use several cores. On a GPU the packs of a step are
+built while the device runs the previous step. An image that several samples of a pack show, or several packs that are
+loaded at the same time, is loaded once. Its pixels are dropped as soon as the packs are built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from padfree.images import Image
+from padfree.sample import Sample
+
+MOST_THREADS = 16
+PACKS_AHEAD = 3
+"""Number of packs whose images are loaded while a pack is built."""
+
+Inputs = Mapping[str, NDArray[Any]]
+
+
+class ImageLoader:
+    """Loads images in threads. Each pack is announced with `begin`, and later taken once with `loaded`."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None  # started for the first image
+        self._waiting: dict[str, tuple[Future[Inputs], int]] = {}  # by digest; the number of packs that wait for it
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Start to load the images of a pack."""
+        for digest, image in _distinct(samples).items():
+            future, count = self._waiting.get(digest, (None, 0))
+            self._waiting[digest] = (future or self._submit(image), count + 1)
+
+    def loaded(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of a pack with loaded images. Waits for the images."""
+        found: dict[str, Inputs] = {}
+        for digest in _distinct(samples):
+            future, count = self._waiting.pop(digest)
+            if count > 1:
+                self._waiting[digest] = (future, count - 1)
+            found[digest] = future.result()
+        return [_with_inputs(sample, found) if sample.images else sample for sample in samples]
+
+    def _submit(self, image: Image) -> Future[Inputs]:
+        if self._threads is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            self._threads = ThreadPoolExecutor(min(cores, MOST_THREADS), thread_name_prefix="padfree-images")
+        return self._threads.submit(image.load)
+
+
+class PacksAhead:
+    """Loads the images of a sequence of packs, a few packs ahead. `packs[k]`: the samples of pack k."""
+
+    def __init__(self, loader: ImageLoader, packs: Sequence[Sequence[Sample]]) -> None:
+        self._loader, self._packs = loader, packs
+        self._begun = self._taken = 0
+        self._begin()
+
+    def take(self) -> list[Sample]:
+        """Return the samples of the next pack with loaded images, and begin to load those of a later pack."""
+        samples = self._packs[self._taken]
+        self._taken += 1
+        self._begin()
+        return self._loader.loaded(samples)
+
+    def _begin(self) -> None:
+        while self._begun < min(len(self._packs), self._taken + PACKS_AHEAD):
+            self._loader.begin(self._packs[self._begun])
+            self._begun += 1
+
+
+def _distinct(samples: Sequence[Sample]) -> dict[str, Image]:
+    return {image.digest: image for sample in samples for image in sample.images}
+
+
+def _with_inputs(sample: Sample, found: Mapping[str, Inputs]) -> Sample:
+    def loaded(image: Image) -> Image:
+        inputs = found[image.digest]
+        return replace(image, load=lambda: inputs)
+
+    return replace(sample, images=tuple(map(loaded, sample.images)))
