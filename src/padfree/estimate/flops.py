@@ -6,19 +6,21 @@
     mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 
 Only the FLOPs that training requires are counted, not all FLOPs that are executed. Recomputation (activation
-checkpointing), old and reference log-probabilities, and padding do not count. A prefix that samples share counts once.
-With adapters, the model's own weights are frozen. A matmul with a frozen weight needs two thirds of the FLOPs, because
-there is no weight gradient.
+checkpointing), old and reference log-probabilities, and padding do not count. A prefix that samples share counts once,
+and so does an image of a pack. A matmul with a frozen weight needs two thirds of the FLOPs, because there is no weight
+gradient. With adapters, all of the model's own weights are frozen.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from padfree.packing import CostModel
 from padfree.packing.cost import FORWARD_AND_BACKWARD
@@ -101,6 +103,7 @@ class Flops:
     head: float  # FLOPs of one token in the output head, part of `cost`
     devices: int
     peak: float | None  # TFLOP/s of one device
+    image: Callable[[ArrayLike], NDArray[np.float64]] | None = None  # FLOPs of images with these numbers of features
 
     @staticmethod
     def of(
@@ -112,6 +115,7 @@ class Flops:
         adapters: bool = False,
         frozen: float = 0.0,
         frozen_head: bool = False,
+        image: Callable[[ArrayLike], NDArray[np.float64]] | None = None,
     ) -> Flops:
         """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype.
 
@@ -132,24 +136,36 @@ class Flops:
             head=frozen_flops(head) if frozen_head else head,
             devices=devices,
             peak=peak,
+            image=image,
         )
 
-    def step(self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None) -> float:
-        """The FLOPs of a step over samples with these lengths. `num_labels` of their tokens are scored."""
+    def step(
+        self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None, image_features: Sequence[int] = ()
+    ) -> float:
+        """The FLOPs of a step over samples with these lengths. `num_labels` of their tokens are scored.
+
+        `image_features` are the numbers of features of the images that the step encodes.
+        """
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()
         saved = 0.0
         if shared is not None:  # sharing prefixes does not reduce the number of scored tokens
             saved = (self.cost.linear - self.head) * shared.tokens + self.cost.quadratic * shared.pairs
-        return float(costs.sum() - self.head * (tokens - num_labels) - saved)
+        encoded = 0.0 if self.image is None else float(self.image(image_features).sum())
+        return float(costs.sum() - self.head * (tokens - num_labels) - saved) + encoded
 
     def metrics(
-        self, lengths: ArrayLike, num_labels: int, seconds: float, shared: Shared | None = None
+        self,
+        lengths: ArrayLike,
+        num_labels: int,
+        seconds: float,
+        shared: Shared | None = None,
+        image_features: Sequence[int] = (),
     ) -> dict[str, float]:
         """The metric `tflops_per_device` of a step that took `seconds`, and `mfu` if the device's peak is known."""
         if seconds <= 0:
             return {}
-        reached = self.step(lengths, num_labels, shared) / seconds / self.devices / 1e12
+        reached = self.step(lengths, num_labels, shared, image_features) / seconds / self.devices / 1e12
         found = {"tflops_per_device": reached}
         if self.peak is not None:
             found["mfu"] = reached / self.peak

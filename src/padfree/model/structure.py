@@ -22,7 +22,7 @@ from padfree.errors import UserError
 from padfree.model.model_files import one_line
 from padfree.model.named_tensors import named_tensors
 from padfree.model.scalar_head import scalar_model
-from padfree.model.vision.families import FAMILIES, REFUSED, family_of, language_part
+from padfree.model.vision.families import FAMILIES, family_of, language_part, why_refused
 from padfree.model.wrapper import language_config
 
 
@@ -73,12 +73,10 @@ def vision_class(config: PreTrainedConfig) -> str | None:
 
 def check_vision(config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the config is that of a vision-language model that can be trained on images."""
-    name = vision_class(config)
+    mapping, name = AutoModelForImageTextToText._model_mapping, vision_class(config)
     if name in FAMILIES:
         return
-    reason = "it is not a supported vision-language model"
-    if name is not None:
-        reason = REFUSED.get(config.model_type, reason)
+    reason = "it is not a supported vision-language model" if name is None else why_refused(mapping[type(config)])
     raise UserError(
         "model.vision",
         f"true, but {name or type(config).__name__} cannot be trained on images: {reason}",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,14 +38,16 @@ def plan_shared_step(
     cost: CostModel | None = None,
     overlong: PackOverlong = "error",
     groups: Sequence[Hashable] | None = None,
+    added: NDArray[np.float64] | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
-    given, a group is never divided over several packs. `contexts` are the numbers of ranks that may share a pack. With
-    several `contexts`, samples that share a prefix are divided into parts that fit on one rank. A sample longer than
-    `max_tokens` shares no prefix, and its pack is divided over as many ranks as it needs.
+    given, a group is never divided over several packs. `added` [n] are further costs of samples, such as those of their
+    images. `contexts` are the numbers of ranks that may share a pack. With several `contexts`, samples that share a
+    prefix are divided into parts that fit on one rank. A sample longer than `max_tokens` shares no prefix, and its pack
+    is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -54,15 +57,23 @@ def plan_shared_step(
         too_long = np.ones_like(too_long)
     if not prefixes.is_shared or (too_long.any() and (overlong != "alone" or whole)):
         return plan_step(
-            lengths, groups=groups, ranks=ranks, max_tokens=max_tokens, cost=model, overlong=overlong, contexts=contexts
-        )
+            lengths, groups=groups, ranks=ranks, max_tokens=max_tokens, cost=model, overlong=overlong, added=added,
+            contexts=contexts,
+        )  # fmt: skip
+    options: dict[str, Any] = {
+        "ranks": ranks,
+        "max_tokens": max_tokens,
+        "model": model,
+        "contexts": contexts,
+        "added": np.zeros(len(lengths)) if added is None else added,
+    }
     if whole:
-        return _plan(prefixes, whole, lengths, ranks=ranks, max_tokens=max_tokens, model=model, contexts=contexts)
+        return _plan(prefixes, whole, lengths, **options)
     families = _families(prefixes, lengths > max_tokens)
     best: StepPlan | None = None
     for parts in _powers_of_two(max(len(family) for family in families)):
         units = [unit for family in families for unit in _units(prefixes, family, parts, max_tokens)]
-        plan = _plan(prefixes, units, lengths, ranks=ranks, max_tokens=max_tokens, model=model, contexts=contexts)
+        plan = _plan(prefixes, units, lengths, **options)
         if best is not None and plan.step_cost >= best.step_cost:
             break
         best = plan
@@ -118,11 +129,12 @@ def _plan(
     max_tokens: int,
     model: CostModel,
     contexts: Sequence[int],
+    added: NDArray[np.float64],
 ) -> StepPlan:
     """Plan a step in which each unit (samples that stay in one pack) counts as one sample."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
-    costs = [tree.cost(model) for tree in trees]
+    costs = [tree.cost(model) + float(added[unit].sum()) for tree, unit in zip(trees, units, strict=True)]
     plan = plan_step(
         tokens, ranks=ranks, max_tokens=max_tokens, cost=model, overlong="alone", costs=costs, contexts=contexts
     )

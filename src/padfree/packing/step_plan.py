@@ -166,6 +166,7 @@ def plan_step(
     overlong: PackOverlong = "error",
     groups: Sequence[Hashable] | None = None,
     costs: ArrayLike | None = None,
+    added: ArrayLike | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
     """Plan one step over n samples with these `lengths` [n]: assign each sample to a rank and a micro-batch.
@@ -175,7 +176,8 @@ def plan_step(
     divide `ranks`. If `contexts` has several entries, the plan chooses one for every pack.
 
     Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
-    gives the costs of the samples, if they do not follow from the lengths.
+    gives the costs of the samples, if they do not follow from the lengths. `added` [n] are further costs of samples,
+    such as those of their images.
 
     `overlong` says what happens to a sample longer than `max_tokens`: it raises an error ("error"), is cut
     ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists the overlong samples. If
@@ -193,9 +195,15 @@ def plan_step(
         given = number_array(costs, "costs").astype(np.float64)
         left_cost = partial(_cost_of_left, given)
         return _plan(length, left_cost, model.constant, ranks, max_tokens, overlong, contexts)
+    extra = None if added is None else number_array(added, "added").astype(np.float64)
+    if groups is None and extra is not None:
+        return _plan(
+            length, lambda left: model(left) + _cost_of_left(extra, left), model.constant, ranks, max_tokens, overlong,
+            contexts,
+        )  # fmt: skip
     if groups is None:
         return _plan(length, model, model.constant, ranks, max_tokens, overlong, contexts)
-    return _plan_groups(length, groups, model, ranks, max_tokens, overlong, contexts)
+    return _plan_groups(length, groups, model, ranks, max_tokens, overlong, contexts, extra)
 
 
 def _cost_of_left(cost: Floats, left: Indices) -> Floats:
@@ -210,6 +218,7 @@ def _plan_groups(
     max_tokens: int,
     overlong: PackOverlong,
     contexts: Sequence[int],
+    extra: Floats | None = None,
 ) -> StepPlan:
     """Plan whole groups in place of samples. The length and cost of a group are the sums over its samples."""
     if len(groups) != len(length):
@@ -223,7 +232,8 @@ def _plan_groups(
     numbers: dict[Hashable, int] = {}
     group = np.array([numbers.setdefault(name, len(numbers)) for name in groups])
     group_length = np.bincount(group, weights=length).astype(np.int64)
-    group_cost: Floats = np.bincount(group, weights=model(length)).astype(np.float64)
+    costs = model(length) if extra is None else model(length) + extra
+    group_cost: Floats = np.bincount(group, weights=costs).astype(np.float64)
     found = _plan(
         group_length, partial(_cost_of_left, group_cost), model.constant, ranks, max_tokens, overlong, contexts
     )

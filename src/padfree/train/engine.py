@@ -106,6 +106,7 @@ class StepReport:
     num_rows: int | None = None  # number of data rows, if several samples can come from one row; None: not known
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
     skipped: SkippedSamples | None = None  # None: the loss does not allow skipping samples
+    image_features: tuple[int, ...] = ()  # number of features of each image that the step encodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,6 +120,18 @@ class PreparedStep:
     source_weights: tuple[float, ...] = ()  # sum of the token weights of each source
     num_rows: int | None = None  # see `StepReport`
     skipped: SkippedSamples | None = None  # see `StepReport`
+
+
+def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]:
+    """The number of features of each image that a step encodes. A pack encodes each of its distinct images once."""
+    if not any(sample.images for sample in samples):
+        return ()
+    found: list[int] = []
+    for packs, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
+        for indices in (chosen for chosen, counts in zip(packs, is_first, strict=True) if counts):
+            distinct = {image.digest: len(image.positions) for i in indices for image in samples[i].images}
+            found += distinct.values()
+    return tuple(found)
 
 
 UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_)).with_numbers(
@@ -378,6 +391,7 @@ class PendingStep:
             stop_votes=int(stop_votes),
             compute_seconds=() if self._marks is None else self._seconds(self._marks),
             skipped=self._prepared.skipped,
+            image_features=encoded_images(self._prepared.samples, plan),
         )
 
     def device_seconds(self) -> float | None:

@@ -25,6 +25,7 @@ from padfree.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
 from padfree.distributed import Mesh
 from padfree.errors import UserError
+from padfree.model.vision.tower_cost import TowerCost
 from padfree.packing import CostModel, PrefixTree, StepPlan, collate, plan_shared_step, plan_step
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
@@ -108,8 +109,13 @@ class Packer:
         overlong: PackOverlong,
         cost: CostModel,
         unshared_reason: str | None,
+        image_cost: TowerCost | None = None,
     ) -> None:
-        """`unshared_reason`: why the model cannot share prefixes; None if it can."""
+        """`unshared_reason`: why the model cannot share prefixes; None if it can.
+
+        `image_cost`: the cost of an image in the unit of `cost`; None if the model reads no images.
+        """
+        self.image_cost = image_cost
         self.mesh, self.max_tokens, self.pack_settings, self.overlong, self.cost = (
             mesh,
             max_tokens,
@@ -131,6 +137,7 @@ class Packer:
         return plan_samples(
             samples,
             self._prefixes(samples),
+            added=self._image_costs(samples),
             keep_groups=keep_groups,
             ranks=self.mesh.data.size,
             max_tokens=self.max_tokens * self.mesh.context.size,
@@ -185,6 +192,12 @@ class Packer:
         if not any(sample.images for pack in packs for sample in pack):
             return None
         return PacksAhead(self._loader, packs)
+
+    def _image_costs(self, samples: Sequence[Sample]) -> NDArray[np.float64] | None:
+        """The cost of the images of each sample. None if no sample has images."""
+        if self.image_cost is None or not any(sample.images for sample in samples):
+            return None
+        return self.image_cost.of_samples(sample.images for sample in samples)
 
     def _check_sharing(self) -> None:
         if self.pack_settings.share_prefixes is True and self.unshared_reason is not None:

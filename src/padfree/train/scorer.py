@@ -31,12 +31,23 @@ from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.model import hidden_states, lm_head_of
 from padfree.model.sharing import sharing_obstacle
+from padfree.model.vision.tower_cost import TowerCost, tower_cost
 from padfree.optim.master_weights import compute_copies
 from padfree.packing import CostModel
 from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
 from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings
+
+
+def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | None:
+    """The cost of an image in the unit of `cost`: a feature costs as much as the tokens that take as many FLOPs."""
+    flops = tower_cost(model)
+    if flops is None or cost is None:
+        return flops
+    unit = cost.linear / CostModel.from_config(model.config).linear
+    return TowerCost(linear=unit * flops.linear, quadratic=unit * flops.quadratic)
+
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
 """Function that returns scores [T/cp] of this rank's positions, 0 at positions without a label. If samples share
@@ -70,6 +81,7 @@ class Scorer:
             overlong=overlong,
             cost=cost or CostModel.from_config(model.config),
             unshared_reason=sharing_obstacle(model),
+            image_cost=_image_cost(model, cost),
         )
 
     def _check_head(self, model: PreTrainedModel) -> None:

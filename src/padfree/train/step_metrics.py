@@ -51,8 +51,9 @@ def step_metrics(
         found["imbalance_measured"] = max(compute_seconds) * len(compute_seconds) / sum(compute_seconds)
     if flops is not None:
         found |= flops.metrics(
-            report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan)
-        )
+            report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan),
+            image_features=report.image_features,
+        )  # fmt: skip
     if memory_gib is not None:
         found["memory_gib"] = memory_gib
     return found

@@ -38,6 +38,7 @@ from padfree.estimate.flops import Flops
 from padfree.garbage_collection import quiet_collector
 from padfree.layers.compiler_watch import CompilerWatch
 from padfree.model.parts import frozen_weights
+from padfree.model.vision.tower_cost import tower_cost
 from padfree.optim.schedule import learning_rate_factor
 from padfree.record.run_files import RunFiles
 from padfree.record.run_folder import writing
@@ -152,6 +153,7 @@ class Trainer:
             dtype=getattr(torch, config.model.dtype),
             adapters=config.lora.rank > 0,
             **frozen_weights(engine.model),
+            image=tower_cost(engine.model),
         )
         self.updates = StepPipeline(
             engine,

@@ -45,6 +45,7 @@ class VisionFamily:
     filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of the smallest image
     rotary: bool = False  # the base model has get_rope_index: positions in three dimensions
     one_image: str | None = None  # why a sample cannot have several images
+    tiles: bool = False  # the tower reads tiles of equal size, and a tile sees no other
     whole_images: bool = False  # the tokens of an image attend to each other in the language model
 
 
@@ -122,8 +123,9 @@ _TILES = VisionFamily(
     inputs=("pixel_values",),
     encode=_encode,
     filler=_tile_filler,
+    tiles=True,
 )
-_MISTRAL = replace(_TILES, inputs=("pixel_values", "image_sizes"), filler=_cut_filler)
+_MISTRAL = replace(_TILES, inputs=("pixel_values", "image_sizes"), filler=_cut_filler, tiles=False)
 _ONEVISION = VisionFamily(
     language="language_model",
     encoders=("vision_tower", "multi_modal_projector", "image_newline"),
@@ -131,6 +133,7 @@ _ONEVISION = VisionFamily(
     inputs=("pixel_values", "image_sizes"),
     encode=_encode_sized,
     filler=_sized_filler,
+    tiles=True,
     one_image="the number of features of an image depends on how many images its sample has",
 )
 _IDEFICS = VisionFamily(
@@ -140,6 +143,7 @@ _IDEFICS = VisionFamily(
     inputs=("pixel_values", "pixel_attention_mask"),
     encode=_encode_tiles,
     filler=_masked_tile_filler,
+    tiles=True,
 )
 
 FAMILIES: dict[str, VisionFamily] = {

@@ -1,0 +1,108 @@
+"""The cost of encoding an image, in FLOPs of forward and backward, from its number of features.
+
+    FLOPs of an image of m features = linear · m + quadratic · m²
+
+    Qwen3-VL     4 patches per feature, which attend to all patches of the image         linear and quadratic
+    Gemma 3      16 patches per feature, which attend to the 4096 patches of their tile   linear only
+
+The number of features of an image is its number of placeholder tokens, so that a step can be planned before images are
+loaded. Each weight of the tower is applied to every patch once, each weight of the projector to every feature. A frozen
+weight has no weight gradient. A frozen tower has no backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from padfree.images import Image
+from padfree.model.parts import parts_of
+from padfree.model.structure import tower_blocks
+from padfree.model.vision.families import family_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerCost:
+    """The FLOPs of one image of m features are linear · m + quadratic · m²."""
+
+    linear: float
+    quadratic: float
+
+    def __call__(self, features: ArrayLike) -> NDArray[np.float64]:
+        """The FLOPs [n] of images with these numbers of features [n]."""
+        counts = np.asarray(features, dtype=np.float64)
+        return self.linear * counts + self.quadratic * counts**2
+
+    def of_samples(self, images: Iterable[Iterable[Image]]) -> NDArray[np.float64]:
+        """The FLOPs of the images of each sample. The cost of an image is divided over the samples that show it."""
+        shown = [{image.digest: len(image.positions) for image in own} for own in images]
+        times: dict[str, int] = {}
+        for own in shown:
+            for digest in own:
+                times[digest] = times.get(digest, 0) + 1
+        costs = [sum(float(self(count)) / times[digest] for digest, count in own.items()) for own in shown]
+        return np.array(costs, dtype=np.float64)
+
+
+def tower_cost(model: PreTrainedModel) -> TowerCost | None:
+    """The cost of the images of a vision-language model. None for a language model. The model may be sharded."""
+    family = family_of(model)
+    if family is None:
+        return None
+    config, parts = model.config, parts_of(model)
+    weights, trained = {"tower": 0, "projector": 0}, {"tower": False, "projector": False}
+    # Outside of the blocks, only the patch embedding is applied to every patch.
+    per_patch = {id(each) for block in tower_blocks(model) for each in block.parameters()}
+    per_patch |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv2d | nn.Conv3d)}
+    for (_, parameter), part in zip(model.named_parameters(), parts.values(), strict=True):
+        if part == "language_model":
+            continue
+        trained[part] |= parameter.requires_grad
+        if parameter.ndim >= 2 and (part == "projector" or id(parameter) in per_patch):
+            weights[part] += parameter.numel()
+    # One forward pass, one for the gradient of the input, and one for the gradient of the weights.
+    passes = 3.0 if trained["tower"] else 1.0
+    projector_passes = 1.0 + trained["tower"] + trained["projector"]
+    patches = patches_per_feature(config)
+    vision: Any = config.vision_config
+    width, blocks = getattr(vision, "embed_dim", None) or vision.hidden_size, len(tower_blocks(model))
+    window = getattr(vision, "window_size", None)
+    full = len(vision.fullatt_block_indexes) if window else blocks
+    pairs = 0.0  # keys that a patch sees apart from those of the whole image, summed over the blocks
+    if family.tiles:
+        pairs, full = blocks * patches_per_tile(config), 0
+    elif window:
+        pairs = (blocks - full) * (window // vision.patch_size) ** 2
+    # A (query, key) pair takes a multiplication and an addition per channel for its score, and as many for its value.
+    return TowerCost(
+        linear=passes * patches * (2.0 * weights["tower"] + 4.0 * width * pairs)
+        + projector_passes * 2.0 * weights["projector"],
+        quadratic=passes * patches**2 * 4.0 * width * full,
+    )
+
+
+def patches_per_tile(config: PreTrainedConfig) -> float:
+    """The number of patches of a tile or of an image of fixed size."""
+    vision: Any = config.vision_config
+    sides = (vision.image_size, vision.patch_size)
+    image, patch = (side if isinstance(side, int) else side[0] for side in sides)
+    return float((image // patch) ** 2)
+
+
+def patches_per_feature(config: PreTrainedConfig) -> float:
+    """The number of patches that the projector merges into one feature."""
+    for holder in (config.vision_config, config):
+        for name in ("spatial_merge_size", "scale_factor", "downsample_factor"):
+            if isinstance(side := getattr(holder, name, None), int):
+                return float(side**2)
+    if isinstance(ratio := getattr(config, "downsample_ratio", None), float):
+        return ratio**-2
+    if isinstance(features := getattr(config, "mm_tokens_per_image", None), int):
+        return patches_per_tile(config) / features
+    return 1.0
