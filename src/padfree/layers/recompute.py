@@ -29,18 +29,27 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from padfree.choices import Checkpointing
+from padfree.choices import Checkpointing, LayerLevel
 from padfree.errors import UserError
 from padfree.layers.passes.graph_nodes import MATMULS
 
 Kept = Literal["none", "input", "selective", "host"]
 """Which activations a compiled layer saves. With `none` the compiler decides."""
 
+KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
+    "full": "input",
+    "host": "host",
+    "selective": "selective",
+    "attention": "host",
+    "none": "none",
+}
+"""Which activations a compiled layer saves at each level. At the level `host` they are then offloaded."""
+
 SAVED_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 """The matmuls whose results the mode `selective` saves if layers are not compiled."""
 
 
-def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
+def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
     """Make layers that are not compiled discard activations in forward and recompute them in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":

@@ -27,14 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from padfree.choices import Checkpointing
+from padfree.choices import LayerLevel
 from padfree.config import LoraConfig
+from padfree.config.checkpointing import is_by_layer, levels_of, needs_compiled_layers
 from padfree.distributed import Mesh
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept, recompute_layers
@@ -58,7 +59,7 @@ def transformations(
     attention: str = "auto",
     compile: str = "none",
     operators: bool = True,
-    checkpointing: Checkpointing = "none",
+    checkpointing: str = "none",
     dtype: torch.dtype = torch.float32,
     reshard: bool = True,
     offload: bool = False,
@@ -75,12 +76,12 @@ def transformations(
         steps.append(_freeze)
     if lora is not None and lora.rank:
         steps.append(partial(add_adapters, settings=lora))
-    assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
-    # In compiled layers, the compiler implements the modes "selective" and "host". All other cases use PyTorch's
-    # activation checkpointing.
-    by_compiler = compile != "none" and checkpointing in ("selective", "host")
+    assert compile != "none" or not needs_compiled_layers(checkpointing), "only compiled layers have these levels"
+    # In compiled layers, the compiler implements the modes "selective" and "host", and all levels by layer. All other
+    # cases use PyTorch's activation checkpointing.
+    by_compiler = compile != "none" and (checkpointing in ("selective", "host") or is_by_layer(checkpointing))
     if compile != "none":
-        kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
+        kept = checkpointing if by_compiler else "none"
         steps.append(partial(_compile, backend=compile, kept=kept, operators=operators))
     if checkpointing != "none" and not by_compiler:
         steps.append(partial(_recompute, mode=checkpointing))
@@ -115,12 +116,17 @@ def _freeze(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
 
 
-def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool) -> None:
-    compile_layers(layers_of(model), backend, kept, operators=operators)
+def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool) -> None:
+    layers = layers_of(model)
+    saved = levels_of(kept, len(layers)) if is_by_layer(kept) else cast(Kept, kept)
+    compile_layers(layers, backend, saved, operators=operators)
 
 
-def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
-    recompute_layers(layers_of(model), mode)
+def _recompute(model: PreTrainedModel, mode: str) -> None:
+    layers = layers_of(model)
+    levels = levels_of(mode, len(layers)) if is_by_layer(mode) else (cast(LayerLevel, mode),) * len(layers)
+    for level in set(levels) - {"none"}:
+        recompute_layers([layer for layer, own in zip(layers, levels, strict=True) if own == level], level)
 
 
 def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
