@@ -7,9 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from padfree.choices import LayerLevel
 from padfree.estimate.levels import Limits, Option, choose_levels
 
-LEVELS = ("host", "full", "selective", "attention", "none")
+LEVELS: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
 
 
 def peak(chosen: tuple[Option, ...], limits: Limits) -> int:

@@ -58,6 +58,15 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
     return levels  # type: ignore[return-value]
 
 
+def stretched(value: str, num_layers: int) -> str:
+    """The value of the setting for a model with another number of layers: each layer has the level at its height."""
+    if not is_by_layer(value):
+        return value
+    levels = [level for count, level in _parts(value) or () for _ in range(count)]
+    heights = ((2 * number + 1) * len(levels) // (2 * num_layers) for number in range(num_layers))
+    return text_of([levels[height] for height in heights])  # type: ignore[misc]
+
+
 def text_of(levels: Sequence[LayerLevel]) -> str:
     """The value of the setting for these levels, one per layer. `levels_of` is the inverse."""
     return ", ".join(f"{len(list(equal))} {level}" for level, equal in groupby(levels))

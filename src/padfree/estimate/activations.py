@@ -19,6 +19,7 @@ keeps this many bytes:
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -64,7 +65,8 @@ def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ..
     if checkpointing == "host":
         offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
         return ("host",) * offloaded + ("attention",) * (num_layers - offloaded)
-    return (checkpointing,) * num_layers  # type: ignore[return-value]
+    level = cast(LayerLevel, checkpointing)
+    return tuple(level for _ in range(num_layers))
 
 
 def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:

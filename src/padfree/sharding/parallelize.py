@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from padfree.choices import LayerLevel
 from padfree.config import LoraConfig
-from padfree.config.checkpointing import is_by_layer, levels_of, needs_compiled_layers
+from padfree.config.checkpointing import is_by_layer, levels_of, needs_compiled_layers, stretched
 from padfree.distributed import Mesh
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept, recompute_layers
@@ -60,6 +60,7 @@ def transformations(
     compile: str = "none",
     operators: bool = True,
     checkpointing: str = "none",
+    stretch: bool = False,
     dtype: torch.dtype = torch.float32,
     reshard: bool = True,
     offload: bool = False,
@@ -69,7 +70,8 @@ def transformations(
 ) -> list[Transformation]:
     """The transformations of a model, in the order in which they are applied.
 
-    `rules` select the parameters that are sharded over a mesh other than that of all ranks.
+    `rules` select the parameters that are sharded over a mesh other than that of all ranks. `stretch`: the levels of
+    `checkpointing` were chosen for another model, which may have another number of layers.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -82,9 +84,9 @@ def transformations(
     by_compiler = compile != "none" and (checkpointing in ("selective", "host") or is_by_layer(checkpointing))
     if compile != "none":
         kept = checkpointing if by_compiler else "none"
-        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators))
+        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators, stretch=stretch))
     if checkpointing != "none" and not by_compiler:
-        steps.append(partial(_recompute, mode=checkpointing))
+        steps.append(partial(_recompute, mode=checkpointing, stretch=stretch))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_master_weights, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
@@ -116,14 +118,16 @@ def _freeze(model: PreTrainedModel) -> None:
     model.requires_grad_(False)
 
 
-def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool) -> None:
+def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, stretch: bool) -> None:
     layers = layers_of(model)
+    kept = stretched(kept, len(layers)) if stretch else kept
     saved = levels_of(kept, len(layers)) if is_by_layer(kept) else cast(Kept, kept)
     compile_layers(layers, backend, saved, operators=operators)
 
 
-def _recompute(model: PreTrainedModel, mode: str) -> None:
+def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
     layers = layers_of(model)
+    mode = stretched(mode, len(layers)) if stretch else mode
     levels = levels_of(mode, len(layers)) if is_by_layer(mode) else (cast(LayerLevel, mode),) * len(layers)
     for level in set(levels) - {"none"}:
         recompute_layers([layer for layer, own in zip(layers, levels, strict=True) if own == level], level)

@@ -119,6 +119,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
             config.critic.path or config.model.path,
             offload=config.parallel.offload,
             checkpointing=config.parallel.checkpointing,
+            stretch=True,
             reshard=config.parallel.reshard,
             init=config.model.init if config.critic.path is None else "weights",
             head="scalar",

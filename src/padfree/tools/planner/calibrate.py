@@ -232,6 +232,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         compile=str(parallel.compile),
         operators=parallel.kernels == "auto",
         checkpointing=parallel.checkpointing,
+        stretch=True,
         dtype=getattr(torch, config.model.dtype),
         reshard=parallel.reshard,
         offload=parallel.offload,
