@@ -20,6 +20,7 @@ import padfree
 from padfree import losses
 from padfree.cli.train import recipe_lines
 from padfree.config import Config, OptimizerConfig, config_from_dict, load_config
+from padfree.config.checkpointing import levels_of, stretched
 from padfree.config.mixture import DataSource
 from tests.refused import refused
 
@@ -483,3 +484,14 @@ def test_none_in_a_recipe_is_none_as_on_the_command_line(setting: str) -> None:
     }
     values.setdefault(section, {})[name] = "none"
     assert getattr(getattr(config_from_dict(values), section), name) is None
+
+
+def test_levels_by_layer_are_stretched_to_another_number_of_layers() -> None:
+    assert stretched("full", 3) == "full"
+    assert stretched("6 host, 30 none", 36) == "6 host, 30 none"
+    assert stretched("6 host, 30 none", 6) == "1 host, 5 none"
+    assert stretched("6 host, 30 none", 72) == "12 host, 60 none"
+    assert stretched("2 none", 1) == "1 none"
+    for num_layers in range(1, 40):
+        levels = levels_of(stretched("3 host, 1 full, 7 none", num_layers), num_layers)
+        assert levels == tuple(sorted(levels, key=["host", "full", "none"].index))

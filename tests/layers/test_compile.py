@@ -28,6 +28,7 @@ from padfree.testing.models import build, row
 from padfree.train.engine import Engine
 from padfree.train.setup import build_engine
 from tests.layers.graph_cases import passes_alone
+from tests.refused import refused
 from tests.train.cases import LOSSES, make_engine, make_samples
 
 BACKEND = "aot_eager_decomp_partition"
@@ -155,6 +156,37 @@ def test_gradients_are_the_same_when_activations_are_offloaded(
     for call in used.calls.values():
         assert not call.on_host, "prefetched"
         assert not call.copied, "and not held on to"
+
+
+@pytest.mark.slow
+def test_gradients_are_the_same_with_levels_by_layer(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every level, with offloaded layers between layers that keep their tensors."""
+    offloads: list[ActivationOffload] = []
+
+    def offload(num_layers: int, **options: Any) -> ActivationOffload:
+        offloads.append(ActivationOffload(num_layers, min_bytes=0, **options))
+        return offloads[-1]
+
+    monkeypatch.setattr(compiled, "ActivationOffload", offload)
+    plain = gradients(engine_with(mesh, "none"))
+    levels = "1 attention, 1 host, 1 full, 1 selective, 1 none"
+    sent: list[int] = []
+    copy = ActivationOffload.copy
+    monkeypatch.setattr(
+        ActivationOffload,
+        "copy",
+        lambda self, pairs, to_host: sent.append(to_host) or copy(self, pairs, to_host=to_host),
+    )
+    found = gradients(engine_with(mesh, levels), scored=True)
+    for name, gradient in plain.items():
+        if mesh.device.type == "cpu":  # the embeddings' gradient is summed in any order on a GPU
+            assert torch.equal(found[name], gradient), name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+    (used,) = offloads
+    assert used.offloaded == {1}
+    assert set(sent) == {True, False}
+    with refused("parallel.checkpointing", about="names 3 layers, but the model has 5"):
+        engine_with(mesh, "1 host, 2 none")
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_a_split_weight_is_a_float32_parameter() -> None:
         True,
         True,
     )
-    (parameter * 2).sum().backward()
+    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
     assert parameter.grad is not None
     assert torch.equal(parameter.grad, torch.full((3, 5), 2.0))
     for made in (parameter.clone(), parameter + 0, torch.zeros_like(parameter), parameter.detach().new_ones(2)):

@@ -72,7 +72,7 @@ def test_fifty_steps_are_those_of_float32_weights(
 ) -> None:
     """Split weights, in blocks that cut parameters, against FSDP2's float32 shards. Many weights are ties at first."""
     monkeypatch.setitem(BLOCK, "cpu", 256)
-    found = []
+    found: list[tuple[list[tuple[float, float]], dict[str, torch.Tensor]]] = []
     for reshard in (True, False):
         settings = replace(OPTIMIZER, name=optimizer, lr=1e-3)
         engine = make_engine(
@@ -82,14 +82,14 @@ def test_fifty_steps_are_those_of_float32_weights(
             for parameter in engine.model.parameters():
                 bits = local_part(parameter).view(torch.int32)
                 bits.copy_(bits & ~0xFFFF | 0x8000)
-        reports = [engine.step(make_samples(seed=step % 4)) for step in range(50)]
+        steps = [engine.step(make_samples(seed=step % 4)) for step in range(50)]
         assert any(isinstance(parameter, SplitWeight) for parameter in engine.model.parameters()) != reshard
         tensors = {name: local_part(tensor).clone() for name, tensor in named_tensors(engine.model).items()}
         for name, tensor in optimizer_tensors(engine.model, engine.optimizer).items():
             tensors[name] = local_part(tensor).clone()
-        found.append(([(report.loss, report.gradient_norm) for report in reports], tensors))
-    (reports, tensors), (split_reports, split_tensors) = found
-    assert split_reports == reports
+        found.append(([(report.loss, report.gradient_norm) for report in steps], tensors))
+    (expected, tensors), (reports, split_tensors) = found
+    assert reports == expected
     assert split_tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(split_tensors[name].view(torch.int32), tensor.view(torch.int32)), name

@@ -71,6 +71,16 @@ def sharded(rank: int, world: int) -> tuple[dict[str, Outcome], bool]:
     return found, tied
 
 
+def test_levels_by_layer_without_a_compiler(mesh: Mesh) -> None:
+    found = []
+    for checkpointing in ("none", "1 full, 1 none, 1 selective"):
+        engine = make_engine(mesh, LOSSES["sft"], small_model(num_hidden_layers=3), checkpointing=checkpointing)
+        found.append(two_steps(engine, make_samples()))
+        recomputed = [layer.gradient_checkpointing for layer in layers_of(engine.model)]
+    assert recomputed == [True, False, True]
+    assert_same(found[1], found[0], tolerance=0.0)
+
+
 @pytest.mark.slow
 def test_two_context_ranks(reference: Outcome) -> None:
     """Recomputation repeats the collectives of attention on both ranks. Tied embeddings stay one parameter."""

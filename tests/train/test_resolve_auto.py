@@ -9,9 +9,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from padfree.config import Config
 from padfree.distributed import Mesh
+from padfree.estimate.activations import levels_by_layer
+from padfree.estimate.layer_options import level_flops
 from padfree.estimate.memory import estimate_memory
+from padfree.layers.offload import LAYERS_PER_COPY
+from padfree.model.structure import layers_of
 from padfree.train import resolve_auto as module
 from padfree.train.resolve_auto import USABLE_FRACTION, resolve_auto, resolve_auto_on
+from tests.refused import refused
 from tests.train.cases import alone
 from tests.train.trainer_cases import make_config
 
@@ -40,26 +45,94 @@ def config_of(tmp_path: Any, **parallel: Any) -> Config:
     )
 
 
-def needed(config: Config, hidden: int = 256) -> float:
-    return estimate_memory(config, skeleton(hidden), processes=1, device_type="cuda").device / USABLE_FRACTION
+def needed(config: Config, hidden: int = 256, processes: int = 1) -> float:
+    found = estimate_memory(config, skeleton(hidden), processes=processes, device_type="cuda")
+    return found.device / USABLE_FRACTION
 
 
-@pytest.mark.parametrize("way", ["none", "host", "selective", "full"])
+@pytest.mark.parametrize("way", ["none", "selective", "full"])
 def test_the_fastest_that_fits_is_taken(way: str, tmp_path: Any) -> None:
     """With exactly the memory that a choice needs, it is chosen; all faster choices need more."""
-    asked, hidden = config_of(tmp_path), 2048 if way == "host" else 256
+    divided = {"expert": 2}  # the graphs of compiled layers are broken, so all layers have the same level
+    asked = config_of(tmp_path, **divided)
     wanted = {
-        reshard: config_of(tmp_path, compile="inductor", checkpointing=way, reshard=reshard)
+        reshard: config_of(tmp_path, compile="inductor", checkpointing=way, reshard=reshard, **divided)
         for reshard in (True, False)
     }
     for reshard, config in wanted.items():
-        memory = needed(config, hidden) + 1
-        found = resolve_auto(asked, skeleton(hidden), processes=1, device_type="cuda", memory=memory)
+        memory = needed(config, processes=2) + 1
+        found = resolve_auto(asked, skeleton(), processes=2, device_type="cuda", memory=memory)
         chosen = found.config.parallel
         assert (chosen.compile, chosen.checkpointing, chosen.reshard) == ("inductor", way, reshard)
         assert set(found.reasons) == {"parallel.compile", "parallel.checkpointing", "parallel.reshard"}
         assert any(line.startswith(f"parallel.checkpointing={way}: needs about") for line in found.lines())
-    assert needed(wanted[True], hidden) < needed(wanted[False], hidden)
+    assert needed(wanted[True], processes=2) < needed(wanted[False], processes=2)
+
+
+@pytest.mark.parametrize("compiler", ["inductor", "none"])
+@pytest.mark.parametrize("hidden", [256, 2048])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_levels_by_layer_fill_the_memory(processes: int, hidden: int, compiler: str, tmp_path: Any) -> None:
+    """The choice always fits, recomputes less with more memory, and all layers keep everything as soon as that fits."""
+    asked = config_of(tmp_path, compile=compiler)
+    few, most = (
+        needed(config_of(tmp_path, compile=compiler, checkpointing=way, reshard=reshard), hidden, processes) + 1
+        for way, reshard in (("full", processes > 1), ("none", False))
+    )
+    costs, seen = [], set()
+    for share in (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0):
+        memory = few + share * (most - few)
+        found = resolve_auto(asked, skeleton(hidden), processes=processes, device_type="cuda", memory=memory)
+        chosen = found.config.parallel
+        estimate = estimate_memory(found.config, skeleton(hidden), processes=processes, device_type="cuda")
+        assert estimate.device <= USABLE_FRACTION * memory
+        levels = levels_by_layer(chosen.checkpointing, 4)
+        layers = zip(layers_of(skeleton(hidden)), levels, strict=True)
+        costs.append(sum(level_flops(skeleton(hidden), *each, 2, compiler != "none") for each in layers))
+        seen |= set(levels)
+        if chosen.checkpointing not in ("none", "full", "selective"):
+            (line,) = [each for each in found.lines() if each.startswith("parallel.checkpointing=")]
+            assert "keep everything" in line or "none" not in levels
+            assert " layers " in line
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == 0
+    assert chosen.reshard is False
+    assert "host" not in seen or (hidden >= 2048 and compiler != "none")
+    assert seen <= {"host", "full", "selective", "attention", "none"}
+    assert len(seen) > 1
+
+
+def test_a_model_of_4b_fills_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layers offload, the last keep everything, and the copies end before the backward pass."""
+    import torch
+
+    monkeypatch.setattr(module, "_machine_memory", lambda: 1000.0 * GIB)
+    config = Qwen3Config(
+        num_hidden_layers=36, hidden_size=2560, intermediate_size=9728, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, vocab_size=151_936, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    asked, memory = config_of(tmp_path), 200.0 * GIB
+    found = resolve_auto(asked, model, processes=1, device_type="cuda", memory=memory)
+    chosen = found.config.parallel.checkpointing
+    levels = levels_by_layer(chosen, 36)
+    assert levels[0] == "host"
+    assert levels[-1] == "none"
+    assert levels.count("host") <= 36 / LAYERS_PER_COPY
+    estimate = estimate_memory(found.config, model, processes=1, device_type="cuda")
+    assert 0.98 * USABLE_FRACTION * memory < estimate.device <= USABLE_FRACTION * memory
+    line = next(each for each in found.lines() if each.startswith("parallel.checkpointing="))
+    assert line.startswith(f"parallel.checkpointing={chosen}: {levels.count('host')} layers offload, ")
+    assert config_of(tmp_path, compile="inductor", checkpointing=chosen).parallel.checkpointing == chosen
+
+
+@pytest.mark.parametrize("value", ["most", "3 most", "none 3", "0 none", "1 host,", "1 host; 2 none", "-1 none", ""])
+def test_levels_that_are_not_levels_are_refused(value: str, tmp_path: Any) -> None:
+    with refused("parallel.checkpointing"):
+        config_of(tmp_path, compile="inductor", checkpointing=value)
+    with refused("parallel.checkpointing", about="compiled layers"):
+        config_of(tmp_path, compile="none", checkpointing="3 attention")
 
 
 def test_what_is_set_stays(tmp_path: Any) -> None:
@@ -75,9 +148,12 @@ def test_what_is_set_stays(tmp_path: Any) -> None:
 
 
 def test_nothing_fits(tmp_path: Any) -> None:
-    found = resolve_auto(config_of(tmp_path), skeleton(), processes=1, device_type="cuda", memory=GIB // 100)
-    assert (found.config.parallel.checkpointing, found.config.parallel.reshard) == ("full", True)
-    assert "lower batch.max_tokens" in found.reasons["parallel.checkpointing"]
+    for processes, reshard in ((1, False), (2, True)):  # a single process has split weights, which need least
+        found = resolve_auto(
+            config_of(tmp_path), skeleton(), processes=processes, device_type="cuda", memory=GIB // 100
+        )
+        assert (found.config.parallel.checkpointing, found.config.parallel.reshard) == ("full", reshard)
+        assert "lower batch.max_tokens" in found.reasons["parallel.checkpointing"]
 
 
 @pytest.mark.parametrize(("device", "parallel"), [("cpu", {}), ("cuda", {"context": 2}), ("cuda", {"compile": False})])

@@ -11,7 +11,6 @@ from typing import Literal
 
 from padfree.choices import (
     Better,
-    CheckpointingOrAuto,
     CompilerOrAuto,
     ContextMethod,
     DeviceName,
@@ -29,6 +28,7 @@ from padfree.choices import (
     SharePrefixes,
     Turns,
 )
+from padfree.config.checkpointing import check_checkpointing, needs_compiled_layers
 from padfree.config.mixture import DataSource, check_sources
 from padfree.config.model_sections import expand_home
 from padfree.config.prompt_template import template_parts
@@ -307,11 +307,12 @@ class ParallelConfig:
     )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
-    checkpointing: CheckpointingOrAuto = setting(
+    checkpointing: str = setting(
         "auto",
         about="Activation checkpointing: none keeps all activations, host offloads matmul results of compiled layers "
-        "to host memory, selective recomputes everything but matmuls, full recomputes whole layers; auto takes the "
-        "fastest that fits.",
+        "to host memory, selective recomputes everything but matmuls, full recomputes whole layers; auto chooses a "
+        "level for each layer on a GPU, as in '6 host, 30 none'.",
+        allowed="auto, none, host, selective, full, or numbers of layers with their levels",
     )
     compile: CompilerOrAuto | bool = setting(
         "auto", about="Compile each layer with torch.compile; true is inductor, auto compiles on a GPU."
@@ -376,8 +377,10 @@ class ParallelConfig:
         need(products and len(set(products)) == len(products), "parallel.float8_products", products, fix)
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
-        compiled = self.checkpointing != "host" or self.compile != "none"
-        need(compiled, "parallel.checkpointing", "host", "set parallel.compile=inductor: 'host' needs compiled layers")
+        check_checkpointing(self.checkpointing)
+        compiled = not needs_compiled_layers(self.checkpointing) or self.compile != "none"
+        fix = "set parallel.compile=inductor: 'host' and 'attention' need compiled layers"
+        need(compiled, "parallel.checkpointing", self.checkpointing, fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,12 +19,14 @@ keeps this many bytes:
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from padfree.choices import Checkpointing
+from padfree.choices import LayerLevel
+from padfree.config.checkpointing import is_by_layer, levels_of
 from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.expert_adapters import ExpertMatrices
@@ -35,43 +37,67 @@ from padfree.sizes import AttentionSizes, ModelSizes, attends, mixers_of
 FLOAT32 = 4
 
 
-def token_bytes(model: PreTrainedModel, size: int, checkpointing: Checkpointing, *, compiled: bool = False) -> int:
+def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> int:
     """The bytes per token that the forward pass keeps for the backward pass, including embeddings and the last norm.
 
-    `size` is the number of bytes per element. Selective checkpointing keeps the results of matmuls, but in a compiled
-    layer it keeps the output and the log-sum-exp of attention instead. With `checkpointing="host"`, only layers whose
-    tensors stay on the device are counted.
+    `size` is the number of bytes per element. Tensors that are offloaded are not counted.
+    """
+    return outside_bytes(model, size) + sum(layer_token_bytes(model, size, checkpointing, compiled=compiled))
+
+
+def outside_bytes(model: PreTrainedModel, size: int) -> int:
+    """The bytes per token that are kept outside of the layers."""
+    sizes = ModelSizes.of(model.config)
+    return _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
+
+
+def layer_token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> list[int]:
+    """The bytes per token that each layer keeps on the device."""
+    layers = layers_of(model)
+    levels = levels_by_layer(checkpointing, len(layers))
+    return [level_bytes(model, layer, level, size, compiled) for layer, level in zip(layers, levels, strict=True)]
+
+
+def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ...]:
+    """The level of each layer. With "host" for all layers, the last layers keep their tensors on the device."""
+    if is_by_layer(checkpointing):
+        return levels_of(checkpointing, num_layers)
+    if checkpointing == "host":
+        offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
+        return ("host",) * offloaded + ("attention",) * (num_layers - offloaded)
+    level = cast(LayerLevel, checkpointing)
+    return tuple(level for _ in range(num_layers))
+
+
+def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:
+    """The bytes per token that `layer` keeps on the device at this level.
+
+    Selective checkpointing keeps the results of matmuls, but in a compiled layer it keeps the output and the
+    log-sum-exp of attention instead.
     """
     sizes = ModelSizes.of(model.config)
-    outside = _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
-    if checkpointing == "none":
-        kept_by = compiled_layer_bytes if compiled else layer_bytes
-        return outside + sum(kept_by(model.config, layer, size) for layer in layers_of(model))
-    inputs = sizes.hidden * size
-    num_layers = len(layers_of(model))
-    if checkpointing == "host":
-        return outside + (num_layers - math.ceil(OFFLOADED_FRACTION * num_layers)) * _host_layer(sizes, size)
+    if level == "none":
+        return (compiled_layer_bytes if compiled else layer_bytes)(model.config, layer, size)
+    if level == "host":
+        return 0
+    if level == "attention":
+        return host_layer_bytes(sizes, size)
     kept = 0
-    if checkpointing == "selective" and compiled:
-        kept = num_layers * (sizes.output * size + FLOAT32 * sizes.heads)
-    elif checkpointing == "selective":
-        kept = sum(_matmul_width(layer) * size for layer in layers_of(model))
-    return outside + num_layers * inputs + kept
+    if level == "selective":
+        kept = sizes.output * size + FLOAT32 * sizes.heads if compiled else _matmul_width(layer) * size
+    return sizes.hidden * size + kept
 
 
-def offloaded_bytes(model: PreTrainedModel, size: int) -> int:
-    """The bytes per token that are kept in host memory if `parallel.checkpointing` is "host".
-
-    `size` is the number of bytes per element.
-    """
+def offloaded_bytes(model: PreTrainedModel, size: int, checkpointing: str = "host") -> int:
+    """The bytes per token that are kept in host memory. `size` is the number of bytes per element."""
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
-    input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers)
-    offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
-    return input_only * size * sizes.hidden + (offloaded - input_only) * _host_layer(sizes, size)
+    offloaded = levels_by_layer(checkpointing, num_layers).count("host")
+    input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers) if checkpointing == "host" else 0
+    return input_only * size * sizes.hidden + (offloaded - input_only) * host_layer_bytes(sizes, size)
 
 
-def _host_layer(sizes: ModelSizes, size: int) -> int:
-    """The bytes per token that a layer keeps if `parallel.checkpointing` is "host".
+def host_layer_bytes(sizes: ModelSizes, size: int) -> int:
+    """The bytes per token that a layer keeps at the levels "host" and "attention".
 
     It keeps its input, the results of the matmuls around attention, and attention's output.
     """
@@ -85,7 +111,7 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
     `size` is the number of bytes per element.
     """
     sizes, text = ModelSizes.of(config), config.get_text_config()
-    heads = _attention_of(sizes, layer)
+    heads = attention_of(sizes, layer)
     modules = dict(layer.named_modules())
     norms = sum(
         size * width if isinstance(module, nn.LayerNorm) else _norm_bytes(width, size)
@@ -119,13 +145,13 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
         return written_out  # a mixer breaks the graph
-    heads = _attention_of(sizes, layer)
+    heads = attention_of(sizes, layer)
     attention = 2 * (heads.query + heads.key + heads.gate) + heads.value + heads.output
     kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
     return min(kept, written_out)
 
 
-def _attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
+def attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
     """The attention sizes of `layer`. Its `layer_idx` tells whether it has a sliding window, and so other sizes."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
@@ -138,7 +164,7 @@ def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
     """The bytes per token that attention and mixers keep. A layer may have either, both or neither."""
     kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers_of(layer))
     if attends(layer):
-        heads = _attention_of(sizes, layer)
+        heads = attention_of(sizes, layer)
         gated = heads.gate + heads.output if heads.gate else 0
         kept += size * (heads.query + heads.key + heads.value + heads.output + gated) + FLOAT32 * sizes.heads
     return kept

@@ -10,7 +10,8 @@
                                     the gradients of one layer and of the embeddings exist a second time, in bfloat16
     activations                     what the forward pass of one micro-batch keeps for its backward pass
     working                         the larger of two needs: the logits and gradients of the head, or the gradients of
-                                    one layer, with its activations if they are recomputed
+                                    one layer, with its activations if they are recomputed, less the activations that
+                                    the layers above it have freed by then
     reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
     cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
                                     sampling on the CPU
@@ -23,6 +24,7 @@ experts are chosen more often than the mean needs more memory for activations th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import mul
@@ -31,9 +33,20 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from padfree.choices import LayerLevel
 from padfree.config import Config
+from padfree.config.checkpointing import uses_host
 from padfree.config.functions import model_of
-from padfree.estimate.activations import FLOAT32, cache_bytes, layer_bytes, offloaded_bytes, token_bytes
+from padfree.estimate.activations import (
+    FLOAT32,
+    cache_bytes,
+    host_layer_bytes,
+    layer_bytes,
+    layer_token_bytes,
+    levels_by_layer,
+    offloaded_bytes,
+    outside_bytes,
+)
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
 from padfree.model.lora import add_adapters
 from padfree.model.parts import freeze
@@ -44,6 +57,15 @@ from padfree.optim.optimizer import RULES, make_groups, state_bytes
 from padfree.sizes import ModelSizes
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkingParts:
+    """The bytes of temporary memory in different phases of a micro-batch."""
+
+    backward: int  # gradients, during the backward pass of a layer
+    recomputed: int  # activations of a layer that recomputes them, during its backward pass
+    head: int  # between the forward and the backward pass of the layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +82,8 @@ class MemoryEstimate:
     activations: int
     offloaded_activations: int  # in host memory
     working: int
+    working_parts: WorkingParts
+    compiled: bool  # whether activations are those of compiled layers
     reference: int
     reference_offloaded: bool
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
@@ -115,7 +139,7 @@ def estimate_memory(
     sharded = processes > 1 or size < FLOAT32 or config.parallel.offload
     # see `padfree.sharding.parallelize`: a single process without resharding keeps split weights
     split = processes == 1 and size < FLOAT32 and not config.parallel.offload and not reshard
-    master_bytes = storage_bytes if split else partial(mul, FLOAT32)
+    master_bytes: Callable[[int], int] = storage_bytes if split else partial(mul, FLOAT32)
     counts = _counts(model, shards)
     weights = master_bytes(counts.trained) + counts.frozen * (size if sharded else FLOAT32)
     reference = 0
@@ -155,6 +179,13 @@ def estimate_memory(
     context = config.parallel.most_context(processes)
     whole = context == 1 and expert == 1 and config.rollout.routing == "recompute"
     compiled = config.parallel.compile != "none" and whole
+    parts = _working(
+        config, model, tokens, size, device_type, max(key_copies(config, prompt_tokens), copied_keys), context
+    )
+    kept = [tokens * each for each in layer_token_bytes(model, size, checkpointing, compiled=compiled)]
+    activations = sum(kept) + tokens * outside_bytes(model, size)
+    offloaded = tokens * offloaded_bytes(model, size, checkpointing) if uses_host(checkpointing) else 0
+    levels = levels_by_layer(checkpointing, len(kept))
     return MemoryEstimate(
         weights=weights + master_bytes(critic),
         gradients=(counts.trained + critic) * FLOAT32,
@@ -163,11 +194,11 @@ def estimate_memory(
         offloaded=config.parallel.offload,
         gathered=_gathered(model, size, reshard, shards, split=split) if sharded else 0,
         tokens=tokens,
-        activations=tokens * token_bytes(model, size, checkpointing, compiled=compiled),
-        offloaded_activations=tokens * offloaded_bytes(model, size) if checkpointing == "host" else 0,
-        working=_working(
-            config, model, tokens, size, device_type, max(key_copies(config, prompt_tokens), copied_keys), context
-        ),
+        activations=activations,
+        offloaded_activations=offloaded,
+        working=_highest(kept, levels, parts, tokens * host_layer_bytes(ModelSizes.of(model.config), size)),
+        working_parts=parts,
+        compiled=compiled,
         reference=reference,
         reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
@@ -296,26 +327,40 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     return (prompt + group * (prompt + response)) / (prompt + group * response)
 
 
+def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
+    """The highest temporary memory, in addition to the activations of all layers.
+
+    `kept` are the bytes of each layer. `offloaded` are the bytes of an offloaded layer. While it runs backward, its
+    tensors and those of the layer below are on the device.
+    """
+    found, below, total = parts.head, 0, sum(kept)
+    for own, level in zip(kept, levels, strict=True):
+        below += own
+        found = max(found, below - total + backward_bytes(level, parts, offloaded))
+    return found
+
+
+def backward_bytes(level: LayerLevel, parts: WorkingParts, offloaded: int) -> int:
+    """The bytes of temporary memory during the backward pass of a layer at this level."""
+    return parts.backward + (0 if level == "none" else parts.recomputed) + (2 * offloaded if level == "host" else 0)
+
+
 def _working(
     config: Config, model: PreTrainedModel, tokens: int, size: int, device_type: str, copies: float, context: int
-) -> int:
+) -> WorkingParts:
     sizes, parallel = ModelSizes.of(model.config), config.parallel
     layer = max(layer_bytes(model.config, each, size) for each in layers_of(model))
     inner = max(sizes.mlp, sizes.experts_per_token * sizes.expert_mlp)
     backward = size * (4 * inner + 2 * sizes.hidden)
-    if parallel.checkpointing != "none":
-        backward += layer
     if context > 1:  # each rank also holds the keys and values of the whole pack, and their gradients
         backward += 2 * size * (sizes.key + sizes.value) * context
     if parallel.expert > 1:  # add the hidden states that a layer sends to and receives from other ranks
         backward += 2 * size * sizes.experts_per_token * sizes.hidden
     copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:  # a scalar head computes one number per token and needs no memory for logits
-        return tokens * backward + int(tokens * copied)
-    return max(
-        tokens * backward + int(tokens * copied),
-        head_bytes(
+    logits = 0
+    if head is not None:  # a scalar head computes one number per token and needs no memory for logits
+        logits = head_bytes(
             tokens,
             sizes.hidden,
             sizes.vocabulary,
@@ -323,8 +368,8 @@ def _working(
             device_type=device_type,
             budget=budget_bytes(parallel.head_bytes),
             weight_gradient=bool(head.weight.requires_grad),
-        ),
-    )
+        )
+    return WorkingParts(backward=tokens * backward + int(tokens * copied), recomputed=tokens * layer, head=logits)
 
 
 def head_bytes(

@@ -20,7 +20,8 @@ number of tokens and whatever is saved for backward (`rollout.exact`):
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -30,11 +31,12 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from padfree.choices import LayerLevel
 from padfree.layers.offload import ActivationOffload
 from padfree.layers.ops.quack_support import has_epilogues
 from padfree.layers.passes import PASSES, GraphPass, Stage, graph_nodes
 from padfree.layers.passes.rms_norm import rms_norm_pass
-from padfree.layers.recompute import Kept, mark_saved
+from padfree.layers.recompute import KEPT_BY_LEVEL, Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
 """The fraction of layers, counted from the first layer, that save only their input if `kept` is "host". The link to the
@@ -56,20 +58,35 @@ layer's kernels.
 
 
 def compile_layers(
-    layers: Iterable[nn.Module], backend: str, kept: Kept = "none", *, operators: bool = True, exact: bool = False
+    layers: Iterable[nn.Module],
+    backend: str,
+    kept: Kept | Sequence[LayerLevel] = "none",
+    *,
+    operators: bool = True,
+    exact: bool = False,
 ) -> None:
     """Compile each layer separately, in place.
 
-    `kept` says which activations are saved for backward. If `operators` is True, the operators of `padfree.layers.ops`
-    are used in layers in which they save time. With `exact` they are used in all layers on a GPU, and the result for a
-    token has the same bits in every graph; see above.
+    `kept` says which activations are saved for backward, for all layers or by layer. If `operators` is True, the
+    operators of `padfree.layers.ops` are used in layers in which they save time. With `exact` they are used in all
+    layers on a GPU, and the result for a token has the same bits in every graph; see above.
     """
     layers = list(layers)
-    offload = ActivationOffload(len(layers)) if kept == "host" else None
+    offload = None
+    if isinstance(kept, str):
+        input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * len(layers)) if kept == "host" else 0
+        saved: list[Kept] = ["input" if number < input_only else kept for number in range(len(layers))]
+        if kept == "host":
+            offload = ActivationOffload(len(layers))
+    else:
+        assert len(kept) == len(layers)
+        saved = [KEPT_BY_LEVEL[level] for level in kept]
+        offloaded = [number for number, level in enumerate(kept) if level == "host"]
+        if offloaded:
+            offload = ActivationOffload(len(layers), offloaded=offloaded)
     compilers = {name: layer_compiler(backend, name, operators=operators, exact=exact) for name in get_args(Kept)}
     for number, layer in enumerate(layers):
-        input_only = kept == "host" and number < HOST_INPUT_ONLY_FRACTION * len(layers)
-        layer.compile(backend=compilers["input" if input_only else kept])
+        layer.compile(backend=compilers[saved[number]])
         # Wrap the result of `nn.Module.compile`, because a wrapper around the layer's forward would itself be compiled.
         call = _for_any_length(layer._compiled_call_impl)
         if offload is not None:

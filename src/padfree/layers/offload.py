@@ -5,12 +5,12 @@
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
                               prefetch 1 ....   prefetch 0 ....          one layer before they are needed
 
-A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. Only the first
-layers are offloaded, because their tensors are needed last. Each tensor of these layers is copied into pinned host
-memory, and its device memory is freed when the copy has finished. The tensors of the remaining layers, and all weights,
-stay on the device. Copying the tensors of a layer takes longer than computing the layer. Therefore the tensors of layer
-i are freed when the forward pass reaches layer `LAYERS_PER_COPY` · (i + 1), by which time their copy should have
-finished. Tensors that are not freed by the end of the forward pass are freed when the backward pass begins.
+A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. Usually only
+the first layers are offloaded, because their tensors are needed last. Each tensor of these layers is copied into pinned
+host memory, and its device memory is freed when the copy has finished. The tensors of the remaining layers, and all
+weights, stay on the device. Copying the tensors of a layer takes longer than computing the layer. Therefore the tensors
+of layer i are freed when the forward pass reaches layer `LAYERS_PER_COPY` · (i + 1), by which time their copy should
+have finished. Tensors that are not freed by the end of the forward pass are freed when the backward pass begins.
 
 The host never synchronises with the device: streams wait for each other through events. Device memory is freed only
 after the stream that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
@@ -19,7 +19,7 @@ after the stream that allocated it has waited for the copy, so that nothing is o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,17 +47,22 @@ class ActivationOffload:
         self,
         num_layers: int,
         *,
+        offloaded: Collection[int] | None = None,
         fraction: float = OFFLOADED_FRACTION,
         layers_per_copy: float = LAYERS_PER_COPY,
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
-        self.num_offloaded, self.min_bytes = math.ceil(fraction * num_layers), min_bytes
+        """`offloaded`: the layers that are offloaded. If it is None, they are the first `fraction` of all layers."""
+        self.min_bytes = min_bytes
+        self.offloaded = set(range(math.ceil(fraction * num_layers)) if offloaded is None else offloaded)
         # For each of the num_layers layers: the earlier layers whose device memory is freed when the forward pass
         # reaches this layer.
-        self.freed_at = [
-            [i for i in range(self.num_offloaded) if math.ceil(layers_per_copy * (i + 1)) == number]
-            for number in range(num_layers)
-        ]
+        self.freed_at: list[list[int]] = [[] for _ in range(num_layers)]
+        end = 0.0  # of the copies so far, in layers
+        for number in sorted(self.offloaded):
+            end = round(max(end, number) + layers_per_copy, 6)
+            if math.ceil(end) < num_layers:
+                self.freed_at[math.ceil(end)].append(number)
         self.calls: dict[int, _LayerCall] = {}  # layer -> its latest call
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
@@ -73,7 +78,7 @@ class ActivationOffload:
             for earlier in self.freed_at[number]:
                 self.calls[earlier].free()
             previous = self.calls[number - 1] if number else None
-            record = self.calls[number] = _LayerCall(self, layer, previous, is_offloaded=number < self.num_offloaded)
+            record = self.calls[number] = _LayerCall(self, layer, previous, is_offloaded=number in self.offloaded)
             with torch.autograd.graph.saved_tensors_hooks(record.pack, _unpack):
                 return call(*args, **kwargs)
 

@@ -28,15 +28,24 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from padfree.choices import Checkpointing
+from padfree.choices import Checkpointing, LayerLevel
 from padfree.errors import UserError
 from padfree.layers.matmuls import is_matmul
 
 Kept = Literal["none", "input", "selective", "host"]
 """Which activations a compiled layer saves. With `none` the compiler decides."""
 
+KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
+    "full": "input",
+    "host": "host",
+    "selective": "selective",
+    "attention": "host",
+    "none": "none",
+}
+"""Which activations a compiled layer saves at each level. At the level `host` they are then offloaded."""
 
-def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing) -> None:
+
+def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
     """Make layers that are not compiled discard activations in forward and recompute them in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -137,7 +137,7 @@ class SplitWeight(Tensor):
         like: Tensor | None = None,
     ) -> SplitWeight:
         like = torch.empty(whole, dtype=torch.float32, device="meta") if like is None else like
-        made: SplitWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: SplitWeight = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=storage.device
         )
         made.storage_, made.start, made.whole, made.views = storage, start, whole, views
@@ -178,7 +178,7 @@ class SplitWeight(Tensor):
         return found
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -201,7 +201,12 @@ def split_in_place(parameter: Tensor, storage: SplitStorage, start: int) -> None
     assert parameter.is_contiguous()
     storage.split(parameter, start)
     weight = SplitWeight(storage, start, parameter.shape)
-    torch.utils.swap_tensors(parameter, torch.nn.Parameter(weight, parameter.requires_grad))
+    replacement = torch.nn.Parameter(weight, parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
+
+
+def is_split(tensor: Tensor) -> TypeGuard[SplitWeight]:
+    return isinstance(tensor, SplitWeight)
 
 
 def _map(function: Callable[[SplitWeight], Tensor], values: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from padfree.model.split_weight import SplitStorage, SplitWeight, aligned
+from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_split
 from padfree.optim.rule import Group, State, local
 
 BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
@@ -48,8 +48,8 @@ class AdamW:
                     "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 }
         options = _Options(group, finite, scale)
-        options.update([_piece(parameter, state) for parameter in parameters if not isinstance(parameter, SplitWeight)])
-        splits = [parameter for parameter in parameters if isinstance(parameter, SplitWeight)]
+        options.update([_piece(parameter, state) for parameter in parameters if not is_split(parameter)])
+        splits = [parameter for parameter in parameters if is_split(parameter)]
         for block in _blocks(splits, state, BLOCK[finite.device.type]):
             first, last = block[0], block[-1]
             joined = first.storage.join(first.start, last.stop)
@@ -60,6 +60,7 @@ class AdamW:
                 ]
             )
             first.storage.split(joined, first.start)
+            del joined  # before the next block is joined
 
     def state_bytes(self, numbers: int) -> int:
         return 2 * 4 * numbers
@@ -139,8 +140,8 @@ def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[
             ):
                 yield block
                 block = []
-            weight = gradient.new_empty(0)
-            ranges = [each[begin:end] for each in flat]
-            block.append(_SplitPiece(parameter.storage_, start, stop, _Piece(weight, *ranges, step)))
+            gradients, first, second = (each[begin:end] for each in flat)
+            unjoined = gradients.new_empty(0)
+            block.append(_SplitPiece(parameter.storage_, start, stop, _Piece(unjoined, gradients, first, second, step)))
     if block:
         yield block

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, split_in_place
+from padfree.model.split_weight import SplitStorage, aligned, is_split, split_in_place
 
 ATTRIBUTE = "padfree_masters"
 """The name of the model attribute that holds its `MasterWeights`."""
@@ -74,12 +74,12 @@ class _Unit:
     """The parameters of one layer, or of all modules outside the layers."""
 
     def __init__(self, modules: Iterable[nn.Module], copies: dict[int, nn.Parameter]) -> None:
-        self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
+        self.places: list[tuple[dict[str, nn.Parameter | None], str, Tensor, nn.Parameter]] = []
         self.master_weights: list[Tensor] = []
         self.copies: list[Tensor] = []
         for module in modules:
             for name, parameter in module._parameters.items():
-                if not isinstance(parameter, SplitWeight):
+                if parameter is None or not is_split(parameter):
                     continue
                 copy = copies.get(id(parameter))
                 if copy is None:

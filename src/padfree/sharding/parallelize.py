@@ -29,14 +29,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from padfree.choices import Checkpointing, Float8Product
+from padfree.choices import Float8Product, LayerLevel
 from padfree.config import LoraConfig
+from padfree.config.checkpointing import is_by_layer, levels_of, needs_compiled_layers, stretched
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.layers.compile import compile_layers
@@ -66,7 +67,8 @@ def transformations(
     compile: str = "none",
     operators: bool = True,
     exact: bool = False,
-    checkpointing: Checkpointing = "none",
+    checkpointing: str = "none",
+    stretch: bool = False,
     dtype: torch.dtype = torch.float32,
     reshard: bool = True,
     offload: bool = False,
@@ -81,7 +83,8 @@ def transformations(
 
     `float8` names the matmuls of linear layers that are computed in float8. With `exact`, compiled layers give a token
     the same bits as the sampler does (`rollout.exact`). `rules` select the parameters that are sharded over a mesh
-    other than that of all ranks. With `replay`, routers replay the routes of samples.
+    other than that of all ranks. With `replay`, routers replay the routes of samples. `stretch`: the levels of
+    `checkpointing` were chosen for another model, which may have another number of layers.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -94,15 +97,15 @@ def transformations(
         steps.append(_replay)
     if float8:
         steps.append(partial(_use_float8, products=tuple(float8)))
-    assert checkpointing != "host" or compile != "none", "host checkpointing needs compiled layers"
-    # In compiled layers, the compiler implements the modes "selective" and "host". All other cases use PyTorch's
-    # activation checkpointing.
-    by_compiler = compile != "none" and checkpointing in ("selective", "host")
+    assert compile != "none" or not needs_compiled_layers(checkpointing), "only compiled layers have these levels"
+    # In compiled layers, the compiler implements the modes "selective" and "host", and all levels by layer. All other
+    # cases use PyTorch's activation checkpointing.
+    by_compiler = compile != "none" and (checkpointing in ("selective", "host") or is_by_layer(checkpointing))
     if compile != "none":
-        kept: Kept = checkpointing if by_compiler else "none"  # type: ignore[assignment]
-        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators, exact=exact))
+        kept = checkpointing if by_compiler else "none"
+        steps.append(partial(_compile, backend=compile, kept=kept, operators=operators, exact=exact, stretch=stretch))
     if checkpointing != "none" and not by_compiler:
-        steps.append(partial(_recompute, mode=checkpointing))
+        steps.append(partial(_recompute, mode=checkpointing, stretch=stretch))
     if mesh.loss.size == 1 and dtype != torch.float32 and not (offload or reshard):
         steps.append(partial(_keep_master_weights, dtype=dtype))
     elif mesh.loss.size > 1 or dtype != torch.float32 or offload:
@@ -151,13 +154,22 @@ def _use_float8(model: PreTrainedModel, products: tuple[Float8Product, ...]) -> 
         use_float8(linear, products)
 
 
-def _compile(model: PreTrainedModel, backend: str, kept: Kept, operators: bool, exact: bool) -> None:
-    compile_layers(layers_of(model), backend, kept, operators=operators, exact=exact)
+def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, exact: bool, stretch: bool) -> None:
+    layers = layers_of(model)
+    kept = stretched(kept, len(layers)) if stretch else kept
+    saved = levels_of(kept, len(layers)) if is_by_layer(kept) else cast(Kept, kept)
+    compile_layers(layers, backend, saved, operators=operators, exact=exact)
 
 
-def _recompute(model: PreTrainedModel, mode: Checkpointing) -> None:
-    trained = [block for block in tower_blocks(model) if any(each.requires_grad for each in block.parameters())]
-    recompute_layers([*layers_of(model), *trained], mode)
+def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
+    """Recompute decoder layers by `mode`. Trained blocks of the tower recompute as the first layer does."""
+    layers = layers_of(model)
+    mode = stretched(mode, len(layers)) if stretch else mode
+    levels = levels_of(mode, len(layers)) if is_by_layer(mode) else (cast(LayerLevel, mode),) * len(layers)
+    blocks = [block for block in tower_blocks(model) if any(each.requires_grad for each in block.parameters())]
+    for level in set(levels) - {"none"}:
+        chosen = [layer for layer, own in zip(layers, levels, strict=True) if own == level]
+        recompute_layers([*chosen, *(blocks if level == levels[0] else ())], level)
 
 
 def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:

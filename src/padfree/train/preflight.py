@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from padfree.attention import BACKENDS, choose_backend
 from padfree.choices import Init, ModelHead
 from padfree.config import Config
+from padfree.config.checkpointing import needs_compiled_layers
 from padfree.config.functions import is_path, model_of
 from padfree.config.hub import check_names, named_models
 from padfree.config.inert import inert_settings
@@ -301,11 +302,11 @@ def check_experts(config: Config, model: PreTrainedModel, processes: int) -> Non
     if expert == 1:
         return
     check_expert_ranks(expert, processes // config.parallel.replicate)
-    if config.parallel.checkpointing == "host":
+    if needs_compiled_layers(config.parallel.checkpointing):
         raise UserError(
             "parallel.expert",
-            f"{expert}, but parallel.checkpointing=host needs one graph per compiled layer, which the exchange of "
-            "tokens between ranks breaks",
+            f"{expert}, but parallel.checkpointing={config.parallel.checkpointing} needs one graph per compiled layer, "
+            "which the exchange of tokens between ranks breaks",
             "set parallel.checkpointing=selective",
         )
     if config.lora.rank and adapts_experts(model, config.lora.targets):

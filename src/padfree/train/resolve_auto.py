@@ -1,8 +1,10 @@
 """Resolve `auto` settings from the device, the model and the memory estimate.
 
     parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   the first of none, host, selective, full (fastest first) that fits the device; `host` is
-                             tried only if computing a layer takes longer than copying its activations to the host
+    parallel.checkpointing   none for all layers if that fits the device, else the level of each layer that recomputes
+                             least (`padfree.estimate.levels`). Layers offload only if computing a layer takes longer
+                             than copying its activations to the host. On the CPU, and for compiled layers whose graphs
+                             are broken, all layers have the same level: the first of none, selective, full that fits
     parallel.reshard         false (layers stay gathered between forward and backward) if this also fits, else true
     rollout.exact            true if every operator of the model allows it on this device, else false
 
@@ -14,20 +16,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.choices import Checkpointing
+from padfree.choices import Checkpointing, LayerLevel
 from padfree.config import Config, LoraConfig, ParallelConfig
+from padfree.config.checkpointing import is_by_layer, text_of
 from padfree.config.processes import processes_of
 from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.estimate.memory import MemoryEstimate, estimate_memory
+from padfree.estimate.layer_options import COMPILED, PLAIN, layer_options, limits
+from padfree.estimate.levels import choose_levels
+from padfree.estimate.memory import NUMBER_BYTES, MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
 from padfree.model.structure import model_skeleton
@@ -42,6 +48,14 @@ ASSUMED_MEMORY = 80.0 * 2**30
 
 PINNED_FRACTION = 0.5
 """Fraction of the machine's memory that may be pinned for activations."""
+
+VERBS = {
+    "full": "keep their input",
+    "host": "offload",
+    "selective": "keep attention's output",
+    "attention": "keep the matmuls around attention",
+    "none": "keep everything",
+}
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
@@ -90,9 +104,11 @@ def resolve_auto(
             add_adapters(model, config.lora)  # add them once here; otherwise each estimate would add them again
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
         may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
-        replays = config.rollout.routing == "replay"
-        for candidate in _candidates(parallel, may_offload, replays=replays):
-            found = estimate_memory(
+        whole = _whole_graphs(parallel) and config.rollout.routing == "recompute"
+        by_layer = parallel.checkpointing == "auto" and device_type != "cpu" and whole
+
+        def estimate(candidate: ParallelConfig) -> MemoryEstimate:
+            return estimate_memory(
                 replace(config, parallel=candidate, lora=LoraConfig()),
                 model,
                 processes=processes,
@@ -101,12 +117,22 @@ def resolve_auto(
                 prompt_tokens=prompt_tokens,
                 copied_keys=copied_keys,
             )
+
+        for candidate in _candidates(parallel, may_offload, by_layer, processes, whole=whole):
+            found = estimate(candidate)
+            if by_layer and candidate.checkpointing == "full":  # the levels by layer, of which "full" keeps least
+                levels = _levels(config, model, found, memory, may_offload and candidate.compile != "none")
+                if levels is not None:
+                    candidate = replace(candidate, checkpointing=_setting_of(levels))
+                    found = estimate(candidate)
             estimates.append((candidate, found))
             if (
                 found.device <= USABLE_FRACTION * memory
                 and found.offloaded_activations <= PINNED_FRACTION * _machine_memory()
             ):
                 break
+        if estimates[-1][1].device > USABLE_FRACTION * memory:  # nothing fits: take the settings that need least
+            estimates.sort(key=lambda each: -each[1].device)
         reason = _reason(estimates, memory)
         for name in ("checkpointing", "reshard"):
             if getattr(parallel, name) == "auto":
@@ -196,26 +222,71 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
     return "inductor", "compiled layers are faster on a GPU; the first step waits for the compiler"
 
 
-def _candidates(parallel: ParallelConfig, may_offload: bool, *, replays: bool) -> Iterator[ParallelConfig]:
+def _whole_graphs(parallel: ParallelConfig) -> bool:
+    """Whether no compiled layer consists of several graphs, because attention or experts exchange tokens."""
+    return parallel.compile == "none" or (parallel.context == 1 and parallel.expert == 1)
+
+
+def _levels(
+    config: Config, model: PreTrainedModel, memory: MemoryEstimate, device_memory: float, may_offload: bool
+) -> tuple[LayerLevel, ...] | None:
+    """Return the levels of all layers that fit the device and recompute least. None if no levels fit.
+
+    `memory`: an estimate with any levels. `device_memory`: the bytes of the device.
+    """
+    levels = COMPILED if memory.compiled else PLAIN
+    if not may_offload:
+        levels = tuple(level for level in levels if level != "host")
+    size = NUMBER_BYTES[config.model.dtype]
+    chosen = choose_levels(
+        layer_options(model, memory, size, levels),
+        limits(
+            model,
+            memory,
+            size,
+            device=USABLE_FRACTION * device_memory,
+            host=PINNED_FRACTION * _machine_memory(),
+        ),
+    )
+    return None if chosen is None else tuple(option.level for option in chosen)
+
+
+def _setting_of(levels: Sequence[LayerLevel]) -> str:
+    """Return the value of `parallel.checkpointing` for these levels."""
+    return str(levels[0]) if set(levels) in ({"full"}, {"selective"}) else text_of(levels)
+
+
+def _candidates(
+    parallel: ParallelConfig, may_offload: bool, by_layer: bool, processes: int, *, whole: bool
+) -> Iterator[ParallelConfig]:
     """Yield the settings to try for checkpointing and resharding, fastest first.
 
-    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `replays`: whether
-    routers replay routes.
+    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `by_layer`: whether
+    each layer has its own level; then the level "full" stands for all levels by layer. With resharding, fewer layers
+    recompute. In a single process it saves almost no memory, because the weights are split anyway. `whole`: whether
+    each compiled layer is one graph.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
-    broken = parallel.context != 1 or parallel.expert != 1 or replays
-    if not may_offload or parallel.compile == "none" or broken:
+    if not may_offload or parallel.compile == "none" or not whole:
         ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
     if parallel.checkpointing != "auto":
-        ways = (parallel.checkpointing,)
-    for way in ways:
-        for reshard in (False, True) if parallel.reshard == "auto" else (parallel.reshard,):
-            yield replace(parallel, checkpointing=way, reshard=reshard)
+        ways = (cast(Checkpointing, parallel.checkpointing),)
+    reshard = (False, True) if parallel.reshard == "auto" else (parallel.reshard,)
+    tried = [(way, each) for way in ways for each in reshard]
+    if by_layer:
+        order: list[tuple[Checkpointing, bool]] = [("none", False), ("full", False), ("full", True)]
+        if processes > 1:
+            order = [("none", False), ("none", True), ("full", True)]
+        if parallel.reshard != "auto":
+            order = [("none", parallel.reshard), ("full", parallel.reshard)]
+        tried = order
+    for way, each in tried:
+        yield replace(parallel, checkpointing=way, reshard=each)
 
 
 def _reason(estimates: list[tuple[ParallelConfig, MemoryEstimate]], memory: float) -> str:
-    _, estimate = estimates[-1]
-    needs = f"needs about {_gib(estimate.device)} of {_gib(memory)}"
+    parallel, estimate = estimates[-1]
+    needs = f"{_counted(parallel.checkpointing)}needs about {_gib(estimate.device)} of {_gib(memory)}"
     if estimate.device > USABLE_FRACTION * memory:
         return f"{needs}, which may not fit, and no other choice needs less: lower batch.max_tokens if memory runs out"
     faster = [f"{_named(other)} {_gib(found.device)}" for other, found in estimates[:-1]]
@@ -224,6 +295,19 @@ def _reason(estimates: list[tuple[ParallelConfig, MemoryEstimate]], memory: floa
 
 def _named(parallel: ParallelConfig) -> str:
     return parallel.checkpointing if not parallel.reshard else f"{parallel.checkpointing} with reshard"
+
+
+def _counted(checkpointing: str) -> str:
+    """Return how many layers have which level, e.g. `6 layers offload, 30 keep everything; `."""
+    if not is_by_layer(checkpointing):
+        return ""
+    counts: Counter[str] = Counter()
+    for part in checkpointing.split(", "):
+        count, _, level = part.partition(" ")
+        counts[level] += int(count)
+    words = [f"{count} {VERBS[level]}" for level, count in counts.items()]
+    first, _, rest = words[0].partition(" ")
+    return ", ".join([f"{first} layers {rest}", *words[1:]]) + "; "
 
 
 def _shown(config: Config, name: str) -> str:

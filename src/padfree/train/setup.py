@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from padfree.choices import Init, ModelHead, PackOverlong
 from padfree.config import Config
+from padfree.config.checkpointing import uses_host
 from padfree.config.functions import model_of
 from padfree.distributed import Mesh
 from padfree.errors import UserError
@@ -46,10 +47,10 @@ def check_placement(config: Config, device_type: str) -> None:
     """Raise an error for settings that make no sense on this device type, or for adapters without base weights."""
     if config.parallel.offload and device_type == "cpu":
         raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
-    if config.parallel.checkpointing == "host" and device_type == "cpu":
+    if uses_host(config.parallel.checkpointing) and device_type == "cpu":
         raise UserError(
             "parallel.checkpointing",
-            "'host', but the device is already the CPU",
+            f"{config.parallel.checkpointing!r}, but the device is already the CPU",
             "set parallel.checkpointing=selective",
         )
     path = Path(config.model.path)
@@ -126,6 +127,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
             config.critic.path or config.model.path,
             offload=config.parallel.offload,
             checkpointing=config.parallel.checkpointing,
+            stretch=True,
             reshard=config.parallel.reshard,
             init=config.model.init if config.critic.path is None else "weights",
             head="scalar",

@@ -233,6 +233,7 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
         operators=parallel.kernels == "auto",
         checkpointing=parallel.checkpointing,
         float8=parallel.float8,
+        stretch=True,
         dtype=getattr(torch, config.model.dtype),
         reshard=parallel.reshard,
         offload=parallel.offload,

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from padfree.choices import Checkpointing
 from padfree.config import Config, LoraConfig
 from padfree.estimate.memory import MemoryEstimate, estimate_memory
 from padfree.model.lora import add_adapters
@@ -39,11 +38,11 @@ class DeviceMemory:
         self.copied_keys = 0.0  # copied keys depend on the data, see `estimate_memory`
 
     @property
-    def checkpointing(self) -> Checkpointing:
+    def checkpointing(self) -> str:
         assert self.config.parallel.checkpointing != "auto", "must be resolved by the caller"
         return self.config.parallel.checkpointing
 
-    def estimate(self, shape: PlanShape, *, checkpointing: Checkpointing | None = None) -> MemoryEstimate:
+    def estimate(self, shape: PlanShape, *, checkpointing: str | None = None) -> MemoryEstimate:
         """Return the memory that each of `shape.ranks` GPUs needs. `checkpointing` replaces the setting of the run."""
         parallel = replace(
             self.config.parallel,
@@ -57,7 +56,7 @@ class DeviceMemory:
             changed, self.model, processes=shape.ranks, device_type="cuda", copied_keys=self.copied_keys
         )
 
-    def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: Checkpointing | None = None) -> int:
+    def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: str | None = None) -> int:
         """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if not even one fits.
 
         `checkpointing` replaces the setting of the run.

@@ -1,0 +1,81 @@
+"""The setting `parallel.checkpointing`: which activations each layer keeps for its backward pass.
+
+    none                       the same level for all layers
+    6 host, 30 none            the first 6 layers offload, the other 30 keep everything
+
+A level by layer is what `auto` chooses (`padfree.estimate.levels`), and a recipe can name it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from typing import get_args
+
+from padfree.choices import Checkpointing, LayerLevel
+from padfree.errors import UserError, need
+
+NAME = "parallel.checkpointing"
+UNIFORM: tuple[Checkpointing, ...] = get_args(Checkpointing)
+LEVELS: tuple[LayerLevel, ...] = get_args(LayerLevel)
+OFFLOADED = ("host", "attention")
+"""The levels that only compiled layers have."""
+
+
+def check_checkpointing(value: str) -> None:
+    """Raise a `UserError` if `value` is neither `auto`, a level, nor numbers of layers with their levels."""
+    if value == "auto" or value in UNIFORM:
+        return
+    parts = _parts(value)
+    fix = f"give auto, {', '.join(UNIFORM)}, or numbers of layers from the first layer on, as in '6 host, 30 none'"
+    need(parts is not None, NAME, value, fix)
+    unknown = next((level for _, level in parts or () if level not in LEVELS), None)
+    need(unknown is None, NAME, value, f"{unknown!r} is not a level; use {', '.join(LEVELS)}")
+
+
+def is_by_layer(value: str) -> bool:
+    return value != "auto" and value not in UNIFORM
+
+
+def uses_host(value: str) -> bool:
+    """Whether a layer offloads activations to host memory."""
+    return value == "host" or (is_by_layer(value) and "host" in _names(value))
+
+
+def needs_compiled_layers(value: str) -> bool:
+    """Whether a layer has a level that only compiled layers have."""
+    return value == "host" or (is_by_layer(value) and any(level in OFFLOADED for level in _names(value)))
+
+
+def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
+    """The level of each of `num_layers` layers, for a value that names them."""
+    levels = tuple(level for count, level in _parts(value) or () for _ in range(count))
+    if len(levels) != num_layers:
+        raise UserError(
+            NAME, f"names {len(levels)} layers, but the model has {num_layers}", "name all layers", value=value
+        )
+    return levels  # type: ignore[return-value]
+
+
+def stretched(value: str, num_layers: int) -> str:
+    """The value of the setting for a model with another number of layers: each layer has the level at its height."""
+    if not is_by_layer(value):
+        return value
+    levels = [level for count, level in _parts(value) or () for _ in range(count)]
+    heights = ((2 * number + 1) * len(levels) // (2 * num_layers) for number in range(num_layers))
+    return text_of([levels[height] for height in heights])  # type: ignore[misc]
+
+
+def text_of(levels: Sequence[LayerLevel]) -> str:
+    """The value of the setting for these levels, one per layer. `levels_of` is the inverse."""
+    return ", ".join(f"{len(list(equal))} {level}" for level, equal in groupby(levels))
+
+
+def _names(value: str) -> list[str]:
+    return [level for _, level in _parts(value) or ()]
+
+
+def _parts(value: str) -> list[tuple[int, str]] | None:
+    found = [re.fullmatch(r"\s*([1-9]\d{0,4})\s+([a-z]+)\s*", part) for part in value.split(",")]
+    return None if None in found else [(int(each[1]), each[2]) for each in found if each is not None]

@@ -1,0 +1,130 @@
+"""The bytes and the cost of each level for each layer of a model: the input of `padfree.estimate.levels`.
+
+The cost of a level is what the backward pass repeats, in FLOPs per token. Kernels between matmuls are limited by memory
+bandwidth. Their cost is the number of FLOPs that matmuls would make in their time (`FLOPS_PER_BYTE`).
+
+    level        repeated                                                      by PyTorch, without compiled layers
+    none         nothing                                                       nothing
+    attention    the MLP up to its last matmul, norms, RoPE
+    host         the same; the copies to host memory overlap with the forward pass
+    selective    the same, and the projections around attention                kernels between matmuls, and attention
+    full         everything but the last matmul                                everything
+
+The costs are computed and not measured, so that every run of the same settings on the same kind of device chooses the
+same levels. Only their ratios matter, and the ratio of the link to the host (`FLOPS_PER_COPIED_BYTE`).
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from padfree.choices import LayerLevel
+from padfree.estimate.activations import attention_of, host_layer_bytes, level_bytes, outside_bytes
+from padfree.estimate.levels import Limits, Option
+from padfree.estimate.memory import MemoryEstimate, backward_bytes
+from padfree.layers.offload import LAYERS_PER_COPY
+from padfree.model.structure import layers_of
+from padfree.sizes import ModelSizes
+
+FLOPS_PER_COPIED_BYTE = 11_500
+"""FLOPs of the forward pass in the time in which one byte is copied to host memory: 570 TFLOP/s in compiled layers
+with bfloat16, and 50 GB/s, measured on an H200.
+"""
+
+FLOPS_PER_BYTE = 140
+"""FLOPs of matmuls in the time in which a kernel of the backward pass writes one byte of recomputed activations:
+570 TFLOP/s and 4 TB/s on an H200.
+"""
+
+ATTENDED_KEYS = 1024
+"""Assumed average number of keys of a query."""
+
+COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
+"""The levels of compiled layers, in the order in which they are given to the first layers if the cost is the same."""
+
+PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")
+"""The levels of layers that are not compiled."""
+
+
+def layer_options(
+    model: PreTrainedModel, memory: MemoryEstimate, size: int, levels: tuple[LayerLevel, ...]
+) -> list[list[Option]]:
+    """The options of each layer for a micro-batch of `memory.tokens` tokens. `size`: bytes of an element."""
+    offloaded = memory.tokens * host_layer_bytes(ModelSizes.of(model.config), size)
+    return [
+        [
+            Option(
+                level=level,
+                kept=memory.tokens * level_bytes(model, layer, level, size, memory.compiled),
+                working=backward_bytes(level, memory.working_parts, offloaded),
+                offloaded=offloaded if level == "host" else 0,
+                cost=level_flops(model, layer, level, size, memory.compiled),
+            )
+            for level in levels
+        ]
+        for layer in layers_of(model)
+    ]
+
+
+def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device: float, host: float) -> Limits:
+    """The limits for the layers, if the whole run may take `device` bytes on the device and `host` on the host."""
+    outside = memory.tokens * outside_bytes(model, size)
+    others = memory.device - memory.activations - memory.working + outside
+    copied = memory.tokens * host_layer_bytes(ModelSizes.of(model.config), size)
+    flops = accumulate(forward_flops(model, layer) for layer in layers_of(model))
+    return Limits(
+        device=int(device) - others,
+        at_end=memory.working_parts.head,
+        host=int(host) - memory.host,
+        copied=tuple(
+            min(memory.tokens * total // FLOPS_PER_COPIED_BYTE, int(copied * number / LAYERS_PER_COPY))
+            for number, total in enumerate(flops, 1)
+        ),
+    )
+
+
+def level_flops(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:
+    """The FLOPs per token that the backward pass of `layer` repeats at this level."""
+    if level == "none":
+        return 0
+    sizes = ModelSizes.of(model.config)
+    heads = attention_of(sizes, layer)
+    matmuls, attention = matmul_flops(model, layer), 4 * heads.output * ATTENDED_KEYS
+    if compiled:
+        last = 0 if _has_experts(layer) else 2 * sizes.hidden * sizes.mlp
+        around = 2 * sizes.hidden * (heads.query + heads.key + heads.value + heads.gate + heads.output)
+        repeated = {
+            "full": matmuls - last + attention,
+            "selective": matmuls - last,
+            "host": matmuls - last - around,
+            "attention": matmuls - last - around,
+        }[level]
+    else:
+        repeated = {"full": matmuls + attention, "selective": attention}[level]
+    saved = host_layer_bytes(sizes, size) if level == "host" else level_bytes(model, layer, level, size, compiled)
+    between = FLOPS_PER_BYTE * max(0, level_bytes(model, layer, "none", size, compiled) - saved)
+    return max(0, repeated) + between
+
+
+def forward_flops(model: PreTrainedModel, layer: nn.Module) -> int:
+    """The FLOPs per token of the forward pass of `layer`."""
+    sizes = ModelSizes.of(model.config)
+    return matmul_flops(model, layer) + 4 * attention_of(sizes, layer).output * ATTENDED_KEYS
+
+
+def matmul_flops(model: PreTrainedModel, layer: nn.Module) -> int:
+    """The FLOPs per token of the matmuls of `layer`. Of its experts, a token uses `experts_per_token`."""
+    sizes, found = ModelSizes.of(model.config), 0
+    for name, parameter in layer.named_parameters():
+        if parameter.ndim == 2 and ".experts." not in f".{name}":
+            found += 2 * parameter.numel()
+    if _has_experts(layer):
+        found += 2 * sizes.experts_per_token * 3 * sizes.hidden * sizes.expert_mlp
+    return found
+
+
+def _has_experts(layer: nn.Module) -> bool:
+    return any("experts" in name for name, _ in layer.named_modules())

@@ -1,0 +1,144 @@
+"""Choose the activations that each layer keeps, so that a step fits the memory and recomputes as little as possible.
+
+    forward     layer 0     1     2     3     head        every layer adds what it keeps
+    memory      |#          ##    ###   ####  ####+head
+    backward    layer 3     2     1     0                 a layer frees what it kept; `working` exists only meanwhile
+    memory      |####+w     ###+w ##+w  #+w
+
+    levels, device bytes per token from least to most:  full, host < selective < attention < none
+
+A layer has one option per level, with the bytes that it keeps on the device and in host memory, the bytes that its
+backward pass needs besides, and what it costs to recompute the rest. A copy to host memory costs nothing if it ends
+before the backward pass begins. Therefore all copies together must take no longer than the forward pass, and a tensor
+takes device memory until its copy has ended.
+
+`choose_levels` finds the cheapest feasible choice for any kinds of layers. It goes through the layers from the first to
+the last and keeps, of all choices for the layers so far, those that no other choice beats in device bytes, host bytes
+and cost. It prefers levels that keep less for the first layers: their activations are needed last, and a copy has the
+most time. For 36 equal layers it takes 0.3 s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.choices import LayerLevel
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a layer needs at one level. All numbers are for the same tokens."""
+
+    level: LayerLevel
+    kept: int  # bytes on the device, from the layer's forward to its backward
+    working: int  # further bytes on the device during the layer's backward
+    offloaded: int  # bytes that are copied to host memory
+    cost: int  # work that backward repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a choice of levels must observe."""
+
+    device: int  # bytes
+    at_end: int  # bytes that are needed on the device after the forward pass, while all layers keep their activations
+    host: int  # bytes
+    copied: tuple[int, ...]  # bytes that can be copied to host memory while layers 0 to i compute, for each layer i
+
+
+FEW_GROUPS = 256
+"""Choices with different host bytes are compared with each other only if there are at most so many host bytes."""
+
+
+def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
+    """The cheapest options of all layers within the limits, one per layer. None if there are none.
+
+    Earlier options of a layer are preferred for earlier layers, if the cost is the same.
+    """
+    host = min(limits.host, limits.copied[-1])
+    states = _States.start()
+    history: list[tuple[Indices, Indices]] = []  # of each layer: the previous state and the option of each state
+    for options, copied in zip(layers, limits.copied, strict=True):
+        found, before, chosen = states.extended(options)
+        working = np.tile(np.array([option.working for option in options]), len(states.kept))
+        waiting = np.maximum(found.offloaded - copied, 0)
+        fits = (found.offloaded <= host) & (found.kept + np.maximum(working, waiting) <= limits.device)
+        kept = np.flatnonzero(fits)
+        kept = kept[found.at(kept).best()]
+        states = found.at(kept)
+        history.append((before[kept], chosen[kept]))
+    last = np.flatnonzero(states.kept + limits.at_end <= limits.device)
+    if not len(last):
+        return None
+    order = np.lexsort((last, states.kept[last], states.offloaded[last], states.cost[last]))
+    state, found_options = int(last[order[0]]), []
+    for options, (before, chosen) in zip(reversed(layers), reversed(history), strict=True):
+        found_options.append(options[int(chosen[state])])
+        state = int(before[state])
+    return tuple(reversed(found_options))
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Choices for the layers so far, n of them, sorted by the indices of their options."""
+
+    kept: Indices  # [n] bytes on the device
+    offloaded: Indices  # [n] bytes in host memory
+    cost: Indices  # [n]
+
+    @staticmethod
+    def start() -> _States:
+        return _States(*(np.zeros(1, np.int64) for _ in range(3)))
+
+    def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
+        """All choices with one more layer, and for each the index of the choice before it and of its option."""
+        added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
+        own = (self.kept, self.offloaded, self.cost)
+        found = ((each[:, None] + added[None, :, column]).reshape(-1) for column, each in enumerate(own))
+        before, chosen = np.divmod(np.arange(len(self.kept) * len(options)), len(options))
+        return _States(*found), before, chosen
+
+    def at(self, indices: Indices) -> _States:
+        return _States(self.kept[indices], self.offloaded[indices], self.cost[indices])
+
+    def best(self) -> Indices:
+        """The indices of the choices that no other choice equals or beats in device bytes, host bytes and cost.
+
+        If there are many different numbers of host bytes, only choices with the same host bytes are compared.
+        """
+        order = np.lexsort((np.arange(len(self.kept)), self.cost, self.kept, self.offloaded))
+        sorted_ = self.at(order)
+        values, group = np.unique(sorted_.offloaded, return_inverse=True)
+        if not len(values):
+            return order
+        # later groups are lower by more than any cost, so that the running minimum begins anew in each of them
+        lowered = sorted_.cost - group * (int(self.cost.max()) + 1)
+        kept = np.ones(len(order), bool)
+        kept[1:] = lowered[1:] < np.minimum.accumulate(lowered)[:-1]
+        order = order[kept]
+        if len(values) <= FEW_GROUPS:
+            order = self._across_groups(order, np.flatnonzero(np.diff(self.offloaded[order])) + 1)
+        return np.sort(order)
+
+    def _across_groups(self, order: Indices, ends: Indices) -> Indices:
+        """Leave out choices that one with fewer host bytes equals or beats. `ends` divides `order` by host bytes."""
+        remaining = []
+        front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall
+        for part in np.split(order, ends):
+            below = np.searchsorted(front, self.kept[part], side="right") - 1
+            beaten = (below >= 0) & (costs[np.maximum(below, 0)] <= self.cost[part]) if len(front) else False
+            part = part[~np.broadcast_to(beaten, len(part))]
+            remaining.append(part)
+            kept, cost = np.concatenate([front, self.kept[part]]), np.concatenate([costs, self.cost[part]])
+            by = np.lexsort((cost, kept))
+            kept, cost = kept[by], cost[by]
+            lowest = np.ones(len(kept), bool)
+            lowest[1:] = cost[1:] < np.minimum.accumulate(cost)[:-1]
+            front, costs = kept[lowest], cost[lowest]
+        return np.concatenate(remaining)
