@@ -15,13 +15,15 @@ from padfree.checkpoint import Checkpointer
 from padfree.checkpoint.optimizer_state import optimizer_tensors
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh
+from padfree.estimate.memory import estimate_memory
 from padfree.model.named_tensors import local_part, named_tensors
-from padfree.model.split_weight import SplitWeight
+from padfree.model.split_weight import ALIGNMENT, SplitWeight, is_split
 from padfree.optim.adamw import BLOCK
 from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer_settings import OptimizerName
 from padfree.sharding.parallelize import inside
 from padfree.train.engine import Engine
+from tests.estimate.test_memory import settings
 from tests.train.cases import (
     LOSSES,
     MAX_TOKENS,
@@ -74,9 +76,9 @@ def test_fifty_steps_are_those_of_float32_weights(
     monkeypatch.setitem(BLOCK, "cpu", 256)
     found: list[tuple[list[tuple[float, float]], dict[str, torch.Tensor]]] = []
     for reshard in (True, False):
-        settings = replace(OPTIMIZER, name=optimizer, lr=1e-3)
+        chosen = replace(OPTIMIZER, name=optimizer, lr=1e-3)
         engine = make_engine(
-            mesh, LOSSES["sft"], small_model(model), optimizer=settings, reshard=reshard, max_tokens=64, **BFLOAT16
+            mesh, LOSSES["sft"], small_model(model), optimizer=chosen, reshard=reshard, max_tokens=64, **BFLOAT16
         )
         with torch.no_grad():
             for parameter in engine.model.parameters():
@@ -133,6 +135,24 @@ def test_a_step_that_is_not_finite_changes_nothing(mesh: Mesh, monkeypatch: pyte
     for parameter, values in zip(engine.parameters, before, strict=True):
         assert torch.equal(parameter, values)
     assert [float(own["step"]) for own in state.values()] == counters
+
+
+def test_the_estimate_counts_split_weights(mesh: Mesh) -> None:
+    engine = make_engine(mesh, LOSSES["sft"], small_model(), reshard=False, **BFLOAT16)
+    engine.step(make_samples())
+    splits = [parameter for parameter in engine.model.parameters() if is_split(parameter)]
+    (storage,) = {id(parameter.storage_): parameter.storage_ for parameter in splits}.values()
+    config = settings(model={"path": "m", "dtype": "bfloat16"}, parallel={"reshard": False})
+    estimate = estimate_memory(config, small_model(), processes=1, device_type="cpu")
+    allocated = sum(tensor.nbytes for tensor in (storage.rounded, storage.rest, storage.ties))
+    alignment = storage.rounded.numel() - sum(parameter.numel() for parameter in splits)
+    assert estimate.weights == pytest.approx(allocated - 4.125 * alignment, abs=1)
+    assert alignment < ALIGNMENT * len(splits)
+    gathered = estimate_memory(
+        settings(model={"path": "m", "dtype": "bfloat16"}), small_model(), processes=1, device_type="cpu"
+    )
+    assert gathered.weights < estimate.weights
+    assert gathered.gathered > estimate.gathered
 
 
 def test_modules_hold_copies_only_while_they_compute(mesh: Mesh) -> None:

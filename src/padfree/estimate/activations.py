@@ -62,11 +62,11 @@ def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ..
     """The level of each layer. With "host" for all layers, the last layers keep their tensors on the device."""
     if is_by_layer(checkpointing):
         return levels_of(checkpointing, num_layers)
+    levels: list[LayerLevel] = [cast(LayerLevel, checkpointing)] * num_layers
     if checkpointing == "host":
-        offloaded = math.ceil(OFFLOADED_FRACTION * num_layers)
-        return ("host",) * offloaded + ("attention",) * (num_layers - offloaded)
-    level = cast(LayerLevel, checkpointing)
-    return tuple(level for _ in range(num_layers))
+        for number in range(math.ceil(OFFLOADED_FRACTION * num_layers), num_layers):
+            levels[number] = "attention"
+    return tuple(levels)
 
 
 def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:

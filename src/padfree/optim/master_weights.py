@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class _Unit:
     """The parameters of one layer, or of all modules outside the layers."""
 
     def __init__(self, modules: Iterable[nn.Module], copies: dict[int, nn.Parameter]) -> None:
-        self.places: list[tuple[dict[str, nn.Parameter | None], str, Tensor, nn.Parameter]] = []
+        self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []
         self.master_weights: list[Tensor] = []
         self.copies: list[Tensor] = []
         for module in modules:
@@ -89,7 +90,7 @@ class _Unit:
                     self.copies.append(copy)
                     if copy.requires_grad:
                         copy.register_post_accumulate_grad_hook(self._count)  # type: ignore[no-untyped-call]
-                self.places.append((module._parameters, name, parameter, copy))
+                self.places.append((module._parameters, name, cast(nn.Parameter, parameter), copy))
         self.expected = sum(copy.requires_grad for copy in self.copies)
         self.counted = 0
 
