@@ -29,14 +29,16 @@ from padfree.attention.backend import PAGE_SIZE
 from padfree.batch import IGNORE, LocalBatch
 from padfree.cp import shard
 from padfree.distributed import distributed
+from padfree.errors import UserError
 from padfree.head import score
 from padfree.layers.compile import compile_layers
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.load import load_model
+from padfree.model.sharing import state_obstacle
 from padfree.model.structure import layers_of
 from padfree.packing import collate
 from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.engines.in_process.cached_model import CachedModel
+from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.decode_steps import NUM_SLOT_FIELDS, prefill_rows
 from padfree.rollout.engines.in_process.exact import attention_problem, model_problem
@@ -128,9 +130,16 @@ def check_sampler(
     a copy of its modules with the same weights.
     """
     device, dtype = model.device, model.dtype
+    obstacle = state_obstacle(attach(model, backend)) or unsupported_reason(model)
+    if obstacle is not None:
+        raise UserError(
+            "--sampler",
+            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ: {obstacle}",
+            "leave it out, and set rollout.exact=false",
+        )
     model.train(False)
     problem = model_problem(model)
-    trained = attach(model, backend)
+    trained = model
     step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)
     decoder = Decoder(
         CachedModel(sampling_model(trained, dtype, device), backend=backend, compiled=compiled, exact=True),
