@@ -1,6 +1,7 @@
 """`padfree check`: compares packed training with training on one sample at a time, for a given model and data.
 
 padfree check --model my-model --data train.jsonl
+padfree check --model my-model --data prompts.jsonl --sampler
 torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
 """
 
@@ -10,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from padfree.config.processes import processes_of
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
+    from padfree.sample import Sample
     from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
@@ -41,6 +44,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--samples", type=int, default=8, metavar="N", help="number of samples, from short to long (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to N tokens (default 1024)")
     add("--tokenizer", metavar="PATH", help="tokenizer: folder or Hub id (default: the model's)")
+    add(
+        "--sampler",
+        action="store_true",
+        help="compare log-probabilities of the in-process sampler with the trainer's instead, bit by bit",
+    )
     add("--loss", default="nll", metavar="NAME", help="nll, dpo, kto, distill, reward or value (default nll)")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
@@ -68,6 +76,8 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
     first = processes.is_first
+    if settings.sampler:
+        _check_sampler_options(settings, processes.world)
     target = None if settings.json is None else Path(settings.json)
     if target is not None and first:
         check_output(target, "--json")
@@ -102,6 +112,9 @@ def run(settings: argparse.Namespace) -> None:
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")
+    if settings.sampler:
+        _run_sampler_check(settings, samples, origin)
+        return
     report = check_model(
         settings.model,
         samples,
@@ -120,6 +133,40 @@ def run(settings: argparse.Namespace) -> None:
         show(report)
         if target is not None:
             _write(target, json.dumps(report.to_dict(), indent=2) + "\n")
+    if not report.passed:
+        raise SystemExit(1)
+
+
+def _check_sampler_options(settings: argparse.Namespace, processes: int) -> None:
+    if processes > 1:
+        raise UserError("--sampler", f"cannot run in {processes} processes", "start it without torchrun")
+    for name, given in (("--layout", settings.layout is not None), ("--loss", settings.loss != "nll")):
+        if given:
+            raise UserError(name, "cannot be combined with --sampler", "leave one of them out")
+
+
+def _run_sampler_check(settings: argparse.Namespace, samples: list[Sample] | int, origin: str) -> None:
+    """Compare the sampler with the trainer. The first half of each sample is the prompt."""
+    import torch
+
+    from padfree.tools.check import check_sampler_of
+
+    report = check_sampler_of(
+        settings.model,
+        samples,
+        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        backend=settings.backend,
+        layers=settings.layers,
+        full=settings.full,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    print(f"{report.model}, {report.dtype}, prompts {origin or 'of random tokens'}")
+    if report.problem is not None:
+        print(f"a run has rollout.exact=false: {report.problem}")
+    print(report.verdict)
+    if settings.json is not None:
+        _write(Path(settings.json), json.dumps(asdict(report), indent=2) + "\n")
     if not report.passed:
         raise SystemExit(1)
 

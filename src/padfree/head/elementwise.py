@@ -246,16 +246,24 @@ def reduce_tile(
             stored[:, start:end] = below.clamp_(min=FLOAT16_FLOOR) if stored.dtype == torch.float16 else below
 
 
+def _sum_of_rows(values: Tensor) -> Tensor:
+    """Sum [R, K] over K, in the same order for every row.
+
+    If columns are adjacent in memory, as in `BlockSums`, a CPU sums several rows at a time, and the last few otherwise.
+    """
+    return values.contiguous().sum(1)
+
+
 def merge(sums: BlockSums) -> Softmax:
     """Merge the sums of all blocks into the softmax of each token."""
     peak = sums.peak.amax(1)
     shift = sums.peak - peak[:, None]
     share = shift.exp()
-    total = (sums.total * share).sum(1)
+    total = _sum_of_rows(sums.total * share)
     log_total = total.log()
     entropy = None
     if sums.moment is not None:
-        entropy = log_total - (share * (sums.moment + sums.total * shift)).sum(1) / total
+        entropy = log_total - _sum_of_rows(share * (sums.moment + sums.total * shift)) / total
     return Softmax(peak=peak, log_total=log_total, logprobs=(sums.target - peak) - log_total, entropy=entropy)
 
 

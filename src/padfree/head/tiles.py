@@ -29,6 +29,10 @@ ROW_NUMBERS = 64
 bytes."""
 
 
+LEAST_ROWS = 16
+"""The smallest number of rows of a matmul on a CPU whose results must not depend on the number of rows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoringTask:
     """M labelled tokens to be scored, and everything needed to score them."""
@@ -130,7 +134,7 @@ class TiledMatmuls:
             weight = self.task.weight_block(column, last_column)
             for row, last_row in parts_of(len(hidden), tile_rows):
                 out = self.memory[: last_row - row, : last_column - column]
-                matmul(hidden[row:last_row], weight.T, out)
+                _row_invariant_matmul(hidden[row:last_row], weight.T, out)
                 self.task.elementwise.reduce_tile(
                     out,
                     column,
@@ -250,6 +254,22 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
         torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
     else:
         torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Like `matmul`, but a row of few has the same bits as one of many: on a CPU, few rows are filled up with zeros.
+
+    For few rows, a CPU library may use another kernel, such as a product of a matrix and a vector, which sums in
+    another order.
+    """
+    missing = LEAST_ROWS - len(left)
+    if missing <= 0 or left.device.type != "cpu":
+        matmul(left, right, out)
+        return
+    padded = torch.nn.functional.pad(left, (0, 0, 0, missing))
+    result = out.new_empty(LEAST_ROWS, out.shape[1])
+    matmul(padded, right, result)
+    out.copy_(result[: len(left)])
 
 
 def rounded_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:

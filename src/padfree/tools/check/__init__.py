@@ -13,10 +13,22 @@ packed          the code path of training: plan, packs, prepared model, fused lo
 compare         the largest differences, and the tolerances
 check_report    the results and the verdict
 model_check     check_model: runs the check with the modules above
+sampler_check   check_sampler: compares the sampler with the trainer bit by bit, and names the operator that differs
 """
 
 from padfree.tools.check.check_report import CheckReport, CheckResult, Skipped
 from padfree.tools.check.model_check import check_model
+from padfree.tools.check.sampler_check import SamplerReport, check_sampler, check_sampler_of
 from padfree.tools.check.samples import chosen_samples, random_samples
 
-__all__ = ["CheckReport", "CheckResult", "Skipped", "check_model", "chosen_samples", "random_samples"]
+__all__ = [
+    "CheckReport",
+    "CheckResult",
+    "SamplerReport",
+    "Skipped",
+    "check_model",
+    "check_sampler",
+    "check_sampler_of",
+    "chosen_samples",
+    "random_samples",
+]

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,22 +28,29 @@ from transformers import PreTrainedModel
 from padfree.attention.backend import PAGE_SIZE
 from padfree.batch import IGNORE, LocalBatch
 from padfree.cp import shard
+from padfree.distributed import distributed
+from padfree.errors import UserError
 from padfree.head import score
 from padfree.layers.compile import compile_layers
 from padfree.model import attach, hidden_states, lm_head_of
+from padfree.model.load import load_model
+from padfree.model.sharing import state_obstacle
 from padfree.model.structure import layers_of
 from padfree.packing import collate
 from padfree.rollout.base import Response, SamplingRequest
-from padfree.rollout.engines.in_process.cached_model import CachedModel
+from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.decode_steps import NUM_SLOT_FIELDS, prefill_rows
-from padfree.rollout.engines.in_process.exact import model_problem
+from padfree.rollout.engines.in_process.exact import attention_problem, model_problem
 from padfree.rollout.engines.in_process.kv_cache import KVCache
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.row_trial import STEP_ROWS, trial
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 from padfree.rollout.sampling_rng import response_keys
 from padfree.sample import Sample
+from padfree.tools.check.model_check import check_samples, longest_of
+from padfree.tools.check.model_source import model_source
+from padfree.tools.check.samples import LONGEST, random_samples
 
 TRACED_TOKENS = 32
 """Number of sampled tokens for which the search runs decode steps."""
@@ -75,6 +82,38 @@ class SamplerReport:
         )
 
 
+def check_sampler_of(
+    source: str,
+    samples: Sequence[Sample] | int,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    layers: int | None = None,
+    full: bool = False,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> SamplerReport:
+    """Load a model as `check_model` does, and check its sampler. The first half of each sample is the prompt.
+
+    On a CPU, `backend="auto"` is `tiles`, because the fastest backend cannot agree.
+    """
+    with distributed(device=device) as chosen:
+        dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
+        used = "tiles" if chosen.type == "cpu" and backend == "auto" else backend
+        with model_source(source, layers=layers, full=full, backend=used, trust_remote_code=trust_remote_code) as found:
+            if isinstance(samples, int):
+                samples = random_samples(found.limits.vocabulary, samples, longest=longest_of(found.config, LONGEST))
+            check_samples(samples, found)
+            model = load_model(found.source, dtype=dtype, device=chosen, trust_remote_code=trust_remote_code)
+            report = check_sampler(
+                model,
+                [sample.tokens[: max(1, len(sample) // 2)] for sample in samples],
+                backend=used,
+                compiled=chosen.type == "cuda",
+            )
+            return replace(report, problem=report.problem or attention_problem(model, chosen, dtype, backend))
+
+
 @torch.no_grad()
 def check_sampler(
     model: PreTrainedModel,
@@ -91,9 +130,16 @@ def check_sampler(
     a copy of its modules with the same weights.
     """
     device, dtype = model.device, model.dtype
+    obstacle = state_obstacle(attach(model, backend)) or unsupported_reason(model)
+    if obstacle is not None:
+        raise UserError(
+            "--sampler",
+            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ: {obstacle}",
+            "leave it out, and set rollout.exact=false",
+        )
     model.train(False)
     problem = model_problem(model)
-    trained = attach(model, backend)
+    trained = model
     step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)
     decoder = Decoder(
         CachedModel(sampling_model(trained, dtype, device), backend=backend, compiled=compiled, exact=True),
@@ -129,7 +175,7 @@ def check_sampler(
         unequal=int(unequal.sum()),
         largest=float(np.abs(found - expected).max()),
         operator=operator,
-        problem=problem or row_problem,
+        problem=problem or attention_problem(model, device, dtype, backend) or row_problem,
     )
 
 

@@ -1,0 +1,110 @@
+"""`check_sampler`: equal bits for dense models on a CPU, and a planted fault is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from padfree.cli.main import main
+from padfree.testing.models import VOCABULARY, build, save_with_tokenizer
+from padfree.tools.check import check_sampler, sampler_check
+
+SAMPLED = 12
+
+
+def prompts(*lengths: int) -> list[Any]:
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, VOCABULARY, length) for length in lengths]
+
+
+def check(model: PreTrainedModel, **options: Any) -> Any:
+    return check_sampler(model, prompts(5, 1, 130), **{"max_new_tokens": SAMPLED, "backend": "tiles", **options})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3", "olmo2", "phi3"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampler_and_trainer_agree_to_the_bit(name: str, temperature: float) -> None:
+    report = check(build(name).eval(), temperature=temperature)
+    assert report.unequal == 0, report.verdict
+    assert report.num_tokens == 3 * SAMPLED
+    assert report.problem is None
+    assert "agree to the bit" in report.verdict
+
+
+def split_sum(linear: Any, x: Tensor) -> Tensor:
+    """A linear layer that sums each half of K by itself, as a library does when it splits K."""
+    half = x.shape[-1] // 2
+    result = nn.functional.linear(x[..., :half], linear.weight[:, :half])
+    return result + nn.functional.linear(x[..., half:], linear.weight[:, half:])
+
+
+def mean_of_halves(norm: Any, x: Tensor) -> Tensor:
+    """An RMSNorm that sums the squares of each half of a row by itself, from the last to the first."""
+    first, second = (half.flip(-1).pow(2).mean(-1, keepdim=True) for half in x.chunk(2, -1))
+    scaled: Tensor = x * torch.rsqrt((first + second) / 2 + norm.variance_epsilon)
+    return norm.weight * scaled  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("layer", "path", "fault"),
+    [
+        (0, "self_attn.q_proj", split_sum),
+        (1, "self_attn.o_proj", split_sum),
+        (1, "mlp.down_proj", split_sum),
+        (1, "post_attention_layernorm", mean_of_halves),
+    ],
+)
+def test_a_planted_fault_is_named(
+    layer: int, path: str, fault: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling_model = sampler_check.sampling_model
+
+    def with_fault(*arguments: Any) -> PreTrainedModel:
+        model = sampling_model(*arguments)
+        module = model.model.layers[layer].get_submodule(path)
+        module.forward = partial(fault, module)
+        return model
+
+    monkeypatch.setattr(sampler_check, "sampling_model", with_fault)
+    report = check(build("llama", num_hidden_layers=3).eval())
+    assert not report.passed
+    assert report.operator == f"layer {layer}, {path}"
+    assert report.operator in report.verdict
+
+
+def test_attention_with_other_bits_is_named() -> None:
+    """PyTorch's CPU attention in the trainer, whose bits depend on the number of queries, and tiles in the sampler."""
+    model = build("llama").eval()
+    report = check(model, backend="reference")
+    if not report.passed:  # a library may happen to agree
+        assert "self_attn.v_proj and layer 0, self_attn.o_proj" in report.operator
+
+
+def test_experts_are_not_promised() -> None:
+    report = check(build("qwen3_moe").eval())
+    assert "experts" in report.problem
+    assert report.passed or "mlp" in report.operator or "experts" in report.operator
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(save_with_tokenizer(tmp_path / "model"))
+    target = tmp_path / "report.json"
+    arguments = ["check", "--model", model, "--samples", "3", "--max-length", "40", "--device", "cpu", "--sampler"]
+    assert main([*arguments, "--json", str(target)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Qwen3ForCausalLM, float32")
+    assert "rollout.exact=false" in lines[1]
+    assert "'cpu'" in lines[1]
+    assert lines[-1].startswith("passed: sampler and trainer agree to the bit")
+    assert json.loads(target.read_text())["unequal"] == 0
+    assert main([*arguments, "--loss", "dpo"]) == 1
+    assert "--loss cannot be combined with --sampler" in capsys.readouterr().err.replace(": ", " ")
