@@ -197,11 +197,11 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
     modules = {name: module for name, module in model.named_modules() if name}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in _weights_read_by(module)} & linear
-    parts = parts_of(model)
+    part_of = parts_of(model)
     fit = {
         name
         for name in linear - passed_by
-        if modules[name] not in ends and parts.get(clean_name(f"{name}.weight")) == "language_model"
+        if modules[name] not in ends and part_of.get(clean_name(f"{name}.weight")) == "language_model"
     }
     routers = {router.module for router in routers_of(model)}
     experts = {name: names for name, module in modules.items() if (names := stacked_weights(module))}
