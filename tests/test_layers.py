@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stop_signals": set(),
     "attention": {"arrays", "batch", "prefix_tree", "segments"},
     "cp": {"arrays", "attention", "batch", "distributed", "prefix_tree", "segments"},
-    "model": {"attention", "batch", "config", "cp", "distributed", "sample", "segments", "version", "warning"},
+    "model": {"attention", "batch", "config", "cp", "distributed", "images", "sample", "segments", "version", "warning"},
     "sizes": {"model"},
     "packing": {"arrays", "batch", "images", "prefix_tree", "sample", "segments", "sizes"},
     "layers": {"warning"},
