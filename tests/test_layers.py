@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "cp",
         "distributed",
+        "images",
         "routes",
         "sample",
         "segments",

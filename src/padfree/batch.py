@@ -161,7 +161,7 @@ class PackedImages:
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
         """The tower's inputs of some of the distinct images."""
-        parts = {name: torch.split(tensor, self.rows[name]) for name, tensor in self.inputs.items()}
+        parts = {name: torch.split(tensor, list(self.rows[name])) for name, tensor in self.inputs.items()}
         return {name: torch.cat([part[image] for image in images]) for name, part in parts.items()}
 
     def map(self, function: Any) -> PackedImages:

@@ -131,7 +131,7 @@ def test_text_models_refuse_images(tmp_path: Path) -> None:
 
     write_images(tmp_path)
     path = write_rows(tmp_path / "train.jsonl", [{"messages": asked("Hello")}, GOOD])
-    with refused("train.jsonl line 2", r"set model\.vision=true"):
+    with refused("train.jsonl line 2", r"or set model\.vision=true"):
         load_sft(path, tokenizer_of(), SFTDataSettings(), cache=tmp_path / "cache", num_workers=0)
     column = write_rows(tmp_path / "column.jsonl", [{"messages": asked("Hello"), "images": ["0.png"]}])
     with refused("data.columns", r"set model\.vision=true"):

@@ -88,6 +88,7 @@ READ_BY: dict[str, Reason | None] = {
     "model.init": None,
     "model.tokenizer": None,
     "model.dtype": None,
+    "model.freeze": None,
     "model.attention": None,
     "model.trust_remote_code": None,
     "model.vision": None,
@@ -244,6 +245,7 @@ READ_BY: dict[str, Reason | None] = {
     "optimizer.eps": None,
     "optimizer.weight_decay": None,
     "optimizer.max_grad_norm": None,
+    "optimizer.groups": None,
     "schedule.kind": None,
     "schedule.warmup": None,
     "schedule.final": _unless(

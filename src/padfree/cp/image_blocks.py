@@ -138,7 +138,7 @@ def receive_later_keys(
     """Exchange the later keys and values of this rank's queries, for the method `allgather`. Collective."""
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)
-    later_k, later_v = received.split([k.shape[2], v.shape[2]], dim=2)
+    later_k, later_v = torch.split_with_sizes(received, [k.shape[2], v.shape[2]], dim=2)
     return later, later_k.contiguous(), later_v.contiguous()
 
 

@@ -10,6 +10,8 @@ rows           reads a row as a conversation or as a plain prompt
 chat_renderer  renders conversations as text, and finds the characters that the assistant wrote
 encode         turns text into tokens and loss masks
 tokenize       turns chunks of rows into tokens and loss masks
+image_*        images of rows: references in rows, files, the model's processor, images in the token cache
+row_images     puts the images of a row into the messages of its conversation
 store          tokens on disk, in folders named by a hash of everything that the tokens depend on
 dataset        TokenizedDataset: the samples of a store; MixedDataset: the samples of several sources
 prepare        load_sft and load_pairs: turn files into data sets, with all of the above

@@ -57,7 +57,6 @@ from padfree.errors import UserError
 from padfree.model.expert_adapters import adapt_experts, adapt_router, has_expert_adapters, stacked_weights
 from padfree.model.mixers import kind_of
 from padfree.model.mixers.own_forward import code_of
-from padfree.model.named_tensors import clean_name
 from padfree.model.parts import parts_of
 from padfree.model.routers import routers_of
 from padfree.model.scalar_head import HEAD as SCALAR_HEAD
@@ -190,19 +189,24 @@ def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
     return any(stacked_weights(model.get_submodule(name)) for name in modules)
 
 
+def _outside_language_model(model: PreTrainedModel) -> set[str]:
+    """The names of the modules that belong to the tower or the projector of a vision-language model."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, part in parts_of(model).items():
+        pieces = name.split(".")
+        found[part == "language_model"].update(".".join(pieces[:count]) for count in range(1, len(pieces)))
+    return found[False] - found[True]
+
+
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
     """The full names of the linear layers that get adapters, and of the weights of experts and routers that do."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
-    modules = {name: module for name, module in model.named_modules() if name}
+    elsewhere = _outside_language_model(model)
+    modules = {name: module for name, module in model.named_modules() if name and name not in elsewhere}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in weights_read_by(module)} & linear
-    parts = parts_of(model)
-    fit = {
-        name
-        for name in linear - passed_by
-        if modules[name] not in ends and parts.get(clean_name(f"{name}.weight")) == "language_model"
-    }
+    fit = {name for name in linear - passed_by if modules[name] not in ends}
     routers = {router.module for router in routers_of(model)}
     experts = {name: names for name, module in modules.items() if (names := stacked_weights(module))}
     named = {name: ("weight",) for name, module in modules.items() if module in routers and name not in fit} | experts

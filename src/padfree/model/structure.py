@@ -67,15 +67,16 @@ def model_skeleton(config: Config) -> PreTrainedModel:
 
 def vision_class(config: PreTrainedConfig) -> str | None:
     """The name of the config's image-text class in transformers. None if transformers has no such class."""
-    mapping = AutoModelForImageTextToText._model_mapping
+    mapping: Any = AutoModelForImageTextToText._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
 
 def check_vision(config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the config is that of a vision-language model that can be trained on images."""
-    mapping, name = AutoModelForImageTextToText._model_mapping, vision_class(config)
+    name = vision_class(config)
     if name in FAMILIES:
         return
+    mapping: Any = AutoModelForImageTextToText._model_mapping
     reason = "it is not a supported vision-language model" if name is None else why_refused(mapping[type(config)])
     raise UserError(
         "model.vision",

@@ -4,6 +4,7 @@ arithmetic     a task that two CPU cores can learn: problems with answers, a tok
 line_server    a small server engine, the second implementation of `ServerApi`
 models         small random models of many architectures, and packs of random tokens
 vision_models  small random vision-language models, and samples with random images
+vision_folders folders of tiny vision-language models, with processors
 tokenizers     tokenizers of a few hundred tokens, and chat templates of several kinds
 
 Inside padfree, only `padfree demo` imports this package; `tests/test_layers.py` checks this.

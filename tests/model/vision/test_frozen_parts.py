@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
 from padfree.distributed import Mesh, make_mesh
-from padfree.model.lora import is_adapter
+from padfree.model.lora import add_adapters, is_adapter
 from padfree.model.parts import PARTS, freeze, frozen_weights, parts_of, selected
 from padfree.optim.optimizer import make_groups, make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig, ParameterGroup
@@ -136,10 +136,13 @@ def test_what_is_selected_must_exist() -> None:
         make_groups(model, OptimizerConfig(groups=(ParameterGroup(match="tower"),)))
 
 
-def test_adapters_are_only_in_the_language_model() -> None:
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_adapters_are_only_in_the_language_model(name: str, targets: tuple[str, ...]) -> None:
+    """The tower of Gemma 3 has layers with the names q_proj and v_proj, too."""
     pytest.importorskip("peft")
-    model = build_vision("qwen3_vl")
-    parallelize(model, transformations(make_mesh("cpu"), lora=LoraConfig(rank=2)))
+    model = build_vision(name)
+    add_adapters(model, LoraConfig(rank=2, targets=targets))
     trained = [name for name, each in model.named_parameters() if each.requires_grad]
     assert trained
     assert all(is_adapter(f".{name}") and ".language_model." in name for name in trained)

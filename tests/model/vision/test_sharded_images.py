@@ -100,3 +100,20 @@ def test_the_filler_of_a_batch_shows_no_image() -> None:
         ),
     )
     assert filler([begins_with_image]).images == ()
+
+
+def in_bfloat16(rank: int, world: int) -> list[float]:
+    mesh, losses = make_mesh("cpu"), []
+    for name in NAMES:
+        model = build_vision(name)
+        parallelize(model, transformations(mesh, dtype=torch.bfloat16))
+        scorer = Scorer(model, mesh, max_tokens=MAX_TOKENS, overlong="alone", cost=CostModel.tokens())
+        reports, _ = two_steps(Engine(scorer, make_optimizer(model, OPTIMIZER), LOSSES["sft"]), samples_of(name))
+        losses += [report.loss for report in reports]
+    return losses
+
+
+def test_blocks_of_the_tower_compute_in_bfloat16(mesh: Mesh) -> None:
+    expected = [report.loss for name in NAMES for report in outcome(mesh, name)[0]]
+    for losses in run_ranks(2, in_bfloat16):
+        assert losses == pytest.approx(expected, rel=0.05)

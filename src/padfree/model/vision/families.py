@@ -191,7 +191,7 @@ def why_refused(model_class: type) -> str | None:
     if kind in REFUSED:
         return REFUSED[kind]
     module = sys.modules[model_class.__module__]
-    base = getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
+    base: Any = getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
     if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
         return "its forward does not accept features of images that were computed before (mm_encoder_outputs)"
     read = inspect.signature(getattr(base, "get_image_features", base.forward)).parameters

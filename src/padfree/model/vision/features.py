@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import Tensor, cat
+from torch import Tensor, cat, split_with_sizes
 from transformers import PreTrainedModel
 
 from padfree.attention.copies import copies_of, take_copies
@@ -88,7 +88,7 @@ def _place(output: Any, images: LocalImages) -> None:
         parts = [part[:0] for part in parts]
     if images.exchange is not None:
         received = receive_rows(cat(parts, dim=1), images.exchange)
-        parts = list(received.split([part.shape[1] for part in parts], dim=1))
+        parts = list(split_with_sizes(received, [part.shape[1] for part in parts], dim=1))
     first, *others = (take_copies(part, images.features) for part in parts)
     output.pooler_output = (first,) if isinstance(found, (list, tuple)) else first[None]
     if stacked is not None:
