@@ -66,7 +66,7 @@ def model_skeleton(config: Config) -> PreTrainedModel:
 
 def vision_class(config: PreTrainedConfig) -> str | None:
     """The name of the config's image-text class in transformers. None if transformers has no such class."""
-    mapping = AutoModelForImageTextToText._model_mapping
+    mapping: Any = AutoModelForImageTextToText._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
 
