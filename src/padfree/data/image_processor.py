@@ -61,7 +61,7 @@ class Expansion(NamedTuple):
     """The text that stands for an image, and what the model needs to know about the image."""
 
     text: str
-    count: int  # number of placeholder tokens
+    num_tokens: int  # number of placeholder tokens
     grid: tuple[int, int, int] | None  # (time, height, width) in patches, if the processor gives it
 
 
@@ -89,7 +89,7 @@ class ImageProcessor:
         grid = outputs.get("image_grid_thw")
         return Expansion(
             text=text,
-            count=text.count(self.placeholder_text),
+            num_tokens=text.count(self.placeholder_text),
             grid=None if grid is None else (int(grid[0][0]), int(grid[0][1]), int(grid[0][2])),
         )
 
@@ -170,24 +170,25 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
 
     `AutoProcessor` would load the part for videos as well, and takes torchvision for images if it is installed.
     """
-    from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
+    import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     try:
         import PIL  # noqa: F401
     except ModuleNotFoundError:
         raise UserError("model.vision", "true, which needs Pillow", "pip install 'padfree[vision]'") from None
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    auto: Any = transformers
+    config = auto.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if type(config) not in PROCESSOR_MAPPING:
-        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    kind: type[ProcessorMixin] = PROCESSOR_MAPPING[type(config)]
+        return auto.AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    kind: Any = PROCESSOR_MAPPING[type(config)]
     settings, _ = kind.get_processor_dict(path)
     parts: dict[str, Any] = {
-        "tokenizer": AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),
-        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
+        "tokenizer": auto.AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),
+        "image_processor": auto.AutoImageProcessor.from_pretrained(path, backend="pil"),
         "video_processor": None,
     }
-    own = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _checked_part})
+    own: Any = type(kind.__name__, (kind,), {"check_argument_for_proper_class": _checked_part})
     arguments = [parts[name] for name in kind.get_attributes()]
     return own.from_args_and_dict(arguments, settings)
 

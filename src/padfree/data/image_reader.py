@@ -58,7 +58,7 @@ class ImageReader:
     def problem(self, encoded: Encoded, images: Sequence[ReadImage]) -> str | None:
         """Return why the placeholder tokens of a sample do not fit its images, or None if they do."""
         found = int(np.count_nonzero(encoded.tokens == self.settings.placeholder))
-        expected = sum(image.expansion.count for image in images)
+        expected = sum(image.expansion.num_tokens for image in images)
         if found == expected:
             return None
         text = self.settings.processor.placeholder_text
@@ -75,7 +75,7 @@ class ImageReader:
             if found is None:
                 image = decode(content, name, self.settings.max_pixels, path)
                 found = self.settings.processor.expansion(image, name), image.width, image.height
-                if not found[0].count:
+                if not found[0].num_tokens:
                     raise RowError(f"{name} has no placeholder tokens; give a larger image")
                 if len(self._found) >= MOST_REMEMBERED:
                     self._found.clear()

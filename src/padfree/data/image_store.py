@@ -84,7 +84,7 @@ class ImageWriter:
             self._contents.write(written)
             is_path = int(image.path is not None)
             grid = image.expansion.grid or (0, 0, 0)
-            size = (image.size, image.time, image.width, image.height, image.expansion.count)
+            size = (image.size, image.time, image.width, image.height, image.expansion.num_tokens)
             self._rows.append(np.array([[start, len(written), is_path, *size, *grid]], dtype=np.int64))
             self._digests.append(np.frombuffer(bytes.fromhex(image.digest), dtype=np.uint8)[None])
         return number

@@ -14,12 +14,9 @@ the rows for any number of processes, memory stays bounded, and no pipe can bloc
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,7 +28,7 @@ from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, describ
 from padfree.data.hashing import hash_of
 from padfree.data.image_processor import ImageSettings
 from padfree.data.image_store import StoredImages
-from padfree.data.record_source import Chunk, RecordSource
+from padfree.data.record_source import RecordSource
 from padfree.data.records import bad_row
 from padfree.data.rows import is_messages
 from padfree.data.sources import open_sources, optional_package
@@ -46,7 +43,8 @@ from padfree.data.store import (
     read_skipped,
     tokenizer_digest,
 )
-from padfree.data.tokenize import PairTokenizer, RewardTokenizer, RowTokenizer, TokenizedChunk
+from padfree.data.tokenize import PairTokenizer, RewardTokenizer, RowTokenizer
+from padfree.data.tokenizing_processes import in_order, worker_count
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,11 +55,6 @@ Progress = Callable[[int, int], None]
 
 READING = 1
 """The version of the code that turns rows into samples. It is part of the cache key."""
-
-BYTES_PER_PROCESS = 16 << 20
-"""The minimum number of bytes of text per tokenising process. A process takes seconds to start, so it is not worth
-starting one for less text.
-"""
 
 
 def load_pairs(
@@ -248,7 +241,7 @@ def _build(
         for number, (source, found) in enumerate(zip(sources, fields, strict=True))
         for chunk in source.chunks(found.needed if found else ())
     )
-    results = _in_order(tasks, tokenize, _worker_count(num_workers, total))
+    results = in_order(tasks, tokenize, worker_count(num_workers, total, images=settings.images is not None))
     rows = [0] * len(sources)
     done = 0
     with (
@@ -329,84 +322,6 @@ def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, re
     if settings.prompt_template is not None and "prompt" not in fields.columns:
         idle.append("data.prompt_template")
     return how + (f"; {' and '.join(idle)} {'do' if len(idle) > 1 else 'does'} not apply" if idle else "")
-
-
-def _worker_count(asked: int | None, size: int) -> int:
-    if asked is not None:
-        return asked
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(cores, 8, size // BYTES_PER_PROCESS)
-    return count if count > 1 else 0
-
-
-_Task = tuple[int, Chunk, Fields | None]
-
-
-def _in_order(
-    tasks: Iterator[_Task], tokenize: RowTokenizer, num_workers: int
-) -> Generator[tuple[int, Chunk, TokenizedChunk], None, None]:
-    if num_workers == 0:
-        for number, chunk, fields in tasks:
-            yield number, chunk, tokenize(chunk, fields)
-        return
-    # Use spawn, because a process that is forked while another thread holds a lock can deadlock.
-    context = multiprocessing.get_context("spawn")
-    with contextlib.ExitStack() as stack:
-        connections: list[Connection[Any, Any]] = []
-        for _ in range(num_workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, tokenize), daemon=True)
-            process.start()
-            theirs.close()
-            stack.callback(process.join)
-            # Callbacks run in reverse order. The connections are closed before the processes are joined, because a
-            # process ends when its connection closes.
-            stack.callback(ours.close)
-            connections.append(ours)
-        waiting: list[_Task | None] = [None] * num_workers
-        turn = 0
-        for task in tasks:
-            yield from _taken(connections[turn], waiting[turn])
-            _send(connections[turn], task)
-            waiting[turn] = task
-            turn = (turn + 1) % num_workers
-        for _ in range(num_workers):
-            yield from _taken(connections[turn], waiting[turn])
-            waiting[turn] = None
-            turn = (turn + 1) % num_workers
-
-
-def _taken(connection: Connection[Any, Any], task: _Task | None) -> Iterator[tuple[int, Chunk, TokenizedChunk]]:
-    if task is not None:
-        try:
-            result: TokenizedChunk = connection.recv()
-        except (EOFError, OSError):
-            raise _died() from None
-        yield task[0], task[1], result
-
-
-def _send(connection: Connection[Any, Any], task: _Task) -> None:
-    try:
-        connection.send(task[1:])
-    except OSError:
-        raise _died() from None
-
-
-def _died() -> UserError:
-    return UserError(
-        "num_workers",
-        "a tokenising process died",
-        "read its error output, and if memory ran out, use fewer processes or num_workers=0",
-    )
-
-
-def _serve(connection: Connection[Any, Any], tokenize: RowTokenizer) -> None:
-    """The main loop of a worker process: receive chunks and send their tokens, until the connection closes."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            chunk, fields = connection.recv()
-            connection.send(tokenize(chunk, fields))
 
 
 @contextlib.contextmanager

@@ -82,8 +82,8 @@ def need_no_images(conversation: Conversation) -> Conversation:
     for index, message in enumerate(conversation.messages):
         if _image_parts(message):
             raise RowError(
-                f"message {index + 1} ({message['role']}) has an image, but the data is read as text; remove the image, "
-                "or set model.vision=true in padfree sft, dpo or distill"
+                f"message {index + 1} ({message['role']}) has an image, but the data is read as text; remove the "
+                "image, or set model.vision=true in padfree sft, dpo or distill"
             )
     return conversation
 

@@ -77,8 +77,8 @@ class RowTokenizer:
                 row = record_of(record)
                 assert fields is not None
                 fields.check(row)
-                found = [self._shown(one, chunk.folder) for one in self._samples(row, fields)]
-                rows.append((line, self._number(row, fields), found))
+                whole_row = [self._shown(one, chunk.folder) for one in self._samples(row, fields)]
+                rows.append((line, self._number(row, fields), whole_row))
             except RowError as error:
                 skipped.append(SkippedRow(file=chunk.source, line=line, reason=str(error)))
         passages = [one for _, _, found in rows for one, _ in found if isinstance(one, Passage)]
