@@ -118,6 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cp",
         "data",
         "distributed",
+        "layers",
         "losses",
         "model",
         "optim",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
+LINEARS = ("bfloat16", "float8")
 LOSSES = ("nll", "dpo", "kto", "distill", "reward", "value")
 
 
@@ -46,6 +49,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
+    add("--linear", default="bfloat16", metavar="NAME", help="float8: also measure how far float8 moves gradients")
+    add("--float8-budget", type=float, metavar="X", help="name the layers that parallel.float8_budget=X excludes")
     add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
@@ -64,6 +69,13 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--dtype", "", f"choose one of {', '.join(DTYPES)}", value=settings.dtype)
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
+    if settings.linear not in LINEARS:
+        raise UserError("--linear", "", f"choose one of {', '.join(LINEARS)}", value=settings.linear)
+    if settings.float8_budget is not None:
+        if settings.linear != "float8":
+            raise UserError("--float8-budget", "needs float8", "add --linear float8", value=settings.float8_budget)
+        if not 0 < settings.float8_budget < math.inf:
+            raise UserError("--float8-budget", "", "give a number above 0", value=settings.float8_budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
@@ -114,6 +126,8 @@ def run(settings: argparse.Namespace) -> None:
         full=settings.full,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
+        linear=settings.linear,
+        float8_budget=settings.float8_budget,
         on_progress=_progress if first else None,
     )
     if first:
@@ -180,22 +194,30 @@ def _progress(line: str) -> None:
 
 def show(report: CheckReport) -> None:
     """Print the table of the report, with the verdict as the last line."""
-    from padfree.tools.check.check_report import HEADER
+    from padfree.tools.check.check_report import FLOAT8_HEADER, HEADER
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     for line in report.heading():
         print(line)
     print()
-    table = [HEADER, *report.cells()]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    _print_table([HEADER, *report.cells()], right=(1, 2, 3))
+    for skipped in report.skipped:
+        print(f"{skipped.check}: not run ({skipped.reason})")
+    if report.float8:
+        print()
+        _print_table([FLOAT8_HEADER, *report.float8_cells()], right=(1, 2))
+        print(report.float8_line())
+    print()
+    print(report.verdict)
+
+
+def _print_table(table: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> None:
+    """Print rows of cells in columns. The columns `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [
-            cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
+            cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
-    for skipped in report.skipped:
-        print(f"{skipped.check}: not run ({skipped.reason})")
-    print()
-    print(report.verdict)
