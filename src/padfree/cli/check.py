@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
-LINEARS = ("bfloat16", "float8")
 LOSSES = ("nll", "dpo", "kto", "distill", "reward", "value")
 
 
@@ -49,8 +48,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
-    add("--linear", default="bfloat16", metavar="NAME", help="float8: also measure how far float8 moves gradients")
-    add("--float8-budget", type=float, metavar="X", help="name the layers that parallel.float8_budget=X excludes")
+    add(
+        "--float8",
+        nargs="?",
+        type=float,
+        default=False,
+        metavar="X",
+        help="measure how far float8 moves gradients; X: parallel.float8_budget",
+    )
     add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
@@ -69,13 +74,9 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--dtype", "", f"choose one of {', '.join(DTYPES)}", value=settings.dtype)
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
-    if settings.linear not in LINEARS:
-        raise UserError("--linear", "", f"choose one of {', '.join(LINEARS)}", value=settings.linear)
-    if settings.float8_budget is not None:
-        if settings.linear != "float8":
-            raise UserError("--float8-budget", "needs float8", "add --linear float8", value=settings.float8_budget)
-        if not 0 < settings.float8_budget < math.inf:
-            raise UserError("--float8-budget", "", "give a number above 0", value=settings.float8_budget)
+    measured, budget = settings.float8 is not False, settings.float8 or None
+    if settings.float8 not in (False, None) and not 0 < settings.float8 < math.inf:
+        raise UserError("--float8", "", "give a number above 0, or none", value=settings.float8)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
@@ -126,8 +127,8 @@ def run(settings: argparse.Namespace) -> None:
         full=settings.full,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
-        linear=settings.linear,
-        float8_budget=settings.float8_budget,
+        float8=measured,
+        float8_budget=budget,
         on_progress=_progress if first else None,
     )
     if first:

@@ -32,7 +32,7 @@ DRAWN_ON = ("cuda",)
 """The kinds of devices on which weights are drawn. On the CPU, transformers draws the whole model on rank 0."""
 
 
-class Call(NamedTuple):
+class InitialisingCall(NamedTuple):
     """A call that creates a tensor, or that writes to it or to a view of it."""
 
     function: Any
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # sizes, strides, offset; None: it creates the tensor
 
 
-Recipe = list[Call]
+Recipe = list[InitialisingCall]
 """The calls that give a tensor its initial value."""
 
 
@@ -60,7 +60,7 @@ class _Recorder(TorchDispatchMode):
         options = {name: value for name, value in kwargs.items() if name not in ("generator", "device", "pin_memory")}
         if not tensors and isinstance(result, Tensor):
             self._alive.append(result)
-            self.recipes[_storage(result)] = [Call(func, tuple(args), options, None)]
+            self.recipes[_storage(result)] = [InitialisingCall(func, tuple(args), options, None)]
         elif func._schema.is_mutable and tensors:
             target = tensors[0]
             view = (tuple(target.shape), tuple(target.stride()), int(target.storage_offset()))
@@ -68,7 +68,7 @@ class _Recorder(TorchDispatchMode):
             if len(tensors) > 1 or recipe is None or args[0] is not target:
                 self.recipes[_storage(target)] = None
             else:
-                recipe.append(Call(func, tuple(args[1:]), options, view))
+                recipe.append(InitialisingCall(func, tuple(args[1:]), options, view))
         return result
 
     def recipe(self, tensor: Tensor) -> Recipe | None:

@@ -169,7 +169,7 @@ class CheckReport:
     def float8_line(self) -> str:
         """Return the choice that a run with this budget makes for these samples, in one line of text."""
         if self.float8_budget is None:
-            return "set --float8-budget to see which layers a run with parallel.float8_budget keeps in bfloat16"
+            return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]
         named = f"layers {', '.join(kept)} stay in bfloat16" if kept else "all layers multiply in float8"
         return f"parallel.float8_budget={self.float8_budget:g}: {named}"

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from padfree.choices import LinearDtype, ModelHead
+from padfree.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
 from padfree.layers.float8 import check_float8_device
@@ -103,7 +103,7 @@ def check_model(
     device: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
-    linear: LinearDtype = "bfloat16",
+    float8: bool = False,
     float8_budget: float | None = None,
     on_progress: Say | None = None,
 ) -> CheckReport:
@@ -112,9 +112,9 @@ def check_model(
     `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
     the losses "dpo" and "reward", two consecutive samples form a pair. `origin`: the samples' origin, for the report.
     `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: number of layers to
-    check, from the first; by default a few. `full` checks all layers. `linear`: with float8, also measure how far
-    float8 moves the gradient of each layer; `float8_budget` is the setting of a run. Under torchrun, each data rank has
-    `context` processes; the call is collective and returns the same report on every rank.
+    check, from the first; by default a few. `full` checks all layers. `float8`: also measure how far float8 moves
+    the gradient of each layer; `float8_budget` is the setting of a run. Under torchrun, each data rank has `context`
+    processes; the call is collective and returns the same report on every rank.
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:
@@ -122,7 +122,7 @@ def check_model(
             "dtype", "cannot be checked", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype
         )
     with distributed(device=device, timeout=TIMEOUT) as chosen:
-        if linear == "float8":
+        if float8:
             check_float8_device(chosen)
         mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
@@ -138,12 +138,10 @@ def check_model(
             options: dict[str, Any] = {"seed": seed, "trust_remote_code": trust_remote_code}
             reference = _reference(found, loss, samples, mesh, dtype, options, say)
             say("loading the model as training does")
-            path = PackedPath(
-                found, mesh, loss=loss, dtype=dtype, backend=backend, float8=linear == "float8", **options
-            )
+            path = PackedPath(found, mesh, loss=loss, dtype=dtype, backend=backend, float8=float8, **options)
             check = _Check(path, reference, vocabulary, TOLERANCES[dtype], say)
             rows, skipped = check.run()
-            distances = check.float8_distances() if linear == "float8" else ()
+            distances = check.float8_distances() if float8 else ()
         name = str(dtype).removeprefix("torch.")
         experts = reference.experts and loss == "nll" and dtype == torch.bfloat16
         report = CheckReport(
