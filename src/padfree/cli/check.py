@@ -48,14 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
-    add(
-        "--float8",
-        nargs="?",
-        type=float,
-        default=False,
-        metavar="X",
-        help="measure how far float8 moves gradients; X: parallel.float8_budget",
-    )
+    add("--float8", nargs="?", type=float, default=False, metavar="BUDGET", help="also compare gradients in float8")
     add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
@@ -74,9 +67,10 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--dtype", "", f"choose one of {', '.join(DTYPES)}", value=settings.dtype)
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
-    measured, budget = settings.float8 is not False, settings.float8 or None
-    if settings.float8 not in (False, None) and not 0 < settings.float8 < math.inf:
-        raise UserError("--float8", "", "give a number above 0, or none", value=settings.float8)
+    measured = settings.float8 is not False
+    budget: float | None = settings.float8 if measured else None
+    if budget is not None and not 0 < budget < math.inf:
+        raise UserError("--float8", "", "give a number above 0, or none", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
