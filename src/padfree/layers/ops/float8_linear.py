@@ -189,7 +189,7 @@ class _Float8Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, x_largest, weight_largest = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _, _, _ = ctx.needs_input_grad
         input_gradient, weight_gradient = ctx.products
