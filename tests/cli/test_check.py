@@ -56,6 +56,23 @@ def test_a_right_model_passes_with_a_table_and_a_report(
     assert (told["passed"], told["dtype"], len(told["lengths"])) == (True, "float32", 4)
 
 
+def test_float8_is_measured_by_layer(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A budget between the two distances keeps one layer in bfloat16; the other comparisons are without float8."""
+    target = tmp_path / "report.json"
+    arguments = ["check", "--model", model, "--samples", "4", "--device", "cpu", "--float8"]
+    assert main([*arguments, "--json", str(target)]) == 0
+    assert "give --float8 a number" in capsys.readouterr().out
+    distances = json.loads(target.read_text())["float8"]
+    assert [each["layer"] for each in distances] == [0, 1]
+    assert all(0.005 < each[name] < 0.6 for each in distances for name in ("together", "alone"))
+    low, high = sorted(each["alone"] for each in distances)
+    assert main([*arguments, str((low + high) / 2)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (kept,) = (each["layer"] for each in distances if each["alone"] == high)
+    assert lines[-3].endswith(f": layers {kept} stay in bfloat16")
+    assert [line.split("  ")[0] for line in lines if "stays in bfloat16" in line] == [f"layer {kept}"]
+
+
 def test_a_broken_one_exits_with_1_and_says_what_failed(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +103,8 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
         (["--layers", "0"], "--layers: 0; give 1 or more"),
         (["--layers", "1", "--full"], "--layers: 1 cannot be combined with --full; give only one of them"),
         (["--dtype", "float8"], "--dtype: 'float8'; choose one of float32, bfloat16"),
+        (["--float8", "0"], "--float8: 0.0; give a number above 0, or none"),
+        (["--float8", "nan"], "--float8: nan; give a number above 0, or none"),
         (["--backend", "magic"], "backend: 'magic' is not an attention backend"),
         (["--device", "tpu"], "device: 'tpu' is not a device type"),
         (["--layout", "cp"], "--layout: 'cp'; give data and context ranks, as in dp=2,cp=2"),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from padfree.choices import Float8Product
 from padfree.layers.float8 import Float8Linear, check_float8_device, fits_float8, use_float8
-from padfree.layers.ops.float8 import DTYPE, float8_columns, float8_matmul, float8_rows
+from padfree.layers.ops.float8_format import DTYPE
+from padfree.layers.ops.float8_linear import float8_columns, float8_matmul, float8_rows
 from tests.refused import refused
 
 OPS = torch.ops.padfree

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from padfree.layers.ops.float8 import float8_columns, float8_rows
+from padfree.layers.ops.float8_linear import float8_columns, float8_rows
 from tests.interpreter import DEVICE, needs_kernels
 
 # rows and columns: one tile, several, parts of tiles; none; one row; rows that are not a multiple of 16

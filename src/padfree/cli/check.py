@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,6 +56,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
+    add("--float8", nargs="?", type=float, default=False, metavar="BUDGET", help="also compare gradients in float8")
     add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
     add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
@@ -72,6 +75,10 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--dtype", "", f"choose one of {', '.join(DTYPES)}", value=settings.dtype)
     if settings.loss not in LOSSES:
         raise UserError("--loss", "", f"choose one of {', '.join(LOSSES)}", value=settings.loss)
+    measured = settings.float8 is not False
+    budget: float | None = settings.float8 if measured else None
+    if budget is not None and not 0 < budget < math.inf:
+        raise UserError("--float8", "", "give a number above 0, or none", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)
@@ -127,6 +134,8 @@ def run(settings: argparse.Namespace) -> None:
         full=settings.full,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
+        float8=measured,
+        float8_budget=budget,
         on_progress=_progress if first else None,
     )
     if first:
@@ -227,22 +236,30 @@ def _progress(line: str) -> None:
 
 def show(report: CheckReport) -> None:
     """Print the table of the report, with the verdict as the last line."""
-    from padfree.tools.check.check_report import HEADER
+    from padfree.tools.check.check_report import FLOAT8_HEADER, HEADER
 
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     for line in report.heading():
         print(line)
     print()
-    table = [HEADER, *report.cells()]
-    widths = [max(len(row[column]) for row in table) for column in range(len(HEADER))]
+    _print_table([HEADER, *report.cells()], right=(1, 2, 3))
+    for skipped in report.skipped:
+        print(f"{skipped.check}: not run ({skipped.reason})")
+    if report.float8:
+        print()
+        _print_table([FLOAT8_HEADER, *report.float8_cells()], right=(1, 2))
+        print(report.float8_line())
+    print()
+    print(report.verdict)
+
+
+def _print_table(table: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> None:
+    """Print rows of cells in columns. The columns `right` are aligned to the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [
-            cell.rjust(width) if column in (1, 2, 3) else cell.ljust(width)
+            cell.rjust(width) if column in right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
-    for skipped in report.skipped:
-        print(f"{skipped.check}: not run ({skipped.reason})")
-    print()
-    print(report.verdict)

@@ -1,14 +1,18 @@
-"""Check that a model folder holds the necessary files, by their names: no file is opened, and torch is not imported.
+"""Check that a model folder holds the necessary files, and that they are whole. Torch is not imported.
 
-config.json                                             the config
-model.safetensors, or model.safetensors.index.json      the weights
+config.json                                             the config: a JSON object, not of a quantized model
+model.safetensors, or model.safetensors.index.json      the weights: all files of the index, each with its whole size
 tokenizer*                                              the tokenizer
+
+Only the headers of weight files are read. `padfree.model.model_files` checks the tensors later.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from padfree.config.config import Config
 from padfree.config.hub import named_models
@@ -27,10 +31,10 @@ def check_model_folders(config: Config) -> None:
             continue
         try:
             check_config_file(folder)
-            if setting != "model.path":
-                check_weight_files(folder, None)
-            elif config.model.init == "weights":
-                check_weight_files(folder, "model.init")
+            check_config(folder)
+            if setting != "model.path" or config.model.init == "weights":
+                check_weight_files(folder, "model.init" if setting == "model.path" else None)
+                check_headers(folder)
         except UserError as error:
             raise error.at(setting, "model") from None
     check_tokenizer_files(config)
@@ -55,6 +59,79 @@ def check_weight_files(folder: Path, init_setting: str | None) -> None:
         )
     random = "" if init_setting is None else f", or set {init_setting}=random for random weights"
     raise UserError("model", f"{folder} has no weights ({WEIGHTS} or {INDEX})", f"copy or download the weights{random}")
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a config that is not a JSON object, and the config of a quantized model."""
+    path = folder / CONFIG
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise UserError(
+            "model",
+            f"the config of {folder} cannot be used ({path} is not a JSON object)",
+            "give the config of a causal language model",
+        )
+    if config.get("quantization_config") is not None:
+        raise UserError(
+            "model",
+            f"{folder} is quantized, and quantized weights cannot be trained",
+            "give the unquantized model",
+        )
+
+
+def read_index(path: Path) -> tuple[dict[str, str], Any]:
+    """Read an index file. Returns the file of each tensor, and the metadata."""
+    index = _read_json(path)
+    mapping = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
+        raise UserError("model", f"{path} has no valid weight_map", "copy or download the file again")
+    return mapping, index.get("metadata")
+
+
+def check_headers(folder: Path) -> None:
+    """Refuse weight files that are missing according to the index, or that are not whole."""
+    names = {path.name for path in folder.iterdir()}
+    if INDEX in names:
+        files = sorted(set(read_index(folder / INDEX)[0].values()))
+    else:
+        files = [WEIGHTS] if WEIGHTS in names else []
+    for file in files:
+        if Path(file).name != file or not (folder / file).exists():
+            raise UserError(
+                "model", f"{folder / file} is missing, although {INDEX} names it", "copy or download the file"
+            )
+        problem = _header_problem(folder / file)
+        if problem is not None:
+            raise UserError("model", f"{folder / file} cannot be read ({problem})", "copy or download the file again")
+
+
+def _header_problem(path: Path) -> str | None:
+    """What is wrong with the size or the header of a safetensors file. None if nothing is.
+
+    8 bytes: the length of the header; the header, as JSON; the tensors, one after the other
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= size - 8:
+                return f"a file of {size:,} bytes without a safetensors header"
+            header = json.loads(file.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        wanted = 8 + length + max(ends, default=0)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return "its header is not valid"
+    return None if size == wanted else f"it has {size:,} bytes and should have {wanted:,}"
+
+
+def _read_json(path: Path) -> Any:
+    """The content of a JSON file, or None if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def check_tokenizer_files(config: Config) -> bool:

@@ -374,7 +374,7 @@ class ParallelConfig:
         check_table(self, "parallel.")
         products = list(self.float8_products)
         fix = "give each product once, or set parallel.linear=bfloat16 to compute none in float8"
-        need(products and len(set(products)) == len(products), "parallel.float8_products", products, fix)
+        need(0 < len(products) == len(set(products)), "parallel.float8_products", products, fix)
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
         check_checkpointing(self.checkpointing)

@@ -2,9 +2,9 @@
 
     nn.Linear  ->  Float8Linear      the same parameters and names, another forward
 
-`layers.ops.float8` describes the three matmuls of a linear layer, and their casts. Weights stay in the dtype of the
-model: they are gathered by FSDP2, exported, sampled from and updated as before, and cast to float8 where a matmul reads
-them. A layer whose `float8_products` are empty computes like `nn.Linear`.
+`layers.ops.float8_linear` describes the three matmuls of a linear layer, and their casts. Weights stay in the dtype of
+the model: they are gathered by FSDP2, exported, sampled from and updated as before, and cast to float8 where a matmul
+reads them. A layer whose `float8_products` are empty computes like `nn.Linear`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-import padfree.layers.ops.float8  # noqa: F401 (the operators)
+import padfree.layers.ops.float8_linear  # noqa: F401 (the operators)
 from padfree.choices import Float8Product
 from padfree.errors import UserError
-from padfree.layers.ops.float8 import MULTIPLE
+from padfree.layers.ops.float8_format import MULTIPLE
 
 CAPABILITY = (8, 9)
 """The first CUDA compute capability with float8 matmuls (Ada)."""

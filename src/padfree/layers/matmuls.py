@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-import padfree.layers.ops.float8
+import padfree.layers.ops.float8_linear
 import padfree.layers.ops.matmul_epilogues  # noqa: F401 (the operators)
 
 Stage = Literal["before autograd", "after autograd"]

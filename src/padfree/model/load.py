@@ -12,8 +12,9 @@ The tensors are filled from one of three sources:
 - Files with the model's own tensor names: every rank reads its slices.
 - Files whose tensors transformers renames or merges on loading (experts stored one by one): rank 0 loads them with
   transformers on the CPU and broadcasts each tensor.
-- Random weights, if requested: rank 0 initialises them on the CPU from `seed`, as transformers would, and broadcasts
-  each tensor. The values do not depend on the number of ranks.
+- Random weights, if requested: on a GPU, every rank draws each tensor on its device from `seed`
+  (`padfree.model.random_weights`). On a CPU, and for a few architectures, rank 0 initialises them on the CPU, as
+  transformers would, and broadcasts each tensor. The values do not depend on the number of ranks.
 
 Tied parameters stay one object under two names after `to_empty`. Buffers that are not in the files (rotary frequencies)
 come from transformers' own `_init_weights`, which runs twice: first with these buffers filled with 0, then with 1. If a
@@ -50,6 +51,7 @@ from padfree.model.lora import initial_values, is_adapter
 from padfree.model.model_files import one_line, open_model, opened
 from padfree.model.named_tensors import clean_name, local_part, local_region, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_weight
+from padfree.model.random_weights import DRAWN_ON, draw_weights, recipes_of
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 from padfree.model.scalar_head import first_weight, without_other_heads
 from padfree.model.structure import check_vision, keep_in_float32, model_from_config, restored_buffers
@@ -101,6 +103,9 @@ def load_model(
     if files is not None and head == "scalar":
         files = without_other_heads(model, files)
     direct = files is not None and wrapper is None and names_match(model, files, fresh=fresh)
+    recipes = None
+    if files is None and torch.device(device).type in DRAWN_ON:
+        recipes = recipes_of(config, dtype, trust_remote_code, head)
     dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in named_tensors(model).items()}
     if shard is not None:
         shard(model)
@@ -121,6 +126,8 @@ def load_model(
         if direct:
             assert files is not None
             _read_slices({key: stored[key] for key in stored if key in files}, files, name)
+        elif recipes is not None:
+            draw_weights(stored, recipes, torch.device(device), seed)
         else:
 
             def source_model() -> PreTrainedModel:

@@ -14,7 +14,6 @@ Only safetensors files are read. Pickle files raise an error.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from padfree.choices import Init
-from padfree.config.model_folder import INDEX, SHARD, WEIGHTS, check_config_file, check_weight_files
+from padfree.config.model_folder import INDEX, SHARD, WEIGHTS, check_config_file, check_weight_files, read_index
 from padfree.errors import UserError
 
 PARTIAL = "padfree_partial"
@@ -127,7 +126,8 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
 
     Raises `UserError` if the index and the files do not match.
     """
-    mapping, partial = _read_index(folder / INDEX)
+    mapping, metadata = read_index(folder / INDEX)
+    partial = isinstance(metadata, dict) and bool(metadata.get(PARTIAL))
     named = sorted(set(mapping.values()))
     for file in named:
         if Path(file).name != file or not (folder / file).exists():
@@ -156,21 +156,6 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
             held &= mapping.keys()
         found |= {name: folder / file for name in held if mapping.get(name, file) == file}
     return found
-
-
-def _read_index(path: Path) -> tuple[dict[str, str], bool]:
-    """Read the index file.
-
-    Returns the file of each tensor, and whether the files may hold tensors that the index omits.
-    """
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        mapping, metadata = index["weight_map"], index.get("metadata")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        mapping = metadata = None
-    if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
-        raise UserError("model", f"{path} has no valid weight_map", "copy or download the file again")
-    return mapping, isinstance(metadata, dict) and bool(metadata.get(PARTIAL))
 
 
 def opened(path: Path) -> Any:

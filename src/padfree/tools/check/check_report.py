@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.tools.check.compare import FACTOR
+from padfree.train.float8_budget import Float8Distance
 
 MAIN = "packed"
 """The name of the main check. The other checks vary the layout of the samples or the tokens around a sample."""
@@ -84,6 +85,8 @@ class CheckReport:
     noise: str
     rows: tuple[CheckResult, ...]
     skipped: tuple[Skipped, ...] = ()
+    float8: tuple[Float8Distance, ...] = ()  # empty: not measured
+    float8_budget: float | None = None
     remark: str = ""
 
     @property
@@ -150,6 +153,27 @@ class CheckReport:
             for row in self.shown_rows()
         ]
 
+    def float8_cells(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table of float8 distances as text, without the header. Empty if not measured."""
+        budget = math.inf if self.float8_budget is None else self.float8_budget
+        return [
+            (
+                f"layer {each.layer}",
+                _number(each.together),
+                "-" if each.alone is None else _number(each.alone),
+                "stays in bfloat16" if each.exceeds(budget) else "",
+            )
+            for each in self.float8
+        ]
+
+    def float8_line(self) -> str:
+        """Return the choice that a run with this budget makes for these samples, in one line of text."""
+        if self.float8_budget is None:
+            return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
+        kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]
+        named = f"layers {', '.join(kept)} stay in bfloat16" if kept else "all layers multiply in float8"
+        return f"parallel.float8_budget={self.float8_budget:g}: {named}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON. Non-finite differences are None."""
         rows = [
@@ -162,9 +186,14 @@ class CheckReport:
             }
             for row in self.rows
         ]
-        return {**asdict(self), "rows": rows, "passed": self.passed, "verdict": self.verdict}
+        float8 = [
+            {name: value if value is None or math.isfinite(value) else None for name, value in asdict(each).items()}
+            for each in self.float8
+        ]
+        return {**asdict(self), "rows": rows, "float8": float8, "passed": self.passed, "verdict": self.verdict}
 
 
+FLOAT8_HEADER = ("float8 moves the gradient", "of this layer, all in float8", "of any, this one in float8", "")
 HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
 
 

@@ -7,6 +7,7 @@
     4  leak          step 3 with other tokens in every second sample            step 3: no change in the other samples
     5  pad           step 3 with random tokens after every pack                 reference; also zeros after every pack
     6  layouts       other micro-batches, another order, other context methods  reference
+    7  float8        gradients with linear layers in float8, if requested       step 3
 
 HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16. Padded pairs are padded batches
 of two samples.
@@ -34,6 +35,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from padfree.choices import ModelHead
 from padfree.distributed import Mesh, distributed, make_mesh
 from padfree.errors import UserError
+from padfree.layers.float8 import check_float8_device
 from padfree.model.load import load_model
 from padfree.sample import Sample
 from padfree.tools.check.check_report import MAIN, CheckReport, CheckResult, Skipped
@@ -63,6 +65,7 @@ from padfree.tools.check.plain_losses import (
     prepared,
 )
 from padfree.tools.check.samples import LONGEST, random_samples
+from padfree.train.float8_budget import Float8Distance
 from padfree.train.limits import check_fits
 
 TIMEOUT = 3600.0
@@ -100,6 +103,8 @@ def check_model(
     device: str = "auto",
     seed: int = 0,
     trust_remote_code: bool = False,
+    float8: bool = False,
+    float8_budget: float | None = None,
     on_progress: Say | None = None,
 ) -> CheckReport:
     """Compare packed training of a model with plain Hugging Face code that runs one sample at a time.
@@ -107,7 +112,8 @@ def check_model(
     `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
     the losses "dpo" and "reward", two consecutive samples form a pair. `origin`: the samples' origin, for the report.
     `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: number of layers to
-    check, from the first; by default a few. `full` checks all layers. Under torchrun, each data rank has `context`
+    check, from the first; by default a few. `full` checks all layers. `float8`: also measure how far float8 moves
+    the gradient of each layer; `float8_budget` is the setting of a run. Under torchrun, each data rank has `context`
     processes; the call is collective and returns the same report on every rank.
     """
     say = on_progress or (lambda _: None)
@@ -116,6 +122,8 @@ def check_model(
             "dtype", "cannot be checked", f"choose one of {', '.join(str(known) for known in TOLERANCES)}", value=dtype
         )
     with distributed(device=device, timeout=TIMEOUT) as chosen:
+        if float8:
+            check_float8_device(chosen)
         mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
         with model_source(
@@ -130,8 +138,10 @@ def check_model(
             options: dict[str, Any] = {"seed": seed, "trust_remote_code": trust_remote_code}
             reference = _reference(found, loss, samples, mesh, dtype, options, say)
             say("loading the model as training does")
-            path = PackedPath(found, mesh, loss=loss, dtype=dtype, backend=backend, **options)
-            rows, skipped = _Check(path, reference, vocabulary, TOLERANCES[dtype], say).run()
+            path = PackedPath(found, mesh, loss=loss, dtype=dtype, backend=backend, float8=float8, **options)
+            check = _Check(path, reference, vocabulary, TOLERANCES[dtype], say)
+            rows, skipped = check.run()
+            distances = check.float8_distances() if float8 else ()
         name = str(dtype).removeprefix("torch.")
         experts = reference.experts and loss == "nll" and dtype == torch.bfloat16
         report = CheckReport(
@@ -151,6 +161,8 @@ def check_model(
             noise=f"transformers in {name}, in padded pairs with eager attention",
             rows=tuple(rows),
             skipped=tuple(skipped),
+            float8=distances,
+            float8_budget=float8_budget,
             remark="in bfloat16, near ties between experts can be decided differently; check in float32 as well"
             if experts
             else "",
@@ -306,6 +318,11 @@ class _Check:
                     raise
                 self.skipped.append(Skipped(check=variation.name, reason=str(error)))
         return self.rows, self.skipped
+
+    def float8_distances(self) -> tuple[Float8Distance, ...]:
+        self.say("float8: gradients with all layers in float8, and with each layer alone")
+        self.path.lay_out(Variation(name=MAIN, max_tokens=sum(len(sample) for sample in self.samples)))
+        return self.path.float8_distances(self.samples)
 
     def _compare(self, variation: Variation) -> Logprobs | None:
         """Compare loss, gradients and (for "nll") log-probabilities with the reference."""

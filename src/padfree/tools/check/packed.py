@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from typing import get_args
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE
-from padfree.choices import LayoutKind, ModelHead
+from padfree.choices import Float8Product, LayoutKind, ModelHead
 from padfree.config.loss_settings import DistillSettings, RewardModelSettings
 from padfree.cp import gather_tokens, shard
 from padfree.distributed import Mesh
@@ -46,6 +47,7 @@ from padfree.tools.check.compare import Extent, extent
 from padfree.tools.check.model_source import ModelSource
 from padfree.tools.check.plain_losses import DPO, KTO, SCALAR, VALUE, CheckedLoss, make_teacher
 from padfree.train.engine import Engine, LossSettings, PreparedStep
+from padfree.train.float8_budget import Float8Distance, Float8Layers, measure_distances
 from padfree.train.microbatch import MicroBatch, PackSettings
 from padfree.train.scorer import Scorer
 from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
@@ -119,9 +121,11 @@ class PackedPath:
         backend: str = "auto",
         seed: int = 0,
         trust_remote_code: bool = False,
+        float8: bool = False,
     ) -> None:
         def load(head: ModelHead, *, frozen: bool = False) -> PreTrainedModel:
-            steps = transformations(mesh, attention=backend, dtype=dtype, frozen=frozen)
+            products = get_args(Float8Product) if float8 and not frozen else ()
+            steps = transformations(mesh, attention=backend, dtype=dtype, frozen=frozen, float8=products)
             return load_model(
                 source.source,
                 device=mesh.device,
@@ -140,6 +144,8 @@ class PackedPath:
         self.mesh, self.model, self.checked = mesh, model, loss
         self.scorer = (ScalarScorer if scalar else Scorer)(model, mesh, max_tokens=1, overlong="alone")
         self.engine = _engine(loss, self.scorer, teacher)
+        self._float8 = Float8Layers(model)
+        self._float8.use(())  # except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
         """Use the layout of this variation from now on."""
@@ -176,6 +182,14 @@ class PackedPath:
                 gradient = gradient.full_tensor()
             if self.mesh.loss.rank == 0:
                 found[clean_name(name)] = extent(gradient, reference.get(clean_name(name)))
+        self.engine.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def float8_distances(self, samples: Sequence[Sample]) -> tuple[Float8Distance, ...]:
+        """Return how far float8 moves the gradient of each decoder layer, in all layers and in each layer alone."""
+        self._float8.use(self._float8.layers)
+        found = measure_distances(self.model, self._float8, lambda: self.loss(samples), group=self.mesh.loss.group)
+        self._float8.use(())
         self.engine.optimizer.zero_grad(set_to_none=True)
         return found
 

@@ -38,14 +38,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from padfree.layers.ops.float8_format import DTYPE, rounded_up
 from padfree.layers.ops.precision import has_kernels
 
-DTYPE = torch.float8_e4m3fn
 LINEAR, ROWS, COLUMNS = "padfree::float8_linear", "padfree::float8_rows", "padfree::float8_columns"
 MATMUL = "padfree::float8_matmul"
-
-MULTIPLE = 16
-"""The multiple that `torch._scaled_mm` requires of the dimension it sums over, and of the last one of its result."""
 
 WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
@@ -115,10 +112,6 @@ def _largest(bits: Tensor, dim: int) -> Tensor:
     if not bits.shape[dim]:
         return bits.new_zeros(bits.shape[1 - dim])
     return bits.amax(dim)
-
-
-def rounded_up(count: Any) -> Any:
-    return (count + MULTIPLE - 1) // MULTIPLE * MULTIPLE
 
 
 # The operators
@@ -196,7 +189,7 @@ class _Float8Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, x_largest, weight_largest = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _, _, _ = ctx.needs_input_grad
         input_gradient, weight_gradient = ctx.products
