@@ -28,24 +28,25 @@ from padfree.rollout.environment.episode_policy import MARK
 
 Found = tuple[str, list[dict[str, Any]]]
 """The text before the tool calls, and for each call its name and its arguments."""
-Reader = Callable[[str], Found | None]
+Reader = Callable[[str], tuple[str, Any] | None]
+"""Returns the text before the tool calls and what is said to be a list of them, or None if the text has none."""
 
 _TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _BRACKETS = "[TOOL_CALLS]"
 _EXAMPLE = {"name": "find", "arguments": {"text": "two words", "number": 3}}
 
 
-def _tags(text: str) -> Found | None:
+def _tags(text: str) -> tuple[str, Any] | None:
     first = text.find("<tool_call>")
     return None if first < 0 else (text[:first], [json.loads(part) for part in _TAGS.findall(text[first:])])
 
 
-def _brackets(text: str) -> Found | None:
+def _brackets(text: str) -> tuple[str, Any] | None:
     before, mark, rest = text.partition(_BRACKETS)
     return None if not mark else (before, json.loads(rest))
 
 
-def _object(text: str) -> Found | None:
+def _object(text: str) -> tuple[str, Any] | None:
     return ("", [json.loads(text)]) if text.lstrip().startswith("{") else None
 
 

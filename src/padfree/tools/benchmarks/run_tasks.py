@@ -64,7 +64,7 @@ def run_tasks(files: ModelFiles, options: TaskOptions, *, dtype: str = "auto", d
     if dtype == "auto" and place.type == "cpu":
         kind = torch.float32
     model, kind = load_language_model(files, kind, place)
-    model = attach(model.to(device=place, dtype=kind).eval())  # type: ignore[call-arg, arg-type]
+    model = attach(model.to(device=place, dtype=kind).eval())  # type: ignore[call-arg]
 
     @cache
     def speaker_at(temperature: float) -> Speaker:
