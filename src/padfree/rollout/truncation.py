@@ -77,7 +77,7 @@ def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
     vocabulary = logits.shape[1]
     peak = logits.amax(1, keepdim=True)
     threshold = torch.full_like(peak, -torch.inf)
-    largest = None  # the largest logits in descending order, if they are known
+    largest: Tensor | None = None  # the largest logits in descending order, if they are known
     if truncation.top_k is not None and truncation.top_k < vocabulary:
         largest = logits.topk(truncation.top_k, dim=1).values
         threshold = largest[:, -1:]
