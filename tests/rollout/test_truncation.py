@@ -20,7 +20,7 @@ from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.rollout.environment.trajectory import Branch, leaf_of
 from padfree.rollout.response_log import Origin, ResponseLog
 from padfree.rollout.sampling_rng import GREEDY, gumbel_noise
-from padfree.rollout.truncation import Truncation, kept_mask, sets_of
+from padfree.rollout.truncation import Truncation, _searched_threshold, kept_mask, sets_of
 from padfree.testing.models import build
 from tests.rollout.sampling_cases import STOPS, TEMPERATURE, by_definition, group_requests
 
@@ -68,6 +68,22 @@ def test_the_sets_are_those_of_the_definition(rule: str) -> None:
         assert torch.equal(found[row], by_sorting(logits[row], RULES[rule])), row
     greedy = kept_mask(logits, RULES[rule], torch.full((40,), GREEDY), 7, stops)
     assert greedy.all()
+
+
+def test_the_search_finds_the_threshold_of_the_sorted_logits() -> None:
+    """On a GPU, top-p without top-k searches the threshold. The search itself runs on any device."""
+    generator = torch.Generator().manual_seed(1)
+    logits = 3 * torch.randn(60, 500, generator=generator)
+    logits[1] = 0.0
+    logits[2, ::2] = -0.0
+    logits[3, 30:] = -torch.inf
+    logits[4] = -logits[4].abs()
+    logits[5] = logits[5].round()
+    for share in (1e-6, 0.3, 0.9, 0.999):
+        weights = torch.exp(logits - logits.amax(1, keepdim=True))
+        needed = share * weights.sum(1, keepdim=True, dtype=torch.float64)
+        found = logits >= _searched_threshold(logits, weights, needed)
+        assert torch.equal(found, kept_mask(logits, Truncation(top_p=share), torch.ones(60, dtype=torch.int64)))
 
 
 def test_no_response_ends_before_its_minimum_length() -> None:

@@ -64,12 +64,14 @@ class KeptRows:
 
     def tile(self, first: int, num_columns: int) -> Tensor:
         """Bools [R, W]: whether each of the columns [first, first + W) of the vocabulary is in the token's kept set."""
-        is_listed = self.is_excluded.new_zeros(len(self.is_excluded), num_columns + 1)
-        column = self.ids - first
-        # Ids of other columns are written to the last column, which is left out.
-        column = torch.where((column >= 0) & (column < num_columns), column, num_columns)
-        is_listed[(self.row - self.first).long(), column.long()] = True
-        return is_listed[:, :num_columns] != self.is_excluded[:, None]
+        num_rows = len(self.is_excluded)
+        is_listed = self.is_excluded.new_zeros(num_rows * num_columns + 1)
+        column = (self.ids - first).long()
+        index = (self.row - self.first).long() * num_columns + column
+        # Ids of other columns are written to the last element, which is left out.
+        index = torch.where((column >= 0) & (column < num_columns), index, num_rows * num_columns)
+        is_listed[index] = True
+        return is_listed[:-1].view(num_rows, num_columns) != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
         """Bools [R]: whether the label of each token is in the token's kept set."""

@@ -14,8 +14,9 @@ logits are all kept or all left out:
 
 `rollout.min_new_tokens` removes the stop tokens before these rules, as long as a response has fewer tokens.
 
-Every rule keeps the ids whose logit is at or above a threshold. `kept_mask` searches the threshold of top-p by
-bisection over the float32 numbers, in 32 steps without a sort and without waiting for the device.
+Every rule keeps the ids whose logit is at or above a threshold. The threshold of top-p is read from the sorted logits
+on the CPU, and from the k largest logits if top-k is set. Otherwise `_searched_threshold` finds it by bisection over
+the float32 numbers, in 32 passes without a sort and without waiting for the device.
 """
 
 from __future__ import annotations
@@ -76,11 +77,21 @@ def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
     vocabulary = logits.shape[1]
     peak = logits.amax(1, keepdim=True)
     threshold = torch.full_like(peak, -torch.inf)
+    largest: Tensor | None = None  # the largest logits in descending order, if they are known
     if truncation.top_k is not None and truncation.top_k < vocabulary:
-        threshold = logits.topk(truncation.top_k, dim=1).values[:, -1:]
+        largest = logits.topk(truncation.top_k, dim=1).values
+        threshold = largest[:, -1:]
     if truncation.top_p < 1.0:
+        if largest is None and logits.device.type == "cpu":
+            largest = logits.sort(dim=1, descending=True).values
         weights = torch.exp(logits - peak).masked_fill(logits < threshold, 0.0)
-        threshold = torch.maximum(threshold, _mass_threshold(logits, weights, truncation.top_p))
+        needed = truncation.top_p * weights.sum(1, keepdim=True, dtype=torch.float64)
+        if largest is None:
+            threshold = _searched_threshold(logits, weights, needed)
+        else:
+            sums = torch.exp(largest - peak).cumsum(1, dtype=torch.float64)
+            count = (sums < needed).sum(1, keepdim=True).clamp(max=largest.shape[1] - 1)
+            threshold = largest.gather(1, count)
     if truncation.min_p > 0.0:
         threshold = torch.maximum(threshold, peak + math.log(truncation.min_p))
     return logits >= threshold
@@ -94,15 +105,14 @@ def truncated_logits(
     return logits.masked_fill(~mask, -torch.inf), mask
 
 
-def _mass_threshold(logits: Tensor, weights: Tensor, share: float) -> Tensor:
-    """Return the largest number [R, 1] for which the ids with logits at or above it have `share` of the total weight.
+def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
+    """Return the largest number [R, 1] for which the ids with logits at or above it have the weight `needed` [R, 1].
 
     Float32 numbers that are not NaN have the same order as their bits, read as integers, if the bits of negative
     numbers are reversed.
     """
     order = _ordered(logits)
-    needed = share * weights.sum(1, keepdim=True, dtype=torch.float64)
-    low, high = _ordered(logits.amin(1, keepdim=True)), _ordered(logits.amax(1, keepdim=True)) + 1
+    low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
     for _ in range(32):
         middle = (low + high) >> 1
         enough = weights.masked_fill(order < middle, 0.0).sum(1, keepdim=True, dtype=torch.float64) >= needed
@@ -111,9 +121,9 @@ def _mass_threshold(logits: Tensor, weights: Tensor, share: float) -> Tensor:
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Return int64 numbers in the order of float32 values. -0 becomes 0, so that equal values get equal numbers."""
+    """Return int32 numbers in the order of float32 values. -0 becomes 0, so that equal values get equal numbers."""
     bits = (values + 0.0).contiguous().view(torch.int32)
-    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()
+    return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
 
 def _float_of(order: Tensor) -> Tensor:
