@@ -43,7 +43,7 @@ def packed(model: PreTrainedModel, samples: list[Sample]) -> dict[str, Tensor]:
     local = padfree.shard(padfree.collate(samples, share_prefixes=False))
     scores = padfree.score(padfree.hidden_states(model, local), lm_head_of(model), local.labels)
     loss = -scores.logprobs.sum()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return results(model, loss.detach())
 
 
@@ -61,7 +61,7 @@ def one_at_a_time(
         scored = torch.as_tensor(sample.mask[1:].copy())
         chosen = logprobs.gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
         loss = -chosen[scored].sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return results(model, total)
 
@@ -91,7 +91,7 @@ def test_rows_train_as_in_transformers(name: str, tmp_path: Path) -> None:
 def mixed_rows(folder: Path) -> Path:
     """Rows with one image, with several, and without: the same image in several rows."""
     write_images(folder)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": asked(picture("0.png"), "What is two?")},
         {"messages": asked("Hello there!", answer="half as many")},
         {"messages": [*asked(picture("1.png"), picture("2.png")), *asked("then", picture("0.png"), answer="May.")]},
@@ -189,7 +189,7 @@ def test_another_image_is_other_data(tmp_path: Path) -> None:
 def test_dpo_shows_an_image_to_both_answers(tmp_path: Path) -> None:
     """A reference model sees the images as well: without updates, policy and reference agree."""
     write_images(tmp_path)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "<image>What is two?", "chosen": "Four.", "rejected": "May.", "images": ["0.png"]},
         {"prompt": "<image>Which?", "chosen": "clips", "rejected": "half", "images": ["1.png"]},
         {"prompt": "Hello", "chosen": "there", "rejected": "April"},

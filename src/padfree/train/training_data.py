@@ -92,7 +92,7 @@ def load_training_data(
     are read, so that an error in it shows early; `import_reward=False` skips the import. `day`: the date for chat
     templates; None: today.
     """
-    options = {"progress": progress or False, "import_reward": import_reward, "day": day}
+    options: dict[str, Any] = {"progress": progress or False, "import_reward": import_reward, "day": day}
     if (images := image_settings(config.model, config.data)) is not None:
         options["images"] = images
     found = _load(config, tokenizer, options)
