@@ -165,6 +165,8 @@ def _type_words(hint: Any) -> str:
     if origin is Literal:
         return ", ".join(map(str, arguments))
     if origin is tuple:
+        if get_origin(arguments[0]) is Literal:
+            return f"list of {_type_words(arguments[0])}"
         inner = "table" if is_dataclass(arguments[0]) else PLAIN[arguments[0]]
         count = "" if arguments[-1] is Ellipsis else f"{len(arguments)} "
         return f"list of {count}{PLURAL[inner]}"
