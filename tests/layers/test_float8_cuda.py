@@ -12,13 +12,15 @@ from padfree.layers.float8 import CAPABILITY, use_float8
 from padfree.layers.ops.float8_linear import float8_matmul, float8_rows
 from padfree.layers.recompute import Kept
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
-        reason="needs a GPU with float8 matmuls",
-    ),
-]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _has_float8_matmuls() -> None:
+    if torch.cuda.get_device_capability() < CAPABILITY:
+        pytest.skip("needs a GPU with float8 matmuls")
+
+
 PRODUCTS: tuple[Float8Product, ...] = ("output", "input-gradient", "weight-gradient")
 ROUNDING = 6e-3
 """Relative distance of results that are rounded to bfloat16 (2⁻⁸), with float8 tensor cores' accumulation."""
