@@ -74,7 +74,7 @@ class InProcessSampler:
 
         `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used on a GPU, provided
         that it supports the model. `exact`: whether the `Decoder` computes log-probabilities with the bits of the
-        trainer; `padfree.rollout.engines.in_process.exact.problem` must have found no obstacle.
+        trainer; `padfree.rollout.engines.in_process.exact_operators.problem` must have found no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self._cache_bytes, self._attention, self._compiled, self._exact = cache_bytes, attention, compiled, exact
