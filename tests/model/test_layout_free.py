@@ -2,7 +2,7 @@
 
 On a CPU in float32, for every architecture of `TESTED` without experts. Only packs of a few tokens need padding: for
 them a CPU library uses other matmul kernels. Experts get few tokens each, and are therefore not promised
-(`padfree.rollout.engines.in_process.exact`); neither are layers with a recurrent state.
+(`padfree.rollout.engines.in_process.exact_operators`); neither are layers with a recurrent state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from padfree.model.sharing import sharing_obstacle
 from padfree.model.structure import layers_of
 from padfree.packing import CostModel, collate
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
-from padfree.rollout.engines.in_process.exact import model_problem
+from padfree.rollout.engines.in_process.exact_operators import model_problem
 from padfree.sample import Sample
 from padfree.testing.models import ARCHITECTURES, VOCABULARY, build
 
@@ -32,7 +32,7 @@ LEAST_TOKENS = 16
 
 PROMPTS, RESPONSES = (7, 30, 1), (1, 20, 55)
 
-UNPROMISED = ("experts", "state", "layers of type", "counts positions")
+UNPROMISED = ("experts", "state", "layers of type", "counts positions", "code of their own")
 """Parts of the reasons why an architecture is not promised."""
 
 Scores = dict[int, tuple[Tensor, Tensor]]
@@ -89,11 +89,11 @@ def random_layout(generator: np.random.Generator, count: int) -> list[list[int]]
     return [part.tolist() for part in np.split(order, cuts)]
 
 
-def tested_architectures() -> list[str]:
+def architectures() -> list[str]:
     return [name for name, (class_name, _) in ARCHITECTURES.items() if class_name in TESTED]
 
 
-@pytest.mark.parametrize("name", tested_architectures())
+@pytest.mark.parametrize("name", architectures())
 def test_scores_have_the_same_bits_in_every_layout(name: str) -> None:
     model = attach(build(name)).eval()
     reason = model_problem(model)

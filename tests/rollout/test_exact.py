@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig, ParallelConfig, RolloutConfig
-from padfree.rollout.engines.in_process import decode_attention, exact, exact_attention
+from padfree.rollout.engines.in_process import decode_attention, exact_attention, exact_operators
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.exact_attention import PAGE_SIZE, step_keys
@@ -119,17 +119,17 @@ SETTINGS: dict[str, Any] = {
 )
 def test_settings_that_prevent_equal_bits_are_named(section: str, changes: dict[str, Any], named: str) -> None:
     settings = {**SETTINGS, section: replace(SETTINGS[section], **changes)}
-    assert named in (exact.problem(build("qwen3"), CPU, **settings) or "")
+    assert named in (exact_operators.problem(build("qwen3"), CPU, **settings) or "")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2", "gemma3", "olmo2", "phi3", "mistral"])
 def test_dense_models_have_known_operators(name: str) -> None:
-    assert exact.model_problem(build(name)) is None
+    assert exact_operators.model_problem(build(name)) is None
 
 
 @pytest.mark.parametrize(("name", "named"), [("qwen3_moe", "experts"), ("gpt2", "LayerNorm"), ("opt", "LayerNorm")])
 def test_operators_without_known_bits_are_named(name: str, named: str) -> None:
-    assert named in (exact.model_problem(build(name)) or "")
+    assert named in (exact_operators.model_problem(build(name)) or "")
 
 
 def test_an_unknown_module_in_a_layer_is_named() -> None:
@@ -140,7 +140,7 @@ def test_an_unknown_module_in_a_layer_is_named() -> None:
 
     model = build("qwen3")
     model.model.layers[1].mlp.extra = Mixing()
-    assert "Mixing (mlp.extra)" in (exact.model_problem(model) or "")
+    assert "Mixing (mlp.extra)" in (exact_operators.model_problem(model) or "")
 
 
 # What a run says

@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from padfree.attention import cpu, flash4, flex, reference, tiles, torch_varlen
+from padfree.attention import cpu, fixed_tiles, flash4, flex, reference, torch_varlen
 from padfree.attention.backend import AttentionBackend, AttentionNeeds, span
 from padfree.errors import UserError
 
@@ -23,7 +23,7 @@ BACKENDS: dict[str, AttentionBackend] = {
         flex.BACKEND,
         cpu.BACKEND,
         reference.BACKEND,
-        tiles.BACKEND,
+        fixed_tiles.BACKEND,
     )
 }
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
@@ -24,7 +24,6 @@ from padfree.config.processes import processes_of
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
-    from padfree.sample import Sample
     from padfree.tools.check import CheckReport
 
 DTYPES = ("float32", "bfloat16")
@@ -154,7 +153,7 @@ def _check_sampler_options(settings: argparse.Namespace, processes: int) -> None
             raise UserError(name, "cannot be combined with --sampler", "leave one of them out")
 
 
-def _run_sampler_check(settings: argparse.Namespace, samples: list[Sample] | int, origin: str) -> None:
+def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str) -> None:
     """Compare the sampler with the trainer. The first half of each sample is the prompt."""
     import torch
 

@@ -37,7 +37,7 @@ from padfree.estimate.memory import NUMBER_BYTES, MemoryEstimate, estimate_memor
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
 from padfree.model.structure import model_skeleton
-from padfree.rollout.engines.in_process import exact
+from padfree.rollout.engines.in_process import exact_operators
 from padfree.sizes import ModelSizes
 
 USABLE_FRACTION = 0.9
@@ -174,7 +174,7 @@ def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.dev
     `resolved`: all other settings are resolved. `model`: the model without weights.
     """
     config = resolved.config
-    problem = exact.problem(
+    problem = exact_operators.problem(
         model,
         device,
         rollout=config.rollout,

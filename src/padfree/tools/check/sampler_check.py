@@ -41,7 +41,7 @@ from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.decode_steps import NUM_SLOT_FIELDS, prefill_rows
-from padfree.rollout.engines.in_process.exact import attention_problem, model_problem
+from padfree.rollout.engines.in_process.exact_operators import attention_problem, model_problem
 from padfree.rollout.engines.in_process.kv_cache import KVCache
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.row_trial import STEP_ROWS, trial

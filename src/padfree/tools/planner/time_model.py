@@ -95,7 +95,7 @@ def cost_path(device: str, model_config: Any, config: Config) -> Path:
     """Return the path of the file with the cost model measured for this device, model and settings."""
     values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
     parallel = config.parallel
-    way = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]
+    way: list[Any] = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]
     way += [list(parallel.float8)] if parallel.float8 else []
     key = hash_of([device, values, config.model.dtype, way, config.lora.rank])
     words = re.sub(r"[^a-z0-9]+", "-", f"{device} {model_config.model_type} {config.model.dtype}".lower())

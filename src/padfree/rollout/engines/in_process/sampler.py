@@ -80,8 +80,8 @@ class InProcessSampler:
 
         `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used on a GPU, provided
         that it supports the model. `records_routes`: whether responses have `routes`. `exact`: whether the `Decoder`
-        computes log-probabilities with the bits of the trainer; `padfree.rollout.engines.in_process.exact.problem` must
-        have found no obstacle.
+        computes log-probabilities with the bits of the trainer;
+        `padfree.rollout.engines.in_process.exact_operators.problem` must have found no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from padfree.attention import tiles
+from padfree.attention import fixed_tiles
 from padfree.attention.backend import PAGE_SIZE, Pages
 from padfree.attention.selection import choose_backend
 from padfree.attention.spec import AttentionSpec
@@ -40,14 +40,14 @@ def test_a_query_has_the_same_bits_alone_in_any_pack_and_in_pages(
     q, k, v = (torch.randn(total, count, size) for count in (heads[0], heads[1], heads[1]))
     segments = Segments.from_lengths(lengths)
     options = AttentionSpec(scale=0.2, **spec)  # type: ignore[arg-type]
-    out, lse = tiles.BACKEND.forward(q, k, v, segments, segments, options)
+    out, lse = fixed_tiles.BACKEND.forward(q, k, v, segments, segments, options)
     starts = segments.offsets
 
     # Each segment alone, and only its last queries
     for start, length in zip(starts, lengths, strict=False):
         for last in {length, 1, min(length, 50)}:
             queries, keys = slice(start + length - last, start + length), slice(start, start + length)
-            alone = tiles.BACKEND.forward(
+            alone = fixed_tiles.BACKEND.forward(
                 q[queries], k[keys], v[keys], Segments.from_lengths([last]), Segments.from_lengths([length]), options
             )
             assert torch.equal(alone[0], out[queries])
@@ -57,7 +57,7 @@ def test_a_query_has_the_same_bits_alone_in_any_pack_and_in_pages(
     order = [5, 0, 7, 1, 3, 6, 4, 2]
     index = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in order])
     shuffled = Segments.from_lengths([lengths[i] for i in order])
-    again, again_lse = tiles.BACKEND.forward(q[index], k[index], v[index], shuffled, shuffled, options)
+    again, again_lse = fixed_tiles.BACKEND.forward(q[index], k[index], v[index], shuffled, shuffled, options)
     assert torch.equal(again, out[index])
     assert torch.equal(again_lse, lse[index])
 
@@ -79,7 +79,7 @@ def test_a_query_has_the_same_bits_alone_in_any_pack_and_in_pages(
         longest=max(lengths),
     )
     one = Segments.from_lengths([1] * len(places))
-    found, found_lse = tiles.BACKEND.paged_forward(
+    found, found_lse = fixed_tiles.BACKEND.paged_forward(
         q[index], key_pages.view(-1, PAGE_SIZE, heads[1], size), value_pages.view(-1, PAGE_SIZE, heads[1], size), one,
         pages, options,
     )  # fmt: skip
