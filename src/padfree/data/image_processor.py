@@ -70,7 +70,7 @@ class ImageProcessor:
 
     def __init__(self, processor: Any, placeholder: int, inputs: tuple[str, ...]) -> None:
         self._processor, self._inputs = processor, inputs
-        self._recorder = _Recorder(processor.tokenizer)
+        self._recorder = _CallRecorder(processor.tokenizer)
         self.tokenizer = processor.tokenizer
         self._chat_template: Any = processor.chat_template
         processor.tokenizer = self._recorder
@@ -125,7 +125,7 @@ class ImageProcessor:
         return self._recorder.last.text, outputs
 
 
-class _Recorder:
+class _CallRecorder:
     """A tokenizer that remembers the last text that each thread called it with."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from padfree.data.fields import Fields
-from padfree.data.sources import Chunk
+from padfree.data.record_source import Chunk
 from padfree.data.tokenize import RowTokenizer, TokenizedChunk
 from padfree.errors import UserError
 
