@@ -35,7 +35,7 @@ HOPPER = (9, 0)
 """The compute capability of the GPUs on which all operators have been compared."""
 
 GPU_PROBLEM: str | None = (
-    "on a GPU, log-probabilities of some responses differ from a decode step on, although each operator agrees by itself"
+    "on a GPU, log-probabilities of some responses differ from a decode step on, although each operator agrees alone"
 )
 """Measured on an H200: 2,416 of 8,192 tokens. None once the cause is found; `padfree check --sampler` measures it."""
 
