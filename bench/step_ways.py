@@ -251,7 +251,7 @@ def padfree_gradients(
 ) -> Gradients:
     """padfree's gradients of a step, with weights in the compute dtype and no optimizer, as in the other ways."""
     model = make_model(setting, "sdpa")
-    steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)  # type: ignore[arg-type]
+    steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)
     parallelize(model, steps)
     engine = make_engine(model, setting, loss, memory=HEAD_MEMORY.get(checkpointing, "low"))
     prepared = engine.prepare(setting.samples_for(loss))
@@ -265,8 +265,8 @@ def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpo
     """An engine for whole updates: FSDP2 with float32 master weights, no resharding after forward, clipping, AdamW."""
     model = make_model(setting, "sdpa").float()
     steps = transformations(
-        setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype, reshard=False  # type: ignore[arg-type]
-    )  # fmt: skip
+        setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype, reshard=False
+    )
     parallelize(model, steps)
     return make_engine(model, setting, loss)
 

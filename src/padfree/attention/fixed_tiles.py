@@ -69,7 +69,7 @@ class TiledAttention(AttentionBackend):
             if spec.softcap is not None:
                 scores = spec.softcap * torch.tanh(scores / spec.softcap)
             seen = tiles.seen(here, block, spec)[:, None, None]  # [tiles, 1, 1, 16, 128]
-            scores = scores.unflatten(2, (-1, QUERIES)).masked_fill(~seen, -torch.inf).flatten(2, 3)
+            scores = torch.unflatten(scores, 2, (-1, QUERIES)).masked_fill(~seen, -torch.inf).flatten(2, 3)
             higher = torch.maximum(peak[index], scores.amax(3))
             safe = higher.masked_fill(higher == -torch.inf, 0)  # -inf minus -inf is NaN
             faded = torch.exp(peak[index] - safe)
@@ -80,7 +80,8 @@ class TiledAttention(AttentionBackend):
         result = weighted / total.masked_fill(total == 0, 1)[..., None]
         rows = (result, (peak + torch.log(total))[..., None])
         found = (
-            states.unflatten(2, (-1, QUERIES)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2) for states in rows
+            torch.unflatten(states, 2, (-1, QUERIES)).permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1, 2)
+            for states in rows
         )  # [tiles·16, H, dv] and [tiles·16, H, 1]
         real = torch.from_numpy(tiles.queries >= 0)
         place = torch.from_numpy(tiles.queries[tiles.queries >= 0])

@@ -8,6 +8,8 @@ calling the layer. Linear layers that adapters were added to are in: their froze
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -29,7 +31,7 @@ def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
         and module in inner
         and name not in read
         and not is_adapter(f".{name}.weight")
-        and roles[module.weight] == "hidden"
+        and roles[cast(nn.Parameter, module.weight)] == "hidden"
     }
 
 

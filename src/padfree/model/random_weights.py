@@ -45,11 +45,11 @@ Recipe = list[InitialisingCall]
 """The calls that give a tensor its initial value."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records, for each storage, the calls that write to it. A storage maps to None if a call reads other tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recipes: dict[int, Recipe | None] = {}
         self._alive: list[Tensor] = []  # so that no two storages get the same address
 

@@ -216,7 +216,7 @@ def _trainer_logprobs(model: PreTrainedModel, samples: Sequence[Sample], tempera
 
 def _forget_compilation(model: PreTrainedModel) -> None:
     for layer in layers_of(model):
-        layer._compiled_call_impl = None  # type: ignore[assignment]
+        layer._compiled_call_impl = None
 
 
 # The search for the operator

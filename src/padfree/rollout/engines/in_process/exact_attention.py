@@ -109,8 +109,8 @@ def exact_decode_attention(
     ends = torch.arange(count + 1, dtype=torch.int32, device=q.device)
     queries = Segments(cu_seqlens=ends, offsets=np.arange(count + 1), max_seqlen=1)
     pages = Pages(table=table, lengths=lengths, longest=longest + 1)
-    paged = (cached.view(-1, PAGE_SIZE, *cached.shape[1:]) for cached in (keys, values))
-    out, lse = BACKENDS[name].paged_forward(q, *paged, queries, pages, spec)
+    paged_k, paged_v = (cached.view(-1, PAGE_SIZE, *cached.shape[1:]) for cached in (keys, values))
+    out, lse = BACKENDS[name].paged_forward(q, paged_k, paged_v, queries, pages, spec)
     return (out if sinks is None else apply_sinks(out, lse, sinks)[0]).contiguous()
 
 
