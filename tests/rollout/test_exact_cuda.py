@@ -18,7 +18,7 @@ from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.structure import layers_of
 from padfree.packing import collate
-from padfree.rollout.engines.in_process.exact_operators import HOPPER
+from padfree.rollout.engines.in_process.exact_operators import GPU_PROBLEM, HOPPER
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
@@ -29,6 +29,8 @@ from padfree.tools.check import check_sampler
 from tests.rollout.sampling_cases import group_requests
 
 pytestmark = pytest.mark.gpu
+
+possible = pytest.mark.skipif(GPU_PROBLEM is not None, reason=f"rollout.exact is refused: {GPU_PROBLEM}")
 
 CUDA = torch.device("cuda", 0)
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 3}
@@ -80,6 +82,7 @@ def test_one_query_with_pages_has_the_bits_of_the_pack(d: int, heads: tuple[int,
     assert torch.equal(found_lse, lse[index])
 
 
+@possible
 @pytest.mark.parametrize("name", ["qwen3", "llama", "olmo2"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -92,6 +95,7 @@ def test_sampler_and_trainer_agree_to_the_bit(name: str, compiled: bool, tempera
     assert report.unequal == 0, report.verdict
 
 
+@possible
 @pytest.mark.parametrize("kept", ["none", "selective", "input"])
 def test_training_has_the_bits_of_the_sampler(kept: Kept) -> None:
     """With gradients, the fused loss, shared groups and whatever is saved for backward."""

@@ -92,8 +92,6 @@ class FlashAttention4(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         keys = {"seqused_k": pages.lengths, "page_table": pages.table, "max_seqlen_k": pages.longest}
-        if segments_q.max_seqlen == 1 and len(q) == len(segments_q.cu_seqlens) - 1:
-            return _single_queries(q, k, v, spec, **keys)
         return _forward(q, k, v, segments_q, spec, **keys)
 
     def backward(
@@ -161,17 +159,6 @@ def _forward(
         **keys,
     )[:2]
     return out, lse.T
-
-
-def _single_queries(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, **keys: Any) -> tuple[Tensor, Tensor]:
-    """Like `_forward`, for segments of one query each: a batch of sequences of length 1.
-
-    The results have the same bits. With segment offsets, each program would first search for its segment.
-    """
-    out, lse = _kernels()._flash_attn_fwd(
-        q[:, None], k, v, softmax_scale=spec.scale, causal=spec.causal, softcap=spec.softcap, return_lse=True, **keys
-    )[:2]
-    return out[:, 0], lse[:, :, 0]
 
 
 @functools.cache

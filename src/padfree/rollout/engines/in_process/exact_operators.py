@@ -36,11 +36,7 @@ HOPPER = (9, 0)
 """The compute capability of the GPUs on which all operators have been compared."""
 
 GPU_PROBLEM: str | None = (
-<<<<<<< HEAD
-    "on a GPU, log-probabilities of some responses differ from some decode step on, although each operator agrees alone"
-=======
     "on a GPU, log-probabilities of some responses differ from a decode step on, although each operator agrees alone"
->>>>>>> exact
 )
 """Measured on an H200: 2,416 of 8,192 tokens. None once the cause is found; `padfree check --sampler` measures it."""
 
