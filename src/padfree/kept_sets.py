@@ -56,9 +56,9 @@ class KeptSets:
 
     @staticmethod
     def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
-        """Return the sets that a user or a file gives as one list of ids per token. `name` is for error messages.
+        """Build kept sets from lists that a user or a file gives: `lists[j]` has the kept token ids of token j.
 
-        None and an empty list stand for the whole vocabulary.
+        None and an empty list stand for the whole vocabulary. `name` is for error messages.
         """
         rows = [integer_array([] if one is None else one, f"{name}[{index}]") for index, one in enumerate(lists)]
         for index, row in enumerate(rows):

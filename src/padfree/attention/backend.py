@@ -151,7 +151,7 @@ class AttentionBackend(Protocol):
         return False
 
     def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Whether `paged_forward` with one query per segment gives the bits that the query gets in a packed forward.
+        """Whether `paged_forward` with one query per segment is bitwise equal to the packed forward for this query.
 
         `q` has the dtype, the device and the head size of the calls; its content does not matter.
         """

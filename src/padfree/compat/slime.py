@@ -134,7 +134,7 @@ def unpack_sequences(packed: Packed) -> list[Packed]:
             raise UserError(
                 "response_lengths",
                 f"is {response} for sequence {index}, which has {end - start} tokens",
-                "give 0 up to the length of the sequence",
+                "give a number from 0 to the number of tokens in the sequence",
             )
     response_ends = np.cumsum(responses).tolist()
     num_responses = response_ends[-1]
@@ -252,7 +252,7 @@ def _check_sequences(
             raise UserError(
                 "response_lengths",
                 f"is {response} for sequence {index}, which has {len(sequence)} tokens",
-                "give 0 up to the length of the sequence",
+                "give a number from 0 to the number of tokens in the sequence",
             )
     for key, lists in response_level.items():
         for index, (values, response) in enumerate(zip(lists, response_lengths, strict=True)):

@@ -123,7 +123,12 @@ class Config:
         if sampled and self.eval.samples_per_prompt == 1:
             known.remove("eval/pass@k")
         right = best in known or (best.startswith("eval/") and f"eval/{best.rpartition('/')[2]}" in known)
-        need(right, "checkpoint.best", best, f"give one of {', '.join(known)}, or eval/FILE/NAME for one held-out file")
+        need(
+            right,
+            "checkpoint.best",
+            best,
+            f"give one of {', '.join(known)}, or for one held-out file eval/FILE/NAME with one of these names",
+        )
 
     def _check_rollouts(self, setting: str) -> None:
         """Check the settings of a run that samples its responses.

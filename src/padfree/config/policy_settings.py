@@ -127,7 +127,12 @@ class BandCorrection(Correction):
         numbers = all(type(bound) in (int, float) for bound in (self.low, self.high))  # `isinstance` would accept bool
         right = numbers and 0 <= self.low <= 1 <= self.high and self.low < self.high
         bounds = [self.low, self.high]
-        need(right, f"loss.{self.kind}", bounds, "give 0 <= low <= 1 <= high, and low < high")
+        need(
+            right,
+            f"loss.{self.kind}",
+            bounds,
+            "the interval [low, high] must contain 1; give 0 <= low <= 1 <= high, and low < high",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -141,9 +141,10 @@ def _range_words(least: float | None, above: float | None, most: float | None, b
 
 
 def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
-    """Return the requirement that the setting `name` has one of `values`; without `values`, that it is set.
+    """Return the requirement that the setting or property `name` has one of `values`; without `values`, that it is set.
 
-    `fix`: the fix in the error message. `about`: the requirement in words, if `name` is not a setting.
+    `fix`: the fix in the error message. `about`: the requirement in words. It is needed if `name` is a property of a
+    section, such as `rollout.may_have_servers`, which users do not know.
     """
     wanted = f"{name}={str(values[0]).lower()}" if values else name
     return Needs(name, values, fix or f"set {wanted}, or leave it out", about)

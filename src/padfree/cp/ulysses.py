@@ -106,7 +106,10 @@ class _RepeatHeads(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange tokens for heads: each [T/world, h, d] -> [T, h/world, d] in pack order, all tensors in one exchange."""
+    """Go from this rank's tokens with all heads to all tokens with this rank's heads, in one exchange.
+
+    Each tensor [T/world, h, d] becomes [T, h/world, d] in pack order.
+    """
     world = plan.world
     # Rank r gets the r-th part of the heads. Each tensor becomes [T/world, world, h/world * d]. The tensors are
     # then concatenated in the last dimension, so that one exchange sends them all.
@@ -121,9 +124,9 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange heads for tokens: each [T, h/world, d] in pack order -> [T/world, h, d], all tensors in one exchange.
+    """Go from all tokens with this rank's heads to this rank's tokens with all heads, in one exchange.
 
-    This is the inverse of `_heads_of_all_tokens`.
+    Each tensor [T, h/world, d] in pack order becomes [T/world, h, d]. The inverse is `_heads_of_all_tokens`.
     """
     world, share = plan.world, plan.pieces.share
     parts = [tensor.flatten(1) for tensor in tensors]

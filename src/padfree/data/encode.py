@@ -60,7 +60,7 @@ class Passage:
 
     @staticmethod
     def of_spans(text: str, spans: Sequence[tuple[int, int]], images: tuple[ImageReference, ...] = ()) -> Passage:
-        """Return a joined passage in which the characters inside `spans` are trained.
+        """Return a passage that consists of one text (`joined`), of which the characters inside `spans` are trained.
 
         The spans must be sorted, disjoint and not empty.
         """

@@ -52,9 +52,9 @@ def file_status(path: str) -> FileStatus:
 
 
 def path_of(reference: ImageReference, folder: str | None, name: str) -> str | None:
-    """Return the absolute path of an image, or None if the row holds its bytes.
+    """Return the absolute path of an image, or None if the row holds the bytes of the image.
 
-    `folder` is the folder of relative paths. It is None if the rows come from the Hub.
+    Relative paths are resolved against `folder`, which is None if the rows come from the Hub.
     """
     if reference.path is None:
         return None

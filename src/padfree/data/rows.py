@@ -330,9 +330,10 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """Join a prompt and an answer as `_joined` does, if the answer is a whole conversation that includes the prompt.
+    """Join a prompt and an answer as `_joined` does, for an answer that is a whole conversation with the prompt in it.
 
-    `asked` are the messages of the prompt, and `said` are the messages of the answer.
+    `asked` are the messages of the prompt, and `said` are the messages of the answer. If `said` neither begins with
+    `asked` nor has it as its last user turn, a `RowError` is raised.
     """
     own, rest = _split(asked)
     system, turns = _split(said)

@@ -97,9 +97,10 @@ def offloaded_bytes(model: PreTrainedModel, size: int, checkpointing: str = "hos
 
 
 def host_layer_bytes(sizes: ModelSizes, size: int) -> int:
-    """The bytes per token that a layer keeps at the levels "host" and "attention".
+    """The bytes per token that a layer keeps for backward at the checkpointing levels "host" and "attention".
 
-    It keeps its input, the results of the matmuls around attention, and attention's output.
+    At both levels it keeps its input, the results of the matmuls around attention, and attention's output: at "host"
+    in host memory, and at "attention" on the device.
     """
     matmuls = sizes.query + sizes.key + sizes.value + sizes.hidden
     return size * (sizes.hidden + matmuls + sizes.output) + FLOAT32 * sizes.heads

@@ -378,7 +378,7 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
         row = int((~is_kept).nonzero()[0, 0])
         raise UserError(
             "kept",
-            f"set {row} lacks its label {int(rows.labels[row])}",
+            f"set {row} does not contain the label of its token, {int(rows.labels[row])}",
             "give the sets from which the labels were sampled, in the order of the labelled tokens",
         )
     return replace(rows, labels=torch.where(is_kept, rows.labels, vocabulary), kept=found)

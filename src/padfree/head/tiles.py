@@ -155,9 +155,9 @@ class TiledMatmuls:
         upstream: Upstream,
         out: Tensor,
     ) -> None:
-        """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
+        """Fill `out` [R, W] with the gradient of the loss with respect to the raw logits `hidden` [R, D] @ `weight`.T.
 
-        There are R tokens. `weight` holds W columns of the vocabulary, beginning with column `first`.
+        There are R tokens. `weight` [W, D] holds the weights of W vocabulary entries, beginning with entry `first`.
         """
         tile_rows, tile_columns = self.memory.shape
         for row, last_row in parts_of(len(hidden), tile_rows):

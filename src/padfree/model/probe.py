@@ -248,7 +248,9 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
-    """Compare a pack with one sample at a time.
+    """Compare the outputs and gradients of a pack with the outputs and gradients of its samples, run one at a time.
+
+    The model passes if they agree; `leak` of the returned verdict is then None.
 
     A mixer is a module that mixes tokens without attention. If several sets of modules could be the mixers, they are
     tried in order until one passes.

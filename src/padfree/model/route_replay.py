@@ -204,7 +204,7 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
 def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> None:
     """Raise a `UserError` if one of these routes names an expert or a layer that the model does not have.
 
-    `routers`: those of the model, from `routers_of`.
+    `routers`: the routers of the model, from `routers_of`.
     """
     for own in routes:
         if own is None or not routers:  # a model without routers ignores routes
@@ -214,7 +214,7 @@ def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> 
         if own.shape[1] != len(routers) or known.max(initial=0) >= fewest:
             raise UserError(
                 "routes",
-                f"name {own.shape[1]} layers with experts and expert {known.max(initial=0)}, but the model has "
-                f"{len(routers)} such layers of {fewest} experts",
+                f"have {own.shape[1]} layers with experts and use expert {known.max(initial=0)}, but the model has "
+                f"{len(routers)} layers with {fewest} experts each",
                 f"use rollouts of this model, or {FIX}",
             )

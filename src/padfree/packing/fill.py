@@ -165,10 +165,11 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 
 
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
-    """The bin of each sample, in the order of falling sample length.
+    """Return the bin of each sample, in the order of falling sample length.
 
-    All queues are concatenated, the queue of new bins first. Each slot points to the slot that its bin came from.
-    Following the pointers ends in the queue of new bins, whose indices number the bins in the order in which they were
+    A queue holds bins with the same number of free tokens, and a slot is an index in a queue (see the module
+    docstring). Here all queues are concatenated, the queue of new bins first. Each slot points to the slot that its bin
+    occupied before. Following these pointers ends in the queue of new bins, where slot i holds the i-th bin that was
     opened.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))

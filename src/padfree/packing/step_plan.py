@@ -172,12 +172,12 @@ def plan_step(
     """Plan one step over n samples with these `lengths` [n]: assign each sample to a rank and a micro-batch.
 
     Without a cost model, the cost of a sample is its number of tokens. `max_tokens` limits the tokens of a micro-batch
-    on one rank. `contexts` are the numbers of neighbouring ranks that may share a pack; each divides the next, and all
-    divide `ranks`. If `contexts` has several entries, the plan chooses one for every pack.
+    on one rank. `contexts` lists the allowed group sizes: how many neighbouring ranks may share a pack. Each size
+    divides the next, and all sizes divide `ranks`. If there are several sizes, the plan chooses one for every pack.
 
     Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
     gives the costs of the samples, if they do not follow from the lengths. `added` [n] are further costs of samples,
-    such as those of their images.
+    such as the cost of their images.
 
     `overlong` says what happens to a sample longer than `max_tokens`: it raises an error ("error"), is cut
     ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists the overlong samples. If

@@ -105,9 +105,10 @@ class ResponseLog:
     # Parts
 
     def purge(self, origin: Origin | None) -> int:
-        """Remove the files that a run resumed at `origin` cannot use (None: all files). Return their number.
+        """Remove the files that the run cannot reuse, and return their number. Only one rank calls this.
 
-        Only one rank calls this.
+        `origin` describes the checkpoint from which the run resumes. If it is None, the run is new, and all files are
+        removed.
         """
         kept = set() if origin is None else {path for path, _ in _belonging(self._files(), origin)}
         removed = [path for path in self._files() if path not in kept]

@@ -47,7 +47,7 @@ def turn_key(key: int, path: tuple[int, ...]) -> int:
     """Return the random key of a turn of an episode. `key`: the key of the episode's response.
 
     `path`: the branches that lead to the turn, then the number of the turn. The first turn of the root has `key`
-    itself. All turns of a greedy episode are greedy.
+    itself. If `key` is `GREEDY`, so is the key of every turn.
     """
     if key == GREEDY or path == (0,):
         return key

@@ -132,9 +132,9 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_of(mask: Tensor) -> KeptSets:
-    """Return the kept sets of a mask [R, V], on the host. Waits for the device.
+    """Return for each of R tokens the set of ids for which `mask` [R, V] is True, on the host. Waits for the device.
 
-    If a set has more than half of the vocabulary, its excluded ids are stored.
+    If a set has more than half of the vocabulary, its excluded ids are stored instead.
     """
     is_large = mask.sum(1) * 2 > mask.shape[1]
     rows, ids = (mask != is_large[:, None]).nonzero(as_tuple=True)

@@ -76,8 +76,9 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
     """Return the node `angles` (cos or sin, [1, T, d]) if `multiplied` computes `factor` · angles.unsqueeze(1).
 
-    `factor` is the node of the heads [1, H, T, d], or of the rotated heads. Returns None if `multiplied` computes
-    something else, if the angles require a gradient, or if their dtype or sizes do not match `heads` [1, T, H, d].
+    `factor` is the node of the transposed heads [1, H, T, d], or of these heads rotated. `heads` [1, T, H, d] is an
+    example of the heads before the transpose. Returns None if `multiplied` computes something else, if the angles
+    require a gradient, or if their dtype or sizes do not match those of `heads`.
     """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):

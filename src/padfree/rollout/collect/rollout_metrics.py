@@ -18,7 +18,8 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics of the groups that the batch trains on.
 
-    `failed`: the number of failed episodes, and the number of failed groups, among all that were requested.
+    `failed`: the pair (number of failed episodes, number of failed groups), counted over all requested episodes and
+    groups, not only over the groups of the batch.
     """
     metrics: dict[str, float] = {}
     if settings.has_episodes:

@@ -203,8 +203,9 @@ class SampleStore:
     ) -> None:
         """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
 
-        `num_kept[i]`: the number of ids in its kept sets; None: no sample has kept sets. `own`: the arrays of the
-        samples that this rank sampled, keyed by sample index.
+        `num_kept[i]`: the total number of ids in the kept sets of sample i, which list the ids among which each of its
+        tokens was sampled (`padfree.kept_sets`); None: no sample has kept sets. `own`: the arrays of the samples that
+        this rank sampled, keyed by sample index.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._num_kept = [0] * len(lengths) if num_kept is None else num_kept

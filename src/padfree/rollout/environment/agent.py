@@ -45,9 +45,10 @@ class Finished:
 
 
 async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Finished:
-    """Run a program until it ends, and return its exit code and output. Its calls to the policy join the episode.
+    """Run a program until it ends, and return its exit code and output.
 
-    `command`: the program and its arguments. `variables`: additional environment variables.
+    The calls that the program makes to the policy are recorded as part of the episode. `command`: the program and its
+    arguments. `variables`: additional environment variables.
     """
     check_command(command)
     row = policy.prompt.row
