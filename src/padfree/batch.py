@@ -424,7 +424,7 @@ class RowExchange:
     Made by `padfree.cp.row_exchange`.
     """
 
-    leaving: Copies  # gathers the rows to send from this rank's rows: those for rank 0, then those for rank 1, ...
+    leaving: Copies  # gathers the rows to send from this rank's rows: the rows for rank 0, then for rank 1, ...
     send: tuple[int, ...]  # [world] number of rows to each rank
     receive: tuple[int, ...]  # [world] number of rows from each rank
     group: Any  # torch.distributed.ProcessGroup

@@ -101,9 +101,9 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens: those of `first` where they are known, and else those of `later`.
+    """Return the routes of `length` tokens: the route in `first` if it is known, else the route in `later`.
 
-    Both may cover fewer tokens. A token that several turns of an episode have as an input keeps its first route, with
+    Both may cover fewer tokens. A token that is an input of several turns of an episode keeps its first route, with
     which the next token was sampled.
     """
     known, other = (

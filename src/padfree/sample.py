@@ -93,7 +93,7 @@ class Sample:
         if len(wrong):
             raise UserError(
                 "kept",
-                f"of {name} lacks the token {self.tokens[wrong[0]]} at index {wrong[0]}, which is trained on",
+                f"of {name} does not contain the trained token {self.tokens[wrong[0]]} at index {wrong[0]}",
                 "give the set from which the token was sampled, or set its loss_mask to 0",
             )
 

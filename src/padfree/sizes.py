@@ -299,7 +299,7 @@ def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
 
 
 def _language_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model, for a vision-language model those of its language model and its head only."""
+    """Yield the modules of a model. For a vision-language model, yield only its language model and its head."""
     language = language_part(model)
     yield from language.named_modules(remove_duplicate=False)
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -190,7 +190,7 @@ def test_routes_of_another_model_are_refused() -> None:
     attach(model, "auto")
     RouteReplay(model)
     wrong = [Sample(tokens=np.arange(3), routes=routes[:, :1])]
-    with pytest.raises(UserError, match=r"routes: are those of 1 layers with experts, but the model has 2"):
+    with pytest.raises(UserError, match=r"routes: have 1 layers with experts, but the model has 2"):
         hidden_states(model, shard(collate(wrong)))
     wrong = [Sample(tokens=np.arange(3), routes=np.zeros((3, 2, 3), np.int16))]
     with pytest.raises(UserError, match=r"routes: have 3 experts per token"):

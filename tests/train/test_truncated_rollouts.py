@@ -220,7 +220,7 @@ def test_a_file_of_rollouts_keeps_the_sets(tmp_path: Path) -> None:
     (sample,) = read_rollouts([str(path)], settings=RolloutDataSettings()).samples
     assert sample.kept is not None
     assert sample.kept.lists() == [[], [], [3, 5], []]
-    for bad, about in ((wrong, "lacks the token 3"), (short, "has 1 entries"), (mixed, "is not a kept set")):
+    for bad, about in ((wrong, "does not contain the token 3"), (short, "has 1 entries"), (mixed, "is not a kept set")):
         path.write_text(json.dumps(bad) + "\n")
         with pytest.raises(ValueError, match=about):
             read_rollouts([str(path)], settings=RolloutDataSettings())
@@ -237,7 +237,7 @@ def test_a_checkpoint_between_updates_keeps_the_sets() -> None:
 
 
 def test_a_token_outside_its_set_names_the_sample() -> None:
-    with refused("kept", "of sample 'x' lacks the token 6 at index 2"):
+    with refused("kept", "of sample 'x' does not contain the trained token 6 at index 2"):
         Sample(tokens=[5, 5, 6], loss_mask=[0, 1, 1], kept=[[], [5], [7]], uid="x")  # type: ignore[arg-type]
     cut = make_samples()[0].truncated(6)
     assert cut.kept is not None

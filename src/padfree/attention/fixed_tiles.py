@@ -2,15 +2,15 @@
 
 A matmul of a CPU library may sum in another order if the matrix has another shape. So all matmuls here have one shape:
 16 queries by 128 keys. Tiles begin at multiples of 16 and 128, counted from the first key of the segment. A query and a
-key are always at the same place of their tile, alone or in a pack; places without a token are filled with 0.
+key are always at the same index in their tile, alone or in a pack; indices without a token are filled with 0.
 
     segment of 300 keys      queries of the last 40 keys          a single query at key 299
     blocks of keys           0..127   128..255   256..299 0 0     the same
     tiles of queries         260..271   272..287   288..299       288..299, with zeros at 288..298
 
 Blocks of keys are combined by log-sum-exp, from the first to the last. A block in which a query sees no key changes
-nothing, not even a bit. A decode step with one query per slot therefore has the bits of the packed forward pass, which
-`rollout.exact` needs. It costs 16 times the arithmetic of a query.
+nothing, not even a bit. A decode step with one query per slot is therefore bitwise equal to the packed forward pass, as
+`rollout.exact` needs. It does 16 times the arithmetic that one query needs.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Tiles:
 
 
 def _padded(states: Tensor, places: NDArray[Any]) -> Tensor:
-    """Select the tokens `places` of `states` [T, H, d]; a token -1 is 0."""
+    """Select the tokens with the indices `places` from `states` [T, H, d]; the index -1 gives zeros."""
     index = torch.from_numpy(places)
     return torch.where((index >= 0)[:, None, None], states[index.clamp(min=0)], 0)
 

@@ -85,7 +85,7 @@ class FlashAttention4(AttentionBackend):
         return spec.window is None and q.shape[2] in PAGED_HEAD_DIMS and _is_hopper(q.device)
 
     def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
-        # A tile of keys is a page in both calls. Seen on an H200 for the head sizes 64 and 128.
+        # Both calls read keys in tiles of one page. They were compared on an H200 for the head sizes 64 and 128.
         return self.reads_pages(q, spec) and q.shape[2] in (64, 128)
 
     def paged_forward(

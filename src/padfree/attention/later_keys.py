@@ -25,7 +25,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """Which queries see later keys. Segment i of the n queries sees segment i of the keys, causally."""
+    """Which queries see later keys. Segment i of the n queries attends causally to segment i of the later keys."""
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order
     segments_q: Segments

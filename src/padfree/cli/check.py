@@ -48,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--sampler",
         action="store_true",
-        help="compare log-probabilities of the in-process sampler with the trainer's instead, bit by bit",
+        help="instead compare the in-process sampler's log-probabilities with the trainer's, bit by bit",
     )
     add("--loss", default="nll", metavar="NAME", help="nll, dpo, kto, distill, reward or value (default nll)")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
@@ -77,7 +77,7 @@ def run(settings: argparse.Namespace) -> None:
     measured = settings.float8 is not False
     budget: float | None = settings.float8 if measured else None
     if budget is not None and not 0 < budget < math.inf:
-        raise UserError("--float8", "", "give a number above 0, or none", value=budget)
+        raise UserError("--float8", "", "give a number above 0, or no number", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data = data_settings(settings)

@@ -3,7 +3,8 @@
     none                       the same level for all layers
     6 host, 30 none            the first 6 layers offload, the other 30 keep everything
 
-A level by layer is what `auto` chooses (`padfree.estimate.levels`), and a recipe can name it.
+`auto` chooses a level for each layer (`padfree.estimate.levels`). A recipe can also name the levels, as in the second
+line.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """The value of the setting for a model with another number of layers: each layer has the level at its height."""
+    """The value of the setting for a model with another number of layers.
+
+    Each layer gets the level that the value names for the layer at the same relative depth.
+    """
     if not is_by_layer(value):
         return value
     levels = [level for count, level in _parts(value) or () for _ in range(count)]

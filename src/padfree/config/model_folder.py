@@ -106,7 +106,7 @@ def check_headers(folder: Path) -> None:
 
 
 def _header_problem(path: Path) -> str | None:
-    """What is wrong with the size or the header of a safetensors file. None if nothing is.
+    """Return the problem with the size or the header of a safetensors file, or None if there is none.
 
     8 bytes: the length of the header; the header, as JSON; the tensors, one after the other
     """

@@ -122,7 +122,7 @@ class RolloutConfig:
     )
     exact: Literal["auto"] | bool = setting(
         "auto",
-        about="With in_process: sampled tokens get log-probabilities with the same bits as in the trainer; auto: if "
+        about="With in_process: the sampler's log-probabilities have the same bits as the trainer's; auto: true if "
         "every operator of the model allows it on this device.",
         fix="give 'auto', true or false",
     )
@@ -190,7 +190,7 @@ class RolloutConfig:
         above=0,
         most=1,
         about="Sample only from the most likely tokens whose probabilities sum to this number; the trainer's "
-        "log-probabilities are those of the truncated distribution.",
+        "log-probabilities are computed under the truncated distribution.",
     )
     top_k: int | None = setting(
         None,

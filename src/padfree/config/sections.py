@@ -137,7 +137,7 @@ class DataConfig:
     )
     image_folder: str | None = setting(
         None,
-        about="The folder of relative image paths; none takes the folder of the data file.",
+        about="The folder of relative image paths; none: the folder of the data file.",
         filled="give a folder, or leave it out",
         needs=IMAGES,
         resume=SAMPLES,
@@ -338,8 +338,8 @@ class ParallelConfig:
     float8_budget: float | None = setting(
         None,
         above=0.0,
-        about="Maximum relative change of a decoder layer's gradient that float8 in one layer may cause. It is "
-        "measured on the first micro-batch, and layers above it stay in bfloat16; none measures nothing.",
+        about="Maximum relative change of any decoder layer's gradient that float8 in one layer may cause. It is "
+        "measured on the first micro-batch; layers that cause more stay in bfloat16. none: nothing is measured.",
         needs=FLOAT8,
     )
     head_memory: HeadMemory | float = setting(

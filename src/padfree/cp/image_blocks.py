@@ -5,9 +5,9 @@
     queries    rank 0: 1 2 8    rank 1: 3 6 7     see the later keys of their block, which may be on other ranks
 
 Such models show each token the earlier tokens, and the tokens of an image also the later tokens of the same image
-(`padfree.attention.later_keys`). The later keys are few: only those of images. With context ranks and the method
-`allgather`, a rank receives the later keys that its queries see in an exchange of their own. With `ulysses`, each rank
-has all tokens.
+(`padfree.attention.later_keys`). Only keys of images can be later keys, so there are few of them. With context ranks
+and the method `allgather`, a rank receives the later keys of its queries in a separate exchange. With `ulysses`, each
+rank has all tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WholePack:
-    """What attention of a whole pack needs. With shared prefixes, `paths` copies the keys of each node's path."""
+    """The data for attention over a whole pack. With shared prefixes, `paths` copies the keys of each node's path."""
 
     later: LaterKeys
     keys: Copies  # gathers the later keys from the keys of the pack
@@ -84,9 +84,10 @@ class ImageBlocks:
         return self._shared_out
 
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
-        """The queries among the tokens `own` that see later keys, and the indices in the pack of these keys.
+        """Return the queries among this rank's tokens `own` that see later keys, and the pack indices of these keys.
 
-        Pieces of a rank begin at the tokens `starts`. Adjacent tokens of one block and one piece are one segment.
+        `starts`: the tokens at which the pieces of the rank begin. Adjacent tokens of one block and one piece are one
+        segment.
         """
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
@@ -143,7 +144,7 @@ def receive_later_keys(
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `attend_with_later_keys`. Raises `UserError` for those that it does not support."""
+    """The options of `attend_with_later_keys`. Raises `UserError` for options that it does not support."""
     if not options.pop("causal", True):
         raise UserError("causal", "False is not supported for image tokens", "set causal=True")
     if options.pop("sinks", None) is not None:

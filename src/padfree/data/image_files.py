@@ -1,4 +1,4 @@
-"""Read and check image files: size on disk, format, width × height, and whether every byte of the image is there.
+"""Read and check image files: size on disk, format, width × height, and whether the file is complete.
 
     reference   -> bytes      from the row, or from the file that the row names
     bytes       -> image      decoded with Pillow, turned as its EXIF data says, in RGB, as transformers decodes images
@@ -37,10 +37,10 @@ class ImageFileError(RowError):
 
 
 class FileStatus(NamedTuple):
-    """What shows that a file has changed. Both numbers are -1 if the file cannot be read."""
+    """Size and modification time of a file, to notice changes. Both numbers are -1 if the file cannot be read."""
 
     size: int
-    time: int  # of the last change, in nanoseconds
+    time: int  # time of the last change, in nanoseconds
 
 
 def file_status(path: str) -> FileStatus:

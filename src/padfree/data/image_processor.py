@@ -7,7 +7,7 @@
 The model's own processor (of transformers) computes both. It is called with one image at a time, because padfree packs
 the images of many samples. The text that the processor gives its tokenizer is recorded: it is the expansion.
 
-Images are resized with Pillow (the "pil" backend of transformers), also where torchvision is installed. The two
+Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. The two
 backends give slightly different pixels, and the data of a run must not depend on the packages of a machine.
 """
 
@@ -33,7 +33,7 @@ MARKERS = ("boi_token", "image_token")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSettings:
-    """What turns the images of rows into tokens and tower inputs.
+    """Settings for turning the images of rows into tokens and tower inputs.
 
     `prepare` adds to a sample what the model needs besides its images, such as rotary positions. It is None in the
     processes that tokenise.
@@ -44,7 +44,7 @@ class ImageSettings:
     inputs: tuple[str, ...]  # the names of the tower's inputs
     one_image: str | None = None  # why a sample cannot have several images; None if it can
     trust_remote_code: bool = False
-    folder: str | None = None  # the folder of relative paths; None: that of the data file
+    folder: str | None = None  # the folder of relative paths; None: the folder of the data file
     max_pixels: int = 1 << 26
     prepare: Callable[[Sample], Sample] | None = None
 
@@ -79,7 +79,7 @@ class ImageProcessor:
         self.digest = hash_of(_identity(processor))
 
     def give_template(self, tokenizer: Any) -> None:
-        """Set the chat template of a tokenizer to that of the processor, if the processor has one."""
+        """Set the chat template of a tokenizer to the template of the processor, if the processor has one."""
         if self._chat_template:
             tokenizer.chat_template = self._chat_template
 
@@ -159,16 +159,17 @@ def opened_processor(
     if getattr(found, "image_processor", None) is None or not hasattr(found, "image_token"):
         raise UserError(
             "model.vision",
-            f"true, but {path} has the processor {type(found).__name__}, which has no images",
+            f"true, but {path} has the processor {type(found).__name__}, which does not read images",
             "give a folder with the processor that belongs to the model",
         )
     return ImageProcessor(found, placeholder, inputs)
 
 
 def load_processor(path: str, trust_remote_code: bool = False) -> Any:
-    """Load a processor with its tokenizer and its Pillow image processor. Videos are left out, which need torchvision.
+    """Load a processor with its tokenizer and its Pillow image processor, but without its part for videos.
 
-    `AutoProcessor` would load the part for videos as well, and takes torchvision for images if it is installed.
+    `AutoProcessor` would also load the part for videos, which needs torchvision, and would use torchvision for images
+    if it is installed.
     """
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING

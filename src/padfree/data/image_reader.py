@@ -56,7 +56,7 @@ class ImageReader:
         return replace(passage, pieces=tuple(_expanded(piece, marker, texts) for piece in passage.pieces)), read
 
     def problem(self, encoded: Encoded, images: Sequence[ReadImage]) -> str | None:
-        """Return why the placeholder tokens of a sample do not fit its images, or None if they do."""
+        """Return why the number of placeholder tokens of a sample does not match its images, or None if it does."""
         found = int(np.count_nonzero(encoded.tokens == self.settings.placeholder))
         expected = sum(image.expansion.num_tokens for image in images)
         if found == expected:

@@ -276,7 +276,7 @@ def _kept(
         raise RowError(str(error)) from None
     wrong = np.flatnonzero(mask & ~found.contain(tokens))
     if len(wrong):
-        raise RowError(f"{column}[{wrong[0] - start}] lacks the token {tokens[wrong[0]]}; expected its whole kept set")
+        raise RowError(f"{column}[{wrong[0] - start}] does not contain the token {tokens[wrong[0]]}; give its kept set")
     return found
 
 

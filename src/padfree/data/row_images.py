@@ -42,7 +42,7 @@ def read_column(value: object, column: str) -> tuple[ImageReference, ...]:
 def with_images(
     conversation: Conversation, given: Sequence[ImageReference] | None, column: str = "images"
 ) -> Conversation:
-    """Return the conversation with its images taken out of the messages, in order, and those of the column added.
+    """Move the images of a row, from its messages and from the column, into `Conversation.images`, in order.
 
     `given` is None if the row has no column with images. Without any image, the conversation is returned unchanged.
     """

@@ -131,7 +131,7 @@ def _load(name: str) -> Any:
 
 
 def check_verifiers_module(own: str, name: str, setting: str) -> None:
-    """Raise a `UserError` if the module of an environment does not exist or is of the standard library.
+    """Raise a `UserError` if the module of an environment does not exist or belongs to the standard library.
 
     `own`: the name of the environment, from which the package derives the name of its module.
     """
@@ -152,7 +152,7 @@ def check_verifiers_module(own: str, name: str, setting: str) -> None:
 
 @contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM: an environment of the package replaces them when it is made."""
+    """Restore the handlers of SIGINT and SIGTERM, which an environment of the package replaces when it is created."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

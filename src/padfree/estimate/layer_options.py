@@ -1,7 +1,7 @@
 """The bytes and the cost of each level for each layer of a model: the input of `padfree.estimate.levels`.
 
-The cost of a level is what the backward pass repeats, in FLOPs per token. Kernels between matmuls are limited by memory
-bandwidth. Their cost is the number of FLOPs that matmuls would make in their time (`FLOPS_PER_BYTE`).
+The cost of a level is the work that the backward pass repeats, in FLOPs per token. Kernels between matmuls are limited
+by memory bandwidth. Their cost is the number of FLOPs that matmuls would compute in the same time (`FLOPS_PER_BYTE`).
 
     level        repeated                                                      by PyTorch, without compiled layers
     none         nothing                                                       nothing
@@ -11,7 +11,8 @@ bandwidth. Their cost is the number of FLOPs that matmuls would make in their ti
     full         everything but the last matmul                                everything
 
 The costs are computed and not measured, so that every run of the same settings on the same kind of device chooses the
-same levels. Only their ratios matter, and the ratio of the link to the host (`FLOPS_PER_COPIED_BYTE`).
+same levels. The choice depends only on the ratios of these costs, and on the ratio between the speed of computing and
+the speed of copying to the host (`FLOPS_PER_COPIED_BYTE`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ATTENDED_KEYS = 1024
 """Assumed average number of keys of a query."""
 
 COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
-"""The levels of compiled layers, in the order in which they are given to the first layers if the cost is the same."""
+"""The levels of compiled layers. If two choices cost the same, earlier levels in this list go to earlier layers."""
 
 PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")
 """The levels of layers that are not compiled."""

@@ -13,9 +13,9 @@ before the backward pass begins. Therefore all copies together must take no long
 takes device memory until its copy has ended.
 
 `choose_levels` finds the cheapest feasible choice for any kinds of layers. It goes through the layers from the first to
-the last and keeps, of all choices for the layers so far, those that no other choice beats in device bytes, host bytes
-and cost. It prefers levels that keep less for the first layers: their activations are needed last, and a copy has the
-most time. For 36 equal layers it takes 0.3 s.
+the last. Of all choices for the layers so far, it keeps a choice only if no other choice is at least as good in device
+bytes, host bytes and cost. It prefers levels that keep less for the first layers: their activations are needed last, so
+that there is most time for their copies. For 36 equal layers it takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a layer needs at one level. All numbers are for the same tokens."""
+    """What a layer needs at one level. All numbers are for the same number of tokens."""
 
     level: LayerLevel
     kept: int  # bytes on the device, from the layer's forward to its backward
@@ -44,7 +44,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a choice of levels must observe."""
+    """The limits that a choice of levels must observe."""
 
     device: int  # bytes
     at_end: int  # bytes that are needed on the device after the forward pass, while all layers keep their activations
@@ -53,7 +53,7 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""Choices with different host bytes are compared with each other only if there are at most so many host bytes."""
+"""Choices with different host bytes are compared with each other only if there are at most this many such numbers."""
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
@@ -127,7 +127,7 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Leave out choices that one with fewer host bytes equals or beats. `ends` divides `order` by host bytes."""
+        """Leave out a choice if one with fewer host bytes equals or beats it. `ends` divides `order` by host bytes."""
         remaining = []
         front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall
         for part in np.split(order, ends):

@@ -280,11 +280,11 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
-    """Bytes of unsharded weights and gradients while FSDP2 computes. Split weights have only such gradients.
+    """Bytes of unsharded weights and gradients while FSDP2 computes. With split weights, only gradients are counted.
 
-    The weights are those of the root unit and of two layers: the current one and the next. Without `reshard`, they are
-    those of the root unit and of all layers. The gradients are those of the embeddings and of one layer, in float32 for
-    the reduction.
+    The unsharded weights belong to the root unit and to two layers: the current one and the next. Without `reshard`,
+    they belong to the root unit and to all layers. The unsharded gradients belong to the embeddings and to one layer,
+    in float32 for the reduction.
     """
     divided = shards.divided(model)
 
@@ -330,8 +330,8 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
     """The highest temporary memory, in addition to the activations of all layers.
 
-    `kept` are the bytes of each layer. `offloaded` are the bytes of an offloaded layer. While it runs backward, its
-    tensors and those of the layer below are on the device.
+    `kept`: the bytes that each layer keeps. `offloaded`: the bytes of an offloaded layer. During the backward pass of
+    an offloaded layer, its tensors and the tensors of the layer below are on the device.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):

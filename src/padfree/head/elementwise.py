@@ -54,7 +54,7 @@ class BlockedHead(LmHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """The label and the inverse temperature of each of R scored tokens. `kept`: their sets, if some are truncated."""
+    """The label and the inverse temperature of each of R scored tokens. `kept`: their kept sets; None: none."""
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
@@ -249,7 +249,8 @@ def reduce_tile(
 def _sum_of_rows(values: Tensor) -> Tensor:
     """Sum [R, K] over K, in the same order for every row.
 
-    If columns are adjacent in memory, as in `BlockSums`, a CPU sums several rows at a time, and the last few otherwise.
+    `BlockSums` stores [R, K] so that the elements of a column are adjacent in memory. PyTorch on a CPU would then sum
+    several rows at a time, but the last few rows in another order. The sum is therefore over a contiguous copy.
     """
     return values.contiguous().sum(1)
 

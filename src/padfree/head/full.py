@@ -30,8 +30,8 @@ def full_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probability of the label and the entropy of each of M labelled tokens, [M] each.
 
-    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`, both
-    are those of the softmax over the kept set of each token.
+    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`, the
+    softmax of each token runs over its kept set.
     """
     logits = full_logits(hidden, head, inverse_temperature)
     if kept is not None:

@@ -30,7 +30,7 @@ bytes."""
 
 
 LEAST_ROWS = 16
-"""The smallest number of rows of a matmul on a CPU whose results must not depend on the number of rows."""
+"""A matmul on a CPU whose results must not depend on the number of rows is padded to at least this number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -91,7 +91,7 @@ class ScoringTask:
         tile = self.tile(num_rows)
         masks = (
             0 if self.rows.kept is None else 2
-        )  # bytes per logit: the mask of a tile, and the copy that it is made of
+        )  # bytes per logit: the mask of a tile, and the copy from which it is made
         return 0 if self.fused is not None else tile.rows * tile.columns * (self.sum_dtype.itemsize + masks)
 
     @property
@@ -257,10 +257,10 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `matmul`, but a row of few has the same bits as one of many: on a CPU, few rows are filled up with zeros.
+    """Like `matmul`, but the bits of a row do not depend on the number of rows.
 
     For few rows, a CPU library may use another kernel, such as a product of a matrix and a vector, which sums in
-    another order.
+    another order. On a CPU, few rows are therefore padded with rows of zeros.
     """
     missing = LEAST_ROWS - len(left)
     if missing <= 0 or left.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in float8: the modules, and what a device must have.
+"""Linear layers that multiply in float8: the modules, and the check that a device supports them.
 
     nn.Linear  ->  Float8Linear      the same parameters and names, another forward
 
@@ -24,7 +24,7 @@ CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` that computes `float8_products` in float8. `use_float8` makes one of an `nn.Linear`, in place."""
+    """An `nn.Linear` that computes `float8_products` in float8. `use_float8` converts an `nn.Linear` in place."""
 
     float8_products: tuple[Float8Product, ...]
 
@@ -55,7 +55,7 @@ def use_float8(linear: nn.Linear, products: Iterable[Float8Product]) -> None:
 
 
 def fits_float8(linear: nn.Linear) -> bool:
-    """Whether the sizes of a linear layer are ones that float8 matmuls accept."""
+    """Whether float8 matmuls accept the sizes of a linear layer."""
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 

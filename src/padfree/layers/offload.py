@@ -58,7 +58,7 @@ class ActivationOffload:
         # For each of the num_layers layers: the earlier layers whose device memory is freed when the forward pass
         # reaches this layer.
         self.freed_at: list[list[int]] = [[] for _ in range(num_layers)]
-        end = 0.0  # of the copies so far, in layers
+        end = 0.0  # when the copies so far have ended, counted in layers that the forward pass has computed
         for number in sorted(self.offloaded):
             end = round(max(end, number) + layers_per_copy, 6)
             if math.ceil(end) < num_layers:

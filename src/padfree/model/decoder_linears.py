@@ -2,8 +2,8 @@
 
     {"model.layers.0.self_attn.q_proj": Linear, ...}
 
-Left out are embeddings and the head, routers, experts, adapters, and linear layers whose weight a mixer reads without
-calling the layer. Linear layers that adapters were added to are in: their frozen weight is in `base_layer`.
+Embeddings, the head, routers, experts, adapters, and linear layers whose weight a mixer reads without calling the layer
+are left out. A linear layer with an adapter is included: its frozen weight is in `base_layer`.
 """
 
 from __future__ import annotations

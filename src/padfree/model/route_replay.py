@@ -5,13 +5,14 @@
 
 A router computes scores of E experts, takes the k experts with the highest scores, and derives their weights. Replay
 replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their scores. Everything else is
-the router's own code, so that the weights are those that the router gives to these experts: by softmax or sigmoid, with
-its normalisation and scale, with gradients. If the routes are the router's own choices, no bit changes.
+the router's own code: it computes the weights of the given experts by softmax or sigmoid, with its normalisation and
+scale, and with gradients. If the routes are the router's own choices, no bit changes.
 
-Routes travel as an argument of the model's forward. A hook notes the context of a call when it enters a decoder layer,
-also if backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that all of this holds.
+Routes are an argument of the model's forward. A hook stores the context of a call when it enters a decoder layer,
+including when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
 
-The load-balancing loss counts a router's own choices, which `own_choices` of the returned choices holds.
+The load-balancing loss counts a router's own choices. The returned tensor of choices has them as its attribute
+`own_choices`.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class RouteReplay:
         if routes.shape[1] != len(self.routers):
             raise UserError(
                 "routes",
-                f"are those of {routes.shape[1]} layers with experts, but the model has {len(self.routers)}",
+                f"have {routes.shape[1]} layers with experts, but the model has {len(self.routers)}",
                 f"use rollouts of this model, or {FIX}",
             )
         unknown = unknown_in(np.dtype(np.uint8 if routes.dtype == torch.uint8 else np.int16))
@@ -141,8 +142,8 @@ def need_replay(model: PreTrainedModel) -> None:
 def replay_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why routes of this model cannot be replayed, or None if they can.
 
-    A small copy of the model runs four times: freely, with its own routes, with other routes, and with none of them
-    known. Its own routes and unknown routes must reproduce its output to the bit, and other routes must not.
+    A small copy of the model runs without routes, with its own routes, with unknown routes, and with other routes. Its
+    own routes and unknown routes must reproduce the output without routes to the bit, and other routes must not.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:

@@ -7,16 +7,17 @@
 
 As integers, a finite float32 value and its rounding differ by at most 2^15. Rounding carries into the exponent as
 integer addition does, so the difference is exact for every finite value, subnormal numbers and roundings to infinity
-included. The 2^16 + 1 differences from -2^15 to 2^15 do not fit into 16 bits: both ties beside an even rounding round
-to it. The tie bit distinguishes them. It is set if the difference is 2^15, which `rest` stores as -2^15.
+included. The 2^16 + 1 differences from -2^15 to 2^15 do not fit into 16 bits: the value 2^15 above an even rounding and
+the value 2^15 below it are both ties that round to it. The tie bit distinguishes them. It is set if the difference is
+2^15, which `rest` stores as -2^15.
 
     2 + 2 + 1/8 bytes per weight instead of 4 + 2       weight = rounded * 2^16 + rest + tie * 2^16, as integers
 
 A NaN stays a NaN, possibly with another payload.
 
-`SplitStorage` holds many weights in three flat arrays. `SplitWeight` is one of them as a float32 tensor that any
-operation of torch can read and write. A read joins the whole weight in temporary memory, and a write splits it again.
-Code that processes many weights uses `SplitStorage.join` and `SplitStorage.split` on ranges that fit its memory.
+`SplitStorage` holds many weights in three flat arrays. `SplitWeight` presents one of these weights as a float32 tensor
+that any operation of torch can read and write. A read joins the whole weight in temporary memory, and a write splits it
+again. Code that processes many weights uses `SplitStorage.join` and `SplitStorage.split` on ranges that fit its memory.
 """
 
 from __future__ import annotations

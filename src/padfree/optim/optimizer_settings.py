@@ -50,12 +50,12 @@ class ParameterGroup:
         resume=STAYS,
     )
     lr_scale: float = setting(
-        1.0, least=0, about="The base learning rate of the group, relative to that of the others."
+        1.0, least=0, about="The base learning rate of the group, relative to parameters outside all groups."
     )
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of the matrices of the group; none uses that of the others.",
+        about="Weight decay of the matrices of the group; none: the same as outside all groups.",
         fix="give 0 or more, or leave it out",
     )
 
@@ -90,7 +90,7 @@ class OptimizerConfig:
     muon: MuonSettings = field(default_factory=MuonSettings)
     groups: tuple[ParameterGroup, ...] = setting(
         (),
-        about="Groups of parameters with their own learning rate and weight decay; the first that matches applies.",
+        about="Groups of parameters with their own learning rate and weight decay; the first matching group applies.",
         resume=STAYS,
     )
 

@@ -13,7 +13,7 @@
     resume          the checkpoint, and the settings that have changed
     note            a note that was shown at the start
     compile         layers were compiled in this step
-    float8          how far float8 moves the gradient of each layer, and the layers that stay in bfloat16
+    float8          how much float8 changes the gradient of each layer, and the layers that stay in bfloat16
     nonfinite       the file with the samples of a step whose loss or gradient was not finite
     stop            a signal stopped the run
     end             all steps are done

@@ -106,7 +106,7 @@ def truncated_logits(
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return the largest number [R, 1] for which the ids with logits at or above it have the weight `needed` [R, 1].
+    """Return the largest threshold [R, 1] for which the ids with logits at or above it have the weight `needed` [R, 1].
 
     Float32 numbers that are not NaN have the same order as their bits, read as integers, if the bits of negative
     numbers are reversed.

@@ -67,7 +67,9 @@ COMPLETED_IMAGE_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _sections(16, 24, 24),
     "qwen2_vl": _sections(16, 24, 24),
 }
-"""The same for image-text models, and the rotary sections that the checkpoints of these models set."""
+"""Config arguments of image-text models, by model type: the arguments without which no model can be built, and the
+rotary sections that the checkpoints of these models set.
+"""
 
 PACK_KERNELS = {
     "gated_delta": "flash-linear-attention",
@@ -205,8 +207,8 @@ kernel" names what runs all samples of a pack in one call.
 ## Image-text models
 
 Every image-text model of transformers {transformers.__version__}, trained with images: {with_images} attached, \
-{len(image_text) - with_images} refused, each with its reason. The tests compare loss and gradients of the language \
-model, the tower and the projector of the classes with ✓ with transformers, one sample at a time.
+{len(image_text) - with_images} refused, each with its reason. For the classes marked ✓, the tests compare the loss \
+and the gradients of language model, tower and projector with transformers, one sample at a time.
 
 | type | class | attached | mixers | pack kernel | context ranks | reason |
 | --- | --- | --- | --- | --- | --- | --- |

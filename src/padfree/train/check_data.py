@@ -163,7 +163,7 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
 
 
 def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
-    """Refuse given rollouts without routes if routes are to be replayed."""
+    """Refuse rollouts without routes if the run replays routes."""
     if rollout.routing != "replay":
         return
     missing = [index for index, sample in enumerate(source.samples) if getattr(sample, "routes", None) is None]

@@ -1,12 +1,13 @@
-"""Measure how far float8 moves the gradient, and choose the decoder layers that stay in bfloat16.
+"""Measure how much float8 changes the gradients, and choose the decoder layers that stay in bfloat16.
 
     pass                     what is compared with a pass in which no layer multiplies in float8
     all layers in float8     the gradient of each layer: its distance `together`
     layer l alone            the gradients of all layers: the largest distance is the distance of layer l `alone`
 
-The distance of two gradients of a layer is the norm of their difference divided by the norm of the one without float8.
-Noise from one layer reaches the gradients of the layers below it through the gradient of its input, and those above it
-through its output. Therefore the distances `together` do not tell which layer causes them, and those `alone` do.
+The distance between a layer's gradients with and without float8 is the norm of their difference divided by the norm of
+the gradient without float8. Rounding in one layer reaches the gradients of the layers below it through the gradient of
+its input, and the gradients of the layers above it through its output. The distances `together` therefore do not tell
+which layer causes them. The distances `alone` do.
 
 Up to `MOST` elements of each parameter's gradient are compared, evenly spread over the part that a rank holds, so that
 the gradient of the whole model is not kept twice. Random numbers (dropout) are the same in all passes.
@@ -40,14 +41,14 @@ MOST = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Float8Distance:
-    """How far float8 moves the gradient of one decoder layer, or, `alone`, how far this layer moves any gradient."""
+    """How much float8 changes the gradient of one decoder layer; `alone`: how much this layer changes any gradient."""
 
     layer: int
     together: float
     alone: float | None  # None: not measured
 
     def exceeds(self, budget: float) -> bool:
-        """Whether float8 in this layer moves a gradient by more than `budget`. NaN exceeds every budget."""
+        """Whether float8 in this layer changes a gradient by more than `budget`. NaN exceeds every budget."""
         return self.alone is not None and not self.alone <= budget
 
 
@@ -128,7 +129,7 @@ def _sampled(parameter: nn.Parameter) -> Tensor:
 def _distances(
     found: Mapping[int, list[Tensor]], without: Mapping[int, list[Tensor]], group: dist.ProcessGroup | None
 ) -> dict[int, float]:
-    """The distance of each layer that has gradients. A gradient of 0 that does not move has the distance 0."""
+    """The distance of each layer that has gradients. A gradient of 0 with and without float8 has the distance 0."""
     numbers = [number for number, gradients in without.items() if gradients]
     if not numbers:
         return {}
@@ -145,7 +146,7 @@ def _distances(
 
 
 def _square_sum(tensors: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """The sum of squares of all elements, or of their differences to those of `others`, in float64."""
+    """The sum of squares of all elements, or of their differences to the elements of `others`, in float64."""
     parts = tensors if others is None else [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.stack([part.double().square().sum() for part in parts]).sum()
 

@@ -120,7 +120,7 @@ def resolve_auto(
 
         for candidate in _candidates(parallel, may_offload, by_layer, processes, whole=whole):
             found = estimate(candidate)
-            if by_layer and candidate.checkpointing == "full":  # the levels by layer, of which "full" keeps least
+            if by_layer and candidate.checkpointing == "full":  # it stands for all levels by layer: "full" keeps least
                 levels = _levels(config, model, found, memory, may_offload and candidate.compile != "none")
                 if levels is not None:
                     candidate = replace(candidate, checkpointing=_setting_of(levels))
@@ -223,7 +223,7 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 
 
 def _whole_graphs(parallel: ParallelConfig) -> bool:
-    """Whether no compiled layer consists of several graphs, because attention or experts exchange tokens."""
+    """Whether each compiled layer is one graph. An exchange of tokens in attention or experts would divide it."""
     return parallel.compile == "none" or (parallel.context == 1 and parallel.expert == 1)
 
 

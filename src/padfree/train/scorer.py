@@ -41,7 +41,7 @@ from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 
 def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | None:
-    """The cost of an image in the unit of `cost`: a feature costs as much as the tokens that take as many FLOPs."""
+    """The cost of an image in the unit of `cost`: an image costs as much as tokens that need the same FLOPs."""
     flops = tower_cost(model)
     if flops is None or cost is None:
         return flops

@@ -9,7 +9,7 @@ import torch
 DTYPE = torch.float8_e4m3fn
 
 MULTIPLE = 16
-"""The multiple that `torch._scaled_mm` requires of the dimension it sums over, and of the last one of its result."""
+"""`torch._scaled_mm` sums over a dimension that must be a multiple of this number, like its result's last dimension."""
 
 
 def rounded_up(count: Any) -> Any:

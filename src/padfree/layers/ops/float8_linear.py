@@ -2,7 +2,8 @@
 
     float8_linear    x [.., K], weight [N, K], bias [N] or None           -> y [.., N]
 
-It is up to three matmuls, each of which is computed in float8 or in the dtype of its operands:
+Forward and backward of `float8_linear` are up to three matmuls. Each is computed in float8 or in the dtype of its
+operands:
 
     output             y  [T, N] = x  · weightᵀ     scales of x by token, of the weight by output      summed over K
     input gradient     dx [T, K] = dy · weight      scales of dy by token, of the weight by input      summed over N
@@ -21,9 +22,9 @@ registers; it is empty if it is not requested. `after` is not read. It is a tens
 compiler does not cast weights in forward and keep the casts of all layers in memory until backward. (The cast of x may
 move to forward, because it replaces x, which takes twice the memory.)
 
-A scale is the smallest power of two with which no value exceeds the largest float8 number, 448. Multiplication by a
-power of two is exact, so that the only rounding is that of the cast to float8, and all devices give the same bits. A
-row with a value that is not finite gets the scale NaN, and so does what is computed from it.
+A scale is the smallest power of two such that no value, divided by the scale, exceeds the largest float8 number, 448.
+Multiplication by a power of two is exact, so that only the cast to float8 rounds, and all devices give the same bits. A
+row with a value that is not finite gets the scale NaN, and every result that is computed from the row is NaN.
 
 All matmuls use e4m3 (4 bits of exponent, 3 of mantissa) because each row has its own scale: gradients do not need the
 range of e5m2, which has one bit of mantissa less. On a GPU the casts are Triton kernels (`triton_float8`) and the
@@ -48,7 +49,9 @@ WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
 """The mantissa of 448 = 1.75 · 2⁸ as bits of a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""The biased exponent of 448 plus the bias: minus the biased exponent of x, this is that of 2⁸ / 2^exponent(x)."""
+"""The biased exponent of 448 plus the bias. If the biased exponent of x is subtracted from this number, the result is
+the biased exponent of 2⁸ / 2^exponent(x).
+"""
 NOT_FINITE = 255
 """The biased exponent of infinity and NaN."""
 
@@ -91,7 +94,7 @@ def float8_matmul(
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """The bits of |x| in float32. They are ordered as the values are, and those of infinity and NaN are the largest."""
+    """The bits of |x| in float32, as integers. They have the order of the values; infinity and NaN are the largest."""
     return x.float().view(torch.int32) & WITHOUT_SIGN
 
 

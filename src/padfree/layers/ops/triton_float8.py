@@ -2,7 +2,7 @@
 """The casts of `float8_linear` as Triton kernels.
 
     rows       a program casts one row at a time, which it holds in registers; with `columns` it also keeps the largest
-               value of each column of its rows, and all programs are joined by an atomic maximum
+               value of each column of its rows, and an atomic maximum combines the values of all programs
     columns    a program casts a tile [TOKENS, COLUMNS] and writes it transposed
 
 The maximum does not depend on the order in which values are compared, so that results have the same bits in every run.
@@ -48,8 +48,8 @@ LARGEST_ROWS = 512
 def choose(width: int, *, columns: bool) -> RowsLaunch:
     """Choose the launch parameters for rows of `width` elements.
 
-    With `columns`, fewer programs run, because each adds the largest values of its columns to those of the others. The
-    parameters were the fastest of 7 candidates on an H200 for [16384, 4096] and [16384, 12288], and so was `TILE`.
+    With `columns`, fewer programs run, because each program makes an atomic maximum for every column. The parameters
+    were the fastest of 7 candidates on an H200 for [16384, 4096] and [16384, 12288], and so was `TILE`.
     """
     block = triton.next_power_of_2(width)
     if columns:

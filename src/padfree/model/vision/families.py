@@ -45,7 +45,7 @@ class VisionFamily:
     filler: Callable[[PreTrainedConfig], dict[str, Tensor]]  # the inputs of the smallest image
     rotary: bool = False  # the base model has get_rope_index: positions in three dimensions
     one_image: str | None = None  # why a sample cannot have several images
-    tiles: bool = False  # the tower reads tiles of equal size, and a tile sees no other
+    tiles: bool = False  # the tower reads tiles of equal size, which do not attend to each other
     whole_images: bool = False  # the tokens of an image attend to each other in the language model
 
 
@@ -65,7 +65,7 @@ def _encode_sized(base: Any, inputs: Inputs) -> Any:
 
 
 def _encode_listed(base: Any, inputs: Inputs) -> Any:
-    """LightOnOCR reads the sizes of images as numbers."""
+    """Encode images with LightOnOCR, which reads the sizes of images as tuples of numbers instead of a tensor."""
     sizes = [tuple(size) for size in inputs["image_sizes"].tolist()]
     return base.get_image_features(inputs["pixel_values"], image_sizes=sizes, return_dict=True)
 

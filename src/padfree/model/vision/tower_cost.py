@@ -74,7 +74,7 @@ def tower_cost(model: PreTrainedModel) -> TowerCost | None:
     width, blocks = getattr(vision, "embed_dim", None) or vision.hidden_size, len(tower_blocks(model))
     window = getattr(vision, "window_size", None)
     full = len(vision.fullatt_block_indexes) if window else blocks
-    pairs = 0.0  # keys that a patch sees apart from those of the whole image, summed over the blocks
+    pairs = 0.0  # keys that a patch sees in blocks that do not attend to the whole image, summed over these blocks
     if family.tiles:
         pairs, full = blocks * patches_per_tile(config), 0
     elif window:

@@ -88,7 +88,7 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
 
 
 def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
-    """Raise a `UserError` if routes are to be replayed, and an episode of this rank has a leaf without routes."""
+    """Raise a `UserError` if the run replays routes, and an episode of this rank has a leaf without routes."""
     if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
         raise UserError(
             "rollout.routing",

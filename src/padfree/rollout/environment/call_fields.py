@@ -4,7 +4,7 @@
     OVERRIDDEN   temperature, seed, ...                     OpenAI's sampling settings, which most programs send; the
                                                             policy samples as it is trained, and the call is counted
     TRUNCATION   top_p, top_k, min_p, min_tokens            accepted with the value of the run, else rejected
-    NEUTRAL      stop, min_p, guided_json, ...              accepted with a value that has no effect, else rejected
+    NEUTRAL      stop, logit_bias, guided_json, ...         accepted with a value that has no effect, else rejected
     METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
 
 `null` is the same as a missing field. An unknown field is rejected by name, so that a program never assumes that an
@@ -188,7 +188,7 @@ def _no_constant(name: str) -> Any:
 
 
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
-    """Return the values with which a call is accepted, by field: those of the run."""
+    """Return for each field of `TRUNCATION` the value of the run: a call is accepted only with this value."""
     every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
     return {
         "top_p": (truncation.top_p,),
@@ -201,7 +201,7 @@ def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
 def check_fields(body: Mapping[str, Any], route: str, temperature: float, truncation: Truncation = WHOLE) -> bool:
     """Raise a `CallError` for unsupported fields. Return whether the call asks for other sampling than the policy's.
 
-    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature` and `truncation`: those of the run.
+    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`, `truncation`: the values of the run.
     """
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
     of_run = truncation_values(truncation)

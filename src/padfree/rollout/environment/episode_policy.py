@@ -222,7 +222,7 @@ class Policy:
 
     @property
     def host(self) -> Host:
-        """What runs the episode: environments that make API calls in this process need it (`calls.Calls`)."""
+        """The object that runs the episode. Environments that make API calls in this process need it: `calls.Calls`."""
         return self._host
 
     async def base_url(self) -> str:

@@ -5,7 +5,7 @@
     prompt of the data row + first observation   user
     text of the policy                           assistant   -> one field of the action, or the action as JSON
     observation                                  user        <- one field of the observation, or the observation as JSON
-    ...                                                         until `done`, the last turn, or no room
+    ...                                                         until `done`, the last turn, or no tokens are left
 
 Every episode has a session of its own at the server. The reward is the sum of the rewards of its steps.
 """

@@ -27,7 +27,7 @@ TEXT = "text"
 
 
 class OverlongContextError(Exception):
-    """Raised if a request leaves no room for a response."""
+    """Raised if the context of a request leaves no tokens for a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

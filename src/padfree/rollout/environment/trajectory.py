@@ -31,7 +31,7 @@ from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
 NO_IDS = np.zeros(0, np.int32)
-"""The list of a token that was not sampled, or that was sampled from the whole vocabulary."""
+"""The kept ids of a token that was not sampled, or that was sampled from the whole vocabulary."""
 
 
 class Branch:

@@ -61,7 +61,7 @@ class HarnessAnswers:
         return ids
 
     def scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """Return the score of each (context, continuation). What exceeds the context length is cut from the left."""
+        """Return the score of each (context, continuation). Texts over the context length are cut from the left."""
         found = []
         for context, continuation in pairs:
             ids = [*context, *continuation][-(self.max_length + 1) :]
@@ -165,7 +165,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def context_length(model: PreTrainedModel, tokenizer: Any) -> int:
-    """Return the number of positions of a model, or what its tokenizer states."""
+    """Return the context length that the config of a model states, or else the length that its tokenizer states."""
     for config in (getattr(model.config, "text_config", None), model.config):
         for name in ("n_positions", "max_position_embeddings", "n_ctx"):
             found = getattr(config, name, None)

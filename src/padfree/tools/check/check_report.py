@@ -167,7 +167,7 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return the choice that a run with this budget makes for these samples, in one line of text."""
+        """Return one line of text: the layers that a run with this budget keeps in bfloat16 for these samples."""
         if self.float8_budget is None:
             return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]
@@ -193,7 +193,7 @@ class CheckReport:
         return {**asdict(self), "rows": rows, "float8": float8, "passed": self.passed, "verdict": self.verdict}
 
 
-FLOAT8_HEADER = ("float8 moves the gradient", "of this layer, all in float8", "of any, this one in float8", "")
+FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
 HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
 
 

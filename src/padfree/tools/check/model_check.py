@@ -112,7 +112,7 @@ def check_model(
     `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
     the losses "dpo" and "reward", two consecutive samples form a pair. `origin`: the samples' origin, for the report.
     `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: number of layers to
-    check, from the first; by default a few. `full` checks all layers. `float8`: also measure how far float8 moves
+    check, from the first; by default a few. `full` checks all layers. `float8`: also measure how much float8 changes
     the gradient of each layer; `float8_budget` is the setting of a run. Under torchrun, each data rank has `context`
     processes; the call is collective and returns the same report on every rank.
     """

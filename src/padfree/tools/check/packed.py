@@ -186,7 +186,7 @@ class PackedPath:
         return found
 
     def float8_distances(self, samples: Sequence[Sample]) -> tuple[Float8Distance, ...]:
-        """Return how far float8 moves the gradient of each decoder layer, in all layers and in each layer alone."""
+        """Return how much float8 in all layers, and in each layer alone, changes the gradients of decoder layers."""
         self._float8.use(self._float8.layers)
         found = measure_distances(self.model, self._float8, lambda: self.loss(samples), group=self.mesh.loss.group)
         self._float8.use(())

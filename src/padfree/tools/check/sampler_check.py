@@ -1,7 +1,7 @@
 """`check_sampler`: compare log-probabilities of sampled tokens with the trainer's, bit by bit, and find a difference.
 
     prompts -> sampler: prefill, decode steps   tokens, log-probabilities [n]     the kernels of `rollout.exact`
-            -> trainer: one pack of all         log-probabilities [n]             equal bits?
+            -> trainer: one pack of all samples log-probabilities [n]             equal bits?
 
 If any bit differs, the same tokens run through both paths once more, without the compiler and with a record of what
 every operator reads and writes. Operators run in the same order in both paths. The first one whose results differ is
@@ -95,7 +95,7 @@ def check_sampler_of(
 ) -> SamplerReport:
     """Load a model as `check_model` does, and check its sampler. The first half of each sample is the prompt.
 
-    On a CPU, `backend="auto"` is `tiles`, because the fastest backend cannot agree.
+    On a CPU, `backend="auto"` is `tiles`, because the fastest backend has other bits in decode steps than in packs.
     """
     with distributed(device=device) as chosen:
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)

@@ -41,7 +41,7 @@ PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
 
 PREFILL_ROWS = (1024, 2048, 4096, 8192)
-"""Numbers of tokens of prefill passes with the bits of the trainer. A matmul of fewer rows may split its sums."""
+"""Allowed numbers of tokens of a prefill pass with the trainer's bits. With fewer rows, a matmul may split its sums."""
 
 GROWTH = 1.1
 """The cache is allocated larger by this factor, because the next batch may have longer prompts."""

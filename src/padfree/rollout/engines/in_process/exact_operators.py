@@ -11,7 +11,7 @@
                                                                                    `padfree.layers.compile`, `exact`
     head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
 
-`problem` returns the first operator or setting for which this does not hold. It needs no weights.
+`problem` returns the first operator or setting whose bits could differ, with the reason. It needs no weights.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ HOPPER = (9, 0)
 """The compute capability of the GPUs on which all operators have been compared."""
 
 GPU_PROBLEM: str | None = (
-    "on a GPU, log-probabilities of some responses differ from a decode step on, although each operator agrees alone"
+    "on a GPU, log-probabilities of some responses differ after some decode step, although each operator alone agrees"
 )
 """Measured on an H200: 2,416 of 8,192 tokens. None once the cause is found; `padfree check --sampler` measures it."""
 
 OWN_CODE = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
-"""Model types whose scores differ between packs, although each module of their layers is known."""
+"""Model types whose log-probabilities differ between packs, although every module of their layers is a known one."""
 
 LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU)
 """Modules without children that may occur in a layer, besides RMSNorm and activations without parameters."""
@@ -132,7 +132,7 @@ def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch
         return f"no attention backend: {error}"
     for module in model.modules():
         if chunk_of(module) is not None:
-            return "attention in chunks of positions has other borders of blocks"
+            return "attention in chunks of positions divides the keys into other blocks than packed attention"
         window = getattr(module, "sliding_window", None)
         spec = AttentionSpec(scale=1.0, window=window if isinstance(window, int) else None, softcap=capped)
         if not BACKENDS[name].has_decode_bits(torch.empty(1, 1, size, dtype=dtype, device=device), spec):

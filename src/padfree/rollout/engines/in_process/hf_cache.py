@@ -286,8 +286,8 @@ def _responses(
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
     `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets of the first token of
-    each of the R requests, then those of the second token, and so on. `routes`: those of the left-padded prompts and of
-    all tokens but the last.
+    each of the R requests, then of the second token of each request, and so on. `routes`: the routes of the left-padded
+    prompts and of all sampled tokens but the last.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
@@ -314,8 +314,8 @@ def _responses(
 def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
     """Return the routes of a prompt and of the `length` tokens of its response. The route of the last is unknown.
 
-    `routes`: those of the left-padded prompt, and of the `num_steps` - 1 sampled tokens that were inputs. `prompt`: the
-    number of tokens of the prompt.
+    `routes`: the routes of the left-padded prompt and of the `num_steps` - 1 sampled tokens that were inputs. `prompt`:
+    the number of tokens of the prompt.
     """
     begin = len(routes) - (num_steps - 1) - prompt
     return merged_routes(routes[begin : begin + prompt + length - 1].copy(), None, prompt + length)

@@ -43,7 +43,7 @@ class KeptBuffers:
         )
 
     def write(self, mask: Tensor, request: Tensor, position: Tensor) -> None:
-        """Store the kept sets of a step. `mask` [l, V], `request` and `position` [l]: those of the first l slots."""
+        """Store the kept sets of a step. `mask` [l, V], `request` [l] and `position` [l] are for the first l slots."""
         count = len(mask)
         step = self.step % BURST  # the warm-up steps before a capture may exceed the burst; they are not read
         self.masks[:, :count].index_copy_(0, step, mask[None])

@@ -1,4 +1,4 @@
-"""Find the numbers of rows at which a matmul has the same bits as in the packs of the trainer.
+"""Find the numbers of rows with which a matmul gives a row the same bits as in the packs of the trainer.
 
     x [R, K] @ weight.T [K, N]       row i depends on row i of x only, but its bits depend on how the library sums over
                                      K: with few rows, it may split the sum into parts
@@ -59,7 +59,7 @@ def agreeing_rows(
     matmul: Matmul = nn.functional.linear,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return those of `rows` at which `matmul` gives each row the bits that it has among `reference_rows` rows."""
+    """Return the numbers in `rows` with which `matmul` gives a row the same bits as with `reference_rows` rows."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
