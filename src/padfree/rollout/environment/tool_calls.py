@@ -29,7 +29,7 @@ from padfree.rollout.environment.episode_policy import MARK
 Found = tuple[str, list[dict[str, Any]]]
 """The text before the tool calls, and for each call its name and its arguments."""
 Reader = Callable[[str], tuple[str, Any] | None]
-"""Returns the text before the tool calls and a JSON value that should be a list of calls, or None without tool calls."""
+"""Returns the text before the tool calls and a JSON value that should be a list of calls, or None if there is none."""
 
 _TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _BRACKETS = "[TOOL_CALLS]"
