@@ -53,7 +53,7 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""Choices with different host bytes are compared with each other only if there are at most this many such numbers."""
+"""The maximum number of different host bytes among the choices for which all choices are compared with each other."""
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:

@@ -54,7 +54,7 @@ class BlockedHead(LmHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """The label and the inverse temperature of each of R scored tokens. `kept`: their kept sets; None: none."""
+    """The label and the inverse temperature of each of R scored tokens. `kept`: their kept sets, or None."""
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]

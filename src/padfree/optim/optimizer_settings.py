@@ -50,7 +50,7 @@ class ParameterGroup:
         resume=STAYS,
     )
     lr_scale: float = setting(
-        1.0, least=0, about="The base learning rate of the group, relative to parameters outside all groups."
+        1.0, least=0, about="The base learning rate of the group, relative to the rate outside all groups."
     )
     weight_decay: float | None = setting(
         None,
