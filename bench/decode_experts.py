@@ -224,7 +224,8 @@ def recorded(shape: dict[str, Any], device: torch.device) -> dict[str, float]:
     model = make_model(shape, device).eval()
     requests = make_requests(shape["vocab_size"], RECORDED_TOKENS)
     found = {}
-    for recorder in (None, RouteRecorder(model)):
+    for records in (False, True):
+        recorder = RouteRecorder(model) if records else None
         decoder = make_decoder(model, captured=device.type == "cuda", recorder=recorder)
         _, responses = tokens_per_second(decoder, requests)
         routes = responses[0].routes
