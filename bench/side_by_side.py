@@ -152,13 +152,20 @@ def assert_same_losses(rows: list[Row]) -> None:
 
 
 def header(setting: Setting, shape: str) -> dict[str, Any]:
-    packages = {name: _installed(name) for name in PACKAGES}
-    on_cuda = setting.device.type == "cuda"
-    hardware = torch.cuda.get_device_name() if on_cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    report = machine(setting.device)
     tokens = sum(len(sample) for sample in setting.samples)
-    print(f"{hardware}, python {platform.python_version()}, {', '.join(f'{k} {v}' for k, v in packages.items())}")
     print(f"{shape}, {len(setting.samples)} samples, {tokens:,} tokens", flush=True)
-    return {"hardware": hardware, **packages, "shape": shape, "tokens": tokens}
+    return {**report, "shape": shape, "tokens": tokens}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Print the hardware and the versions of the packages, and return them."""
+    packages = {name: _installed(name) for name in PACKAGES}
+    on_cuda = device.type == "cuda"
+    hardware = torch.cuda.get_device_name() if on_cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    print(f"{hardware}, python {platform.python_version()}, {versions}", flush=True)
+    return {"hardware": hardware, **packages}
 
 
 def _installed(name: str) -> str:

@@ -109,7 +109,7 @@ def test_no_benchmark_has_a_clock_of_its_own() -> None:
 
 def test_the_readme_has_a_row_for_every_benchmark() -> None:
     text = (BENCH / "README.md").read_text()
-    modules = {"timer.py", "updates.py", "step_ways.py", "side_by_side.py"}  # not run by themselves
+    modules = {"timer.py", "updates.py", "step_ways.py", "side_by_side.py", "gpu_only.py"}  # not run by themselves
     for path in BENCH.glob("*.py"):
         assert (f"| `{path.name}`" in text) == (path.name not in modules), path.name
 
