@@ -7,7 +7,7 @@
 The causal call covers the whole pack, as without images. A second call computes the attention of the image's queries to
 the later keys of the image, in reversed order. Both results are merged by their log-sum-exp, and the gradients of both
 calls are computed from the merged output and log-sum-exp. A window limits only earlier keys, so it concerns the first
-call alone. Every backend whose backward accepts a part of a softmax (`raw_backward`) can be used.
+call. Every backend whose backward accepts a part of a softmax (`raw_backward`) can be used.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def decode(content: bytes, name: str, max_pixels: int, path: str | None = None) 
         raise ImageFileError(f"{name} has {len(content):,} bytes; expected at most {MOST_BYTES:,}", path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns about files that it reads in spite of an error
+            warnings.simplefilter("ignore")  # Pillow warns about files that have an error but can be read
             image = pillow.open(io.BytesIO(content))
             width, height = image.size
             if width * height > max_pixels:

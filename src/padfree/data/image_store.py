@@ -131,7 +131,10 @@ class StoredImages:
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def of_sample(self, stored: int, tokens: NDArray[np.int32]) -> tuple[Image, ...]:
-        """Return the images of a sample with all its tokens [n] or, if it is truncated, those of its first tokens."""
+        """Return the images of the sample number `stored`, as far as all placeholders are in `tokens` [n].
+
+        `tokens`: all tokens of the sample, or its first tokens if it is truncated.
+        """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         if not numbers:
             return ()

@@ -1,4 +1,4 @@
-"""Put the images of a row where they belong: into the messages of its conversation.
+"""Put the images of a row into the messages of its conversation.
 
 A row can hold images in the parts of its messages, in a column `images` (or `image`), or in both. An image of the
 column is shown at

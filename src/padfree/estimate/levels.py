@@ -2,13 +2,13 @@
 
     forward     layer 0     1     2     3     head        every layer adds what it keeps
     memory      |#          ##    ###   ####  ####+head
-    backward    layer 3     2     1     0                 a layer frees what it kept; `working` exists only meanwhile
+    backward    layer 3     2     1     0                 a layer frees what it kept; `working` (w) exists only then
     memory      |####+w     ###+w ##+w  #+w
 
     levels, device bytes per token from least to most:  full, host < selective < attention < none
 
-A layer has one option per level, with the bytes that it keeps on the device and in host memory, the bytes that its
-backward pass needs besides, and what it costs to recompute the rest. A copy to host memory costs nothing if it ends
+A layer has one option per level, with the bytes that it keeps on the device and in host memory, the further bytes that
+its backward pass needs, and the cost of recomputing the rest. A copy to host memory costs nothing if it ends
 before the backward pass begins. Therefore all copies together must take no longer than the forward pass, and a tensor
 takes device memory until its copy has ended.
 
@@ -117,7 +117,7 @@ class _States:
         values, group = np.unique(sorted_.offloaded, return_inverse=True)
         if not len(values):
             return order
-        # later groups are lower by more than any cost, so that the running minimum begins anew in each of them
+        # later groups are lower by more than any cost, so that the running minimum starts again in each group
         lowered = sorted_.cost - group * (int(self.cost.max()) + 1)
         kept = np.ones(len(order), bool)
         kept[1:] = lowered[1:] < np.minimum.accumulate(lowered)[:-1]

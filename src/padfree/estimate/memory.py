@@ -83,7 +83,7 @@ class MemoryEstimate:
     offloaded_activations: int  # in host memory
     working: int
     working_parts: WorkingParts
-    compiled: bool  # whether activations are those of compiled layers
+    compiled: bool  # whether activations are counted as for compiled layers
     reference: int
     reference_offloaded: bool
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights

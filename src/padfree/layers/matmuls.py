@@ -3,7 +3,7 @@
     before autograd   a linear layer is one node: `linear`, or `float8_linear` with `parallel.linear = "float8"`
     after autograd    a matmul is one node: aten's, `float8_matmul`, or a matmul with an epilogue
 
-Graph passes and the rules of recompute ask `is_matmul`, and name no function themselves. A new kind of matmul is added
+Graph passes and the rules of recompute call `is_matmul` and do not list functions. A new kind of matmul is added
 here and nowhere else. `tests/layers/test_matmuls.py` fails if a compiled layer has a matmul that is not listed.
 """
 

@@ -72,7 +72,7 @@ def vision_class(config: PreTrainedConfig) -> str | None:
 
 
 def check_vision(config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless the config is that of a vision-language model that can be trained on images."""
+    """Raise `UserError` unless the config belongs to a vision-language model that can be trained on images."""
     name = vision_class(config)
     if name in FAMILIES:
         return

@@ -8,7 +8,7 @@
                                 embeddings, heads             adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
-The parameters of `optimizer.groups` form groups of their own in the same way, with `lr` and `muon.lr` multiplied by the
+The parameters of `optimizer.groups` form separate groups in the same way, with `lr` and `muon.lr` multiplied by the
 group's `lr_scale`.
 
 Weight decay applies to parameters with two or more dimensions, but not to vectors (norms, biases), because pulling the

@@ -44,10 +44,10 @@ def plan_shared_step(
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
-    given, a group is never divided over several packs. `added` [n] are further costs of samples, such as those of their
-    images. `contexts` are the numbers of ranks that may share a pack. With several `contexts`, samples that share a
-    prefix are divided into parts that fit on one rank. A sample longer than `max_tokens` shares no prefix, and its pack
-    is divided over as many ranks as it needs.
+    given, a group is never divided over several packs. `added` [n] are further costs of samples, such as the cost of
+    their images. `contexts` lists the numbers of ranks that may share a pack. With several `contexts`, samples that
+    share a prefix are divided into parts that fit on one rank. A sample longer than `max_tokens` shares no prefix, and
+    its pack is divided over as many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]

@@ -103,7 +103,7 @@ class Response:
         )
 
     def _routes_followed_by(self, rest: Response) -> Routes | None:
-        """The routes of the prompt, this response and `rest`, whose routes begin with those of the same prompt."""
+        """The routes of the prompt, this response and `rest`. `rest.routes` also begins with routes of the prompt."""
         if self.routes is None:
             return None
         return merged_routes(self.routes, rest.routes, len(self.routes) + len(rest.tokens))

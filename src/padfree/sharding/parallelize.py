@@ -83,7 +83,7 @@ def transformations(
 
     `float8` names the matmuls of linear layers that are computed in float8. With `exact`, compiled layers give a token
     the same bits as the sampler does (`rollout.exact`). `rules` select the parameters that are sharded over a mesh
-    other than that of all ranks. With `replay`, routers replay the routes of samples. `stretch`: the levels of
+    other than the mesh of all ranks. With `replay`, routers replay the routes of samples. `stretch`: the levels of
     `checkpointing` were chosen for another model, which may have another number of layers.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]

@@ -1,6 +1,6 @@
 """Measure how much float8 changes the gradients, and choose the decoder layers that stay in bfloat16.
 
-    pass                     what is compared with a pass in which no layer multiplies in float8
+    pass                     what is compared with a pass without float8
     all layers in float8     the gradient of each layer: its distance `together`
     layer l alone            the gradients of all layers: the largest distance is the distance of layer l `alone`
 
@@ -53,7 +53,7 @@ class Float8Distance:
 
 
 class Float8Layers:
-    """The decoder layers of a model that can multiply in float8. `use` chooses the ones that do."""
+    """The decoder layers of a model that can multiply in float8. `use` chooses the layers that do."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: dict[int, list[Float8Linear]] = {}

@@ -67,7 +67,7 @@ class PacksAhead:
         self._begin()
 
     def take(self) -> list[Sample]:
-        """Return the samples of the next pack with loaded images, and begin to load those of a later pack."""
+        """Return the samples of the next pack with loaded images, and begin to load the images of a later pack."""
         samples = self._packs[self._taken]
         self._taken += 1
         self._begin()

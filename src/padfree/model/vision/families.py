@@ -177,7 +177,7 @@ FAMILIES: dict[str, VisionFamily] = {
 
 REFUSED = {
     "paligemma": "the tokens of a prompt attend to each other, and a sample does not say where its prompt ends",
-    "got_ocr2": "transformers cannot set the attention of its language model alone",
+    "got_ocr2": "transformers cannot set the attention of its language model separately",
     "mllama": "its language model attends to images by cross-attention, and not at placeholder tokens",
 }
 """Why images cannot be trained, by `model_type` of the config."""

@@ -83,7 +83,7 @@ def openenv_episode(name: str) -> Episode:
     """Return the episode function of a server such as `openenv:http://127.0.0.1:8000`."""
     server = openenv_server(name)
     client_class = importlib.import_module("openenv.core.generic_client").GenericEnvClient
-    fields: list[tuple[str, str]] = []  # the fields of action and observation, once the server has said them
+    fields: list[tuple[str, str]] = []  # the fields of action and observation, after the server has sent its schema
     reading = asyncio.Lock()
 
     async def fields_of() -> tuple[str, str]:

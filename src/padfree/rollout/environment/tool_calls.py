@@ -83,7 +83,7 @@ class ToolCallParser:
 
 
 def read_calls(read: Reader, text: str) -> Found | None:
-    """Return the tool calls in a text, or None if it has none that can be read."""
+    """Return the tool calls in a text, or None if the text has no readable tool call."""
     try:
         found = read(text)
     except (ValueError, RecursionError):

@@ -16,7 +16,7 @@ MODEL = "policy"
 
 @cache
 def client_class() -> Callable[[PolicyResponder], Any]:
-    """Return the subclass of the package's `Client` that asks a `PolicyResponder`. This imports the package."""
+    """Return the subclass of the package's `Client` that calls a `PolicyResponder`. This imports the package."""
     clients, errors, types = (importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types"))
 
     class PolicyClient(clients.Client):  # type: ignore[misc, name-defined]  # the package is optional

@@ -7,7 +7,7 @@
     functions of one rollout            computed when the episode ends
     a function of several rollouts      computed when all episodes of the prompt have ended
 
-The reward is the weighted sum of the rubric's functions. All functions, also those of weight 0, are metrics.
+The reward is the weighted sum of the rubric's functions. All functions, including functions of weight 0, are metrics.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class HarnessAnswers:
 
 
 class Generation:
-    """How a task wants its text to be generated."""
+    """How the text of a task is generated."""
 
     def __init__(self, until: tuple[str, ...], max_new_tokens: int, temperature: float) -> None:
         self.until, self.max_new_tokens, self.temperature = until, max_new_tokens, temperature
@@ -177,7 +177,7 @@ def context_length(model: PreTrainedModel, tokenizer: Any) -> int:
 
 @cache
 def harness_class() -> Callable[[HarnessAnswers], Any]:
-    """Return the subclass of the package's `TemplateLM` that asks `HarnessAnswers`. This imports the package."""
+    """Return the subclass of the package's `TemplateLM` that calls `HarnessAnswers`. This imports the package."""
     base = importlib.import_module("lm_eval.api.model").TemplateLM
     utils = importlib.import_module("lm_eval.utils")
 

@@ -3,7 +3,7 @@
     prompts -> sampler: prefill, decode steps   tokens, log-probabilities [n]     the kernels of `rollout.exact`
             -> trainer: one pack of all samples log-probabilities [n]             equal bits?
 
-If any bit differs, the same tokens run through both paths once more, without the compiler and with a record of what
+If any bit differs, the same tokens run through both paths again, without the compiler and with a record of what
 every operator reads and writes. Operators run in the same order in both paths. The first one whose results differ is
 the cause, because everything before it is equal:
 
@@ -124,7 +124,7 @@ def check_sampler(
     backend: str = "auto",
     compiled: bool = False,
 ) -> SamplerReport:
-    """Sample a response to each prompt, and compare its log-probabilities with those of the trainer.
+    """Sample a response to each prompt, and compare the sampler's log-probabilities with the trainer's.
 
     `model`: a loaded model on its device, which this function attaches and compiles as training does. The sampler gets
     a copy of its modules with the same weights.
@@ -252,7 +252,7 @@ def _trainer_trace(model: PreTrainedModel, sample: Sample) -> Trace:
 def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored: int, rows: int) -> Trace:
     """Record a prefill of `stored` tokens, and then a decode step for each further token but the last.
 
-    The cache has the pages of the prompt first, then those of the response, then an unused page.
+    The cache has the pages of the prompt first, then the pages of the response, then an unused page.
     """
     own = -(-stored // PAGE_SIZE) * PAGE_SIZE
     length = len(tokens) - 1

@@ -39,7 +39,7 @@ def all_stacked(model: PreTrainedModel) -> bool:
 
 
 def use_decode_experts(model: PreTrainedModel) -> None:
-    """Compute the stacked experts of a model that is never trained with `experts_forward`, in place."""
+    """Change a model that is never trained in place: its stacked experts are computed by `experts_forward`."""
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
 

@@ -73,7 +73,7 @@ def problem(
 
 def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: LoraConfig) -> str | None:
     if rollout.engine != "in_process":
-        return f"rollout.engine={rollout.engine} has kernels of its own"
+        return f"rollout.engine={rollout.engine} has other kernels than the trainer"
     if any(getattr(rollout, name) != neutral for name, neutral in TRUNCATION.items()):
         return "log-probabilities of truncated distributions (rollout.top_p, top_k, min_p) were not compared"
     if parallel.linear != "bfloat16":
@@ -112,7 +112,7 @@ def model_problem(model: PreTrainedModel) -> str | None:
     if any(getattr(text_config(model.config), name, None) for name in EXPERTS):
         return "the matmuls of experts depend on how many tokens each expert gets"
     if text_config(model.config).model_type in OWN_CODE:
-        return "its layers have matmuls in code of their own, whose bits were seen to differ between packs"
+        return "its layers compute matmuls in custom code, whose bits were measured to differ between packs"
     layers = layers_of_model(model)
     assert layers is not None
     for name, module in _leaves(layers):

@@ -2,7 +2,7 @@
 
     a step     mask [L, V], request [L], position [L]  ->  row `step` of the buffers
     a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
-    at last    tokens in the order of the steps        ->  sorted by request and position
+    at the end tokens in the order of the steps        ->  sorted by request and position
 
 A step writes to fixed addresses, so that it can be captured as a CUDA graph. There are L slots and V vocabulary
 entries. The masks take BURST · L · V bytes.

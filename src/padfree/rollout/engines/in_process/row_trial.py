@@ -29,7 +29,7 @@ SHORTEST_PACK = PACK_ROWS[0]
 REFERENCE_ROWS = 16384
 
 STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of slots of a decode step that are tried, besides `rollout.max_concurrent`."""
+"""The numbers of slots of a decode step that are tried, in addition to `rollout.max_concurrent`."""
 
 
 class MatmulShape(NamedTuple):

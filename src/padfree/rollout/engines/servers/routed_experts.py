@@ -56,7 +56,7 @@ def read_routed_experts(encoded: str, num_tokens: int, layers: RoutedLayers) -> 
         raise ValueError(f"a {found.dtype} array of shape {found.shape} instead of unsigned {[*expected, 'k']}")
     top = found.shape[2]
     if top < 2:
-        raise ValueError("one expert per token, which cannot be told from a token without experts")
+        raise ValueError("one expert per token, which cannot be distinguished from a token without routes")
     chosen = found[:, list(layers.numbers)]
     if chosen.size and chosen.max() >= layers.num_experts:
         raise ValueError(f"expert {chosen.max()} of a model with {layers.num_experts} experts")
