@@ -31,6 +31,7 @@ from padfree.cli.main import TRAINING, parsed, parser
 from padfree.config import Config, config_from_dict, load_config
 from padfree.config.mixture import DataSource
 from padfree.config.recipe_files import shipped_recipes
+from padfree.optim.optimizer_settings import ParameterGroup
 
 ROOT = Path(__file__).parents[1]
 GENERATED = ("api", "_build")  # written by `make docs`
@@ -187,6 +188,7 @@ def test_the_index_lists_every_page() -> None:
 def test_settings_that_the_pages_name_exist() -> None:
     """A word in code such as `parallel.context` that begins with a section is a setting, or a table of settings."""
     names = setting_names(Config) | setting_names(DataSource, "data.sources.")
+    names |= setting_names(ParameterGroup, "optimizer.groups.")
     sections = {name for name in names if "." not in name}
     named = {
         (page_name(page), name)

@@ -134,7 +134,7 @@ def encoded_routes(routes: Routes) -> dict[str, Any]:
 
 
 def decoded_routes(value: Any) -> NDArray[Any]:
-    """Return routes from nested lists, or from the result of `encoded_routes`. Raise `ValueError` if neither fits."""
+    """Return routes from nested lists, or from the result of `encoded_routes`. Raise `UserError` if neither fits."""
     if not isinstance(value, dict):
         return np.array(value)
     try:
@@ -143,4 +143,5 @@ def decoded_routes(value: Any) -> NDArray[Any]:
         flat: NDArray[Any] = np.frombuffer(b64decode(value["base64"], validate=True), dtype)
         return flat.reshape(value["shape"]).copy()
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+        fix = "give nested lists, or the object that padfree writes"
+        raise UserError("routes", f"cannot be read ({type(error).__name__}: {error})", fix) from None

@@ -40,6 +40,8 @@ def test_there_is_a_rule_for_every_setting(tmp_path: Path) -> None:
     mixture = {"path": [], "sources": [{"path": "a"}, {"path": "b"}]}
     settings = {*flat_settings(make_config(tmp_path, tmp_path, **SFT)), "run.folder", "data.path"}
     settings |= {*flat_settings(make_config(tmp_path, tmp_path, **SFT, data=mixture))}
+    groups = {"groups": [{"match": "tower", "lr_scale": 0.1, "weight_decay": 0.0}]}
+    settings |= {*flat_settings(make_config(tmp_path, tmp_path, **{**SFT, "optimizer": groups}))}
     for name in settings:
         assert rule_of(name) in get_args(Resume), name
     assert RULES.keys() - {"data.sources"} <= {name.replace(".0.", ".") for name in settings}

@@ -96,7 +96,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "critic.path": ("rl", ["critic.path=MODEL", "loss.advantage=gae"]),
 }
 NO_MODELS = """
-    model.attention lora.targets rollout.environment rollout.agent rollout.engine rollout.servers
+    model.attention model.freeze parallel.checkpointing data.image_folder lora.targets
+    rollout.environment rollout.agent rollout.engine rollout.servers
     rollout.launch.command rollout.launch.devices rollout.launch.environment rollout.transfer_folder data.path
     data.subset data.split data.system data.prompt_template
     data.columns data.chat_template batch.cost run.folder loss.kind loss.corrections

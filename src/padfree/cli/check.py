@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="compare packed training of your model with one sample at a time",
         description="Compare the gradients with plain Hugging Face code. Exit code 1: they differ.",
         epilog="example: padfree check --model my-model --data train.jsonl --dtype bfloat16",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=26),
     )
     add = command.add_argument
     add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
@@ -48,9 +50,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--sampler",
         action="store_true",
-        help="instead compare the in-process sampler's log-probabilities with the trainer's, bit by bit",
+        help="instead compare sampler and trainer, bit by bit",
     )
-    add("--loss", default="nll", metavar="NAME", help="nll, dpo, kto, distill, reward or value (default nll)")
+    add("--loss", default="nll", metavar="NAME", help="nll (default), dpo, kto, distill, reward or value")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")

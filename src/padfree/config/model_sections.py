@@ -69,7 +69,7 @@ class ModelConfig:
         needs=need_of(
             "loss.task.reads_images",
             fix="leave it out: only padfree sft, dpo and distill read images",
-            about="a command that reads images",
+            about="a command that reads images from data.path",
         ),
         resume=STAYS,
     )

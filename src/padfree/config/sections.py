@@ -309,9 +309,9 @@ class ParallelConfig:
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: str = setting(
         "auto",
-        about="Activation checkpointing: none keeps all activations, host offloads matmul results of compiled layers "
-        "to host memory, selective recomputes everything but matmuls, full recomputes whole layers; auto chooses a "
-        "level for each layer on a GPU, as in '6 host, 30 none'.",
+        about="Activation checkpointing: none keeps all activations, host offloads matmul results of compiled layers, "
+        "selective recomputes everything but matmuls, full whole layers; auto chooses a level for each layer on a GPU, "
+        "as in '6 host, 30 none'.",
         allowed="auto, none, host, selective, full, or numbers of layers with their levels",
     )
     compile: CompilerOrAuto | bool = setting(

@@ -47,6 +47,7 @@ from padfree.model.expert_adapters import has_expert_adapters, merged_weight, st
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_tensor
+from padfree.model.split_weight import is_split
 from padfree.model.structure import keep_in_float32
 from padfree.model.wrapper import copy_processor, save_whole, wrapper_of
 from padfree.version import __version__
@@ -79,7 +80,7 @@ def export_model(
     for name, whole in whole_tensors(model):
         if first:
             kept = whole.to(dtypes[name]) if dtype is not None and name in parameters else whole
-            tensors[name] = kept.cpu().contiguous()
+            tensors[name] = (kept.joined() if is_split(kept) else kept).cpu().contiguous()
     raise_together(_not_finite(tensors, parameters, dtype or model.dtype))
 
     wrapper = wrapper_of(model)

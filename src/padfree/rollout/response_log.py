@@ -356,13 +356,14 @@ def _encoded(response: Response) -> dict[str, Any]:
     return entry
 
 
-def _encoded_array(array: NDArray[Any]) -> dict[str, str]:
-    assert array.ndim == 1
-    return {"dtype": array.dtype.str, "bytes": b64encode(array.tobytes()).decode()}
+def _encoded_array(array: NDArray[Any]) -> dict[str, Any]:
+    shape = {} if array.ndim == 1 else {"shape": array.shape}
+    return {"dtype": array.dtype.str, "bytes": b64encode(array.tobytes()).decode(), **shape}
 
 
-def _decoded_array(entry: dict[str, str]) -> NDArray[Any]:
-    return np.frombuffer(b64decode(entry["bytes"]), np.dtype(entry["dtype"])).copy()
+def _decoded_array(entry: dict[str, Any]) -> NDArray[Any]:
+    flat = np.frombuffer(b64decode(entry["bytes"]), np.dtype(entry["dtype"]))
+    return flat.reshape(entry.get("shape", [-1])).copy()
 
 
 def _decoded(entry: dict[str, Any]) -> Response:

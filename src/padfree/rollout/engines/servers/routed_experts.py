@@ -22,6 +22,8 @@ from padfree.model.routers import routers_of
 from padfree.model.structure import layers_of
 from padfree.routes import Routes, joined_routes, route_dtype, unknown_in
 
+FIX = "set rollout.routing=recompute, or start a server with a supported version of vLLM"
+
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
@@ -49,17 +51,23 @@ def routed_layers(model: PreTrainedModel) -> RoutedLayers:
 
 
 def read_routed_experts(encoded: str, num_tokens: int, layers: RoutedLayers) -> Routes:
-    """Return the routes [num_tokens, R, k] of a prompt and its response. Raise `ValueError` if the format is wrong."""
+    """Return the routes [num_tokens, R, k] of a prompt and its response. Raise `UserError` if the format is wrong."""
     found = np.load(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
     expected = (num_tokens - 1, layers.num_layers)
     if found.ndim != 3 or found.shape[:2] != expected or found.dtype.kind != "u":
-        raise ValueError(f"a {found.dtype} array of shape {found.shape} instead of unsigned {[*expected, 'k']}")
+        raise UserError(
+            "routed_experts",
+            f"is a {found.dtype} array of shape {found.shape} instead of unsigned {[*expected, 'k']}",
+            FIX,
+        )
     top = found.shape[2]
     if top < 2:
-        raise ValueError("one expert per token, which cannot be distinguished from a token without routes")
+        problem = "has one expert per token, which cannot be distinguished from a token without routes"
+        raise UserError("routed_experts", problem, FIX)
     chosen = found[:, list(layers.numbers)]
     if chosen.size and chosen.max() >= layers.num_experts:
-        raise ValueError(f"expert {chosen.max()} of a model with {layers.num_experts} experts")
+        problem = f"names expert {chosen.max()} of a model with {layers.num_experts} experts"
+        raise UserError("routed_experts", problem, FIX)
     repeated = (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any(axis=(1, 2))
     dtype = route_dtype(layers.num_experts)
     known = np.where(repeated[:, None, None], unknown_in(dtype), chosen.astype(np.int16)).astype(dtype)
