@@ -74,10 +74,10 @@ def vision_class(config: PreTrainedConfig) -> str | None:
 def check_vision(config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the config belongs to a vision-language model that can be trained on images."""
     name = vision_class(config)
-    if name in FAMILIES:
-        return
     mapping: Any = AutoModelForImageTextToText._model_mapping
     reason = "it is not a supported vision-language model" if name is None else why_refused(mapping[type(config)])
+    if reason is None:
+        return
     raise UserError(
         "model.vision",
         f"true, but {name or type(config).__name__} cannot be trained on images: {reason}",

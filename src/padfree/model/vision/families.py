@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -186,18 +187,36 @@ REFUSED = {
 def why_refused(model_class: type) -> str | None:
     """Say why a class of image-text models cannot be trained on images. None if it is a supported class."""
     if model_class.__name__ in FAMILIES:
-        return None
+        return features_obstacle(model_class)
     kind = getattr(getattr(model_class, "config_class", None), "model_type", "")
     if kind in REFUSED:
         return REFUSED[kind]
-    module = sys.modules[model_class.__module__]
-    base: Any = getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
-    if "mm_encoder_outputs" not in inspect.signature(base.forward).parameters:
-        return "its forward does not accept features of images that were computed before (mm_encoder_outputs)"
+    if (obstacle := features_obstacle(model_class)) is not None:
+        return obstacle
+    base = _base_class(model_class)
     read = inspect.signature(getattr(base, "get_image_features", base.forward)).parameters
     names = [name for name in read if "pixel" in name or "image" in name or "size" in name or "patch" in name]
     reads = f" ({', '.join(names)})" if names else ""
     return f"padfree has no description of what its vision tower reads{reads}, and no test that compares it"
+
+
+def features_obstacle(model_class: type) -> str | None:
+    """Say why the forward of a class cannot use features that padfree computed. None if it can.
+
+    transformers 5.17 does not accept computed features in any class; 5.18 and later versions do.
+    """
+    if "mm_encoder_outputs" in inspect.signature(_base_class(model_class).forward).parameters:
+        return None
+    return (
+        f"its forward in transformers {transformers.__version__} does not accept features of images that were computed "
+        "before (mm_encoder_outputs; transformers 5.18 added them to many classes)"
+    )
+
+
+def _base_class(model_class: type) -> Any:
+    """The class without a head that belongs to a class with a language-model head, or the class itself."""
+    module = sys.modules[model_class.__module__]
+    return getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
