@@ -180,3 +180,11 @@ def test_deep_nesting_is_refused() -> None:
 def test_two_system_prompts_are_refused() -> None:
     with pytest.raises(RowError, match=r"messages\[0\] is a system message, but the row has a separate system prompt"):
         read({"role": "system", "content": "a"}, USER, system="b")
+
+
+def test_images_are_refused_unless_they_are_asked_for() -> None:
+    """Environments, agents and prompts read messages with the same function as rows, and show no images."""
+    messages = [{"role": "user", "content": [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "?"}]}]
+    with pytest.raises(RowError, match=r"message 1 \(user\) has an image"):
+        read_conversation(messages, "messages")
+    assert len(read_conversation(messages, "messages", images=True).messages) == 1

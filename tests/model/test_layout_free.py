@@ -32,7 +32,7 @@ LEAST_TOKENS = 16
 
 PROMPTS, RESPONSES = (7, 30, 1), (1, 20, 55)
 
-UNPROMISED = ("experts", "state", "layers of type", "counts positions", "code of their own")
+UNPROMISED = ("experts", "state", "layers of type", "counts positions", "custom code")
 """Parts of the reasons why an architecture is not promised."""
 
 Scores = dict[int, tuple[Tensor, Tensor]]

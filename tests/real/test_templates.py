@@ -159,7 +159,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("deepseek_v3", "call beside text"): NO_CALL,
     ("deepseek_v3", "calls in two turns"): "the text before message 4, with the generation prompt, is not a prefix",
     ("mistral_nemo", "system and call"): r"message 1 \(system\): content is missing from the rendered text",
-    **{(template, "image"): r"messages\[0\]\.content\[0\]\.type is 'image_url'" for template in TEMPLATES},
+    **{(template, "image"): "has an image, but the data is read as text" for template in TEMPLATES},
     **{(template, "weight 0 everywhere"): "all assistant messages have weight 0" for template in TEMPLATES},
     **{(template, "null content"): r"messages\[1\]\.content is null" for template in TEMPLATES},
     **{(template, "name"): r"message 1 \(user\): name is missing from the rendered text" for template in TEMPLATES},

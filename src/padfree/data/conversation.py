@@ -95,8 +95,12 @@ def read_conversation(
     tools: object = None,
     tools_column: str = "tools",
     system: str | None = None,
+    images: bool = False,
 ) -> Conversation:
     """Read a list of messages, or such a list as JSON text.
+
+    Messages with images are refused unless `images` is True, because a chat template for text would drop them or write
+    them as text.
 
     A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's format (`from`, `value`). `column`
     and `tools_column` are the names of the columns in error messages. `system` is a system prompt from another column
@@ -116,6 +120,8 @@ def read_conversation(
         tools=None if tools is None else _tools(tools, tools_column),
         untrained=frozenset(untrained),
     )
+    if not images:
+        need_no_images(found)
     if not system:
         return found
     if found.has_system:
@@ -124,6 +130,23 @@ def read_conversation(
             "of them"
         )
     return found.with_system(check_encodable(system, "system"))
+
+
+def need_no_images(conversation: Conversation) -> Conversation:
+    """Return the conversation, or raise a `RowError` if it has images, for models that read text only."""
+    for index, message in enumerate(conversation.messages):
+        if image_parts(message):
+            raise RowError(
+                f"message {index + 1} ({message['role']}) has an image, but the data is read as text; remove the "
+                "image, or set model.vision=true in padfree sft, dpo or distill"
+            )
+    return conversation
+
+
+def image_parts(message: Message) -> list[Message]:
+    """The parts of a message that are images."""
+    content = message["content"]
+    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
 def _listed(value: object, column: str, expected: str) -> list[Any]:

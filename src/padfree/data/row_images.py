@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from padfree.data.conversation import Conversation, Message
+from padfree.data.conversation import Conversation, Message, image_parts
 from padfree.data.image_references import ImageReference, read_reference
 from padfree.data.records import RowError
 
@@ -46,7 +46,7 @@ def with_images(
 
     `given` is None if the row has no column with images. Without any image, the conversation is returned unchanged.
     """
-    parts = [part for message in conversation.messages for part in _image_parts(message)]
+    parts = [part for message in conversation.messages for part in image_parts(message)]
     messages = conversation.messages
     if given is not None:
         empty = sum(part["image"] is None for part in parts)
@@ -60,7 +60,7 @@ def with_images(
     images = [
         next(waiting) if part["image"] is None else part["image"]
         for message in messages
-        for part in _image_parts(message)
+        for part in image_parts(message)
     ]
     if not images:
         return conversation
@@ -69,28 +69,12 @@ def with_images(
 
 def num_images(messages: Sequence[Message]) -> int:
     """The number of images that these messages show."""
-    return sum(len(_image_parts(message)) for message in messages)
+    return sum(len(image_parts(message)) for message in messages)
 
 
 def text_of(content: str | list[Message]) -> str:
     """The text of a message's content, without its images."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
-def need_no_images(conversation: Conversation) -> Conversation:
-    """Return the conversation, or raise a `RowError` if it has images, for models that read text only."""
-    for index, message in enumerate(conversation.messages):
-        if _image_parts(message):
-            raise RowError(
-                f"message {index + 1} ({message['role']}) has an image, but the data is read as text; remove the "
-                "image, or set model.vision=true in padfree sft, dpo or distill"
-            )
-    return conversation
-
-
-def _image_parts(message: Message) -> list[Message]:
-    content = message["content"]
-    return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
 
 def _without_images(message: Message) -> Message:

@@ -26,11 +26,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from padfree.config.prompt_template import template_parts
-from padfree.data.conversation import Conversation, Message, read_conversation
+from padfree.data.conversation import Conversation, Message, need_no_images, read_conversation
 from padfree.data.data_settings import TextSettings
 from padfree.data.fields import Fields, has_value
 from padfree.data.records import RowError, check_encodable, present, shown, string
-from padfree.data.row_images import need_no_images, read_column, text_of, with_images
+from padfree.data.row_images import read_column, text_of, with_images
 from padfree.errors import UserError
 
 SYSTEM = ("system", "developer")
@@ -124,7 +124,7 @@ class RowReader:
     def _own_conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
         column = fields["messages"]
         given = present(row, column, "a list of messages")
-        found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"])
+        found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"], images=True)
         return _with_system(found, self._row_system(row, fields), fields["system"], column)
 
     def _own_prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
@@ -142,7 +142,7 @@ class RowReader:
             given: Any = [value] if isinstance(value, dict) else value
         else:
             given = [*_history(row, fields), {"role": "user", "content": self._prompt_text(row, fields)}]
-        found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"])
+        found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"], images=True)
         return _with_system(found, self._row_system(row, fields), fields["system"], column)
 
     def _row_system(self, row: Mapping[str, Any], fields: Fields) -> str | None:
@@ -245,7 +245,7 @@ def _answer(row: Mapping[str, Any], column: str) -> Conversation:
     value = row.get(column)
     if not is_messages(value):
         return Conversation(messages=({"role": "assistant", "content": string(row, column)},))
-    return read_conversation([value] if isinstance(value, dict) else value, column)
+    return read_conversation([value] if isinstance(value, dict) else value, column, images=True)
 
 
 def _tools(row: Mapping[str, Any], fields: Fields) -> object:
@@ -271,7 +271,7 @@ def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
         return []
     turns = row[column]
     if isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns):
-        return list(read_conversation(turns, column).messages)
+        return list(read_conversation(turns, column, images=True).messages)
     messages: list[Message] = []
     for index, turn in enumerate(turns if isinstance(turns, list) else [turns]):
         if not isinstance(turn, (list, tuple)) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
