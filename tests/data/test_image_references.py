@@ -111,7 +111,7 @@ def test_parts_with_other_keys_are_refused(part: dict[str, Any], problem: str) -
 
 def shown(messages: list[dict[str, Any]], images: Any = None) -> Conversation:
     given = None if images is None else read_column(images, "images")
-    return with_images(read_conversation(messages, "messages"), given)
+    return with_images(read_conversation(messages, "messages", images=True), given)
 
 
 def test_images_of_the_column_take_the_places_of_the_text() -> None:
@@ -145,7 +145,7 @@ def test_a_column_may_be_json_or_one_image() -> None:
 
 def test_text_stays_text() -> None:
     messages = [{"role": "user", "content": "an <image> tag"}]
-    assert shown(messages) == read_conversation(messages, "messages")
+    assert shown(messages) == read_conversation(messages, "messages", images=True)
     assert shown([{"role": "user", "content": "q"}], []).messages[0]["content"] == "q"
 
 
@@ -167,4 +167,4 @@ def test_the_numbers_of_images_and_places_must_agree(messages: list[Any], images
 @pytest.mark.parametrize("kind", ["video", "input_audio", "audio_url"])
 def test_other_media_are_refused(kind: str) -> None:
     with pytest.raises(RowError, match="text and images only"):
-        read_conversation([{"role": "user", "content": [{"type": kind, kind: "x"}]}], "messages")
+        read_conversation([{"role": "user", "content": [{"type": kind, kind: "x"}]}], "messages", images=True)
