@@ -73,7 +73,7 @@ def test_the_fastest_that_fits_is_taken(way: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("hidden", [256, 2048])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_levels_by_layer_fill_the_memory(processes: int, hidden: int, compiler: str, tmp_path: Any) -> None:
-    """The choice always fits, recomputes less with more memory, and all layers keep everything as soon as that fits."""
+    """The chosen levels fit the device. With more memory, fewer recompute, until every layer keeps everything."""
     asked = config_of(tmp_path, compile=compiler)
     few, most = (
         needed(config_of(tmp_path, compile=compiler, checkpointing=way, reshard=reshard), hidden, processes) + 1

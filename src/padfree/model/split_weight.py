@@ -40,7 +40,7 @@ TIE = 1 << 15
 
 
 class SplitStorage:
-    """Float32 values [N] as roundings [N], rests [N] and tie bits [N / 8]."""
+    """Stores N float32 values as bfloat16 roundings [N], int16 rests [N] and one tie bit each [N / 8 bytes]."""
 
     def __init__(self, numbers: int, device: torch.device | str) -> None:
         numbers = aligned(numbers)

@@ -48,7 +48,7 @@ def split_sum(linear: Any, x: Tensor) -> Tensor:
 
 
 def mean_of_halves(norm: Any, x: Tensor) -> Tensor:
-    """An RMSNorm that sums the squares of each half of a row by itself, from the last to the first."""
+    """An RMSNorm that adds up the squares of the two halves of a vector separately, as a split sum does."""
     first, second = (half.flip(-1).pow(2).mean(-1, keepdim=True) for half in x.chunk(2, -1))
     scaled: Tensor = x * torch.rsqrt((first + second) / 2 + norm.variance_epsilon)
     return norm.weight * scaled  # type: ignore[no-any-return]
