@@ -23,11 +23,12 @@ from padfree.sample import Sample
 from padfree.tasks.kto import LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.run import mesh_of, train
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.train.cases import weights_of
 from tests.train.trainer_cases import lines

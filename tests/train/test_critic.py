@@ -17,12 +17,12 @@ from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.critic import Critic, explained_variance, with_gae
 from padfree.train.run import train
 from padfree.train.setup import build_critic, build_engine, export_critic
 from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import make_batcher
 from tests.train.cases import small_model, weights_of
 from tests.train.trainer_cases import lines, samples
 

@@ -19,11 +19,12 @@ from padfree.data.data_settings import SFTDataSettings
 from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.train.cases import weights_of
 from tests.train.trainer_cases import lines
 

@@ -11,10 +11,10 @@ from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.train.batch_times import PARTS
+from padfree.train.batcher import make_batcher
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import make_batcher
 from tests.train.cases import VOCABULARY, make_samples
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}

@@ -25,11 +25,12 @@ from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.response_log import ResponseLog
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.batcher import Batcher
 from padfree.train.critic import Critic
 from padfree.train.determinism import restore_random_state
-from padfree.train.end_record import remove_end
 from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
+from padfree.train.finished import remove_end
 from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY, GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
@@ -40,7 +41,6 @@ from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import Best, OnNote, RunPosition, Trainer
-from padfree.train.training_data import Batcher
 
 
 def begin_run(

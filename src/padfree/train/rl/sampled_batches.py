@@ -17,8 +17,8 @@ from padfree.config import LossConfig, RolloutConfig, RunConfig
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout.collect.collector import Collector
 from padfree.sample import Sample
+from padfree.train.batcher import Batcher
 from padfree.train.engine import Engine
-from padfree.train.training_data import Batcher
 
 
 class SampledBatches:
