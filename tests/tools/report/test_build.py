@@ -15,7 +15,6 @@ from padfree.tools.report import write_report
 from padfree.tools.report.build import report_page
 from padfree.tools.report.runs import read_runs
 from tests.browser import Browser, executable
-from tests.refused import refused
 from tests.tools.report.run_folders import timed_rl_step, write_lines, write_rl_run, write_sft_run
 
 EVIL = "<img src=x></script>%{y}"
@@ -275,12 +274,3 @@ def test_notes_are_on_the_page_and_returned(tmp_path: Path) -> None:
     notes = write_report([folder], tmp_path / "page.html")
     assert notes == ["a: metrics.jsonl: the last line is incomplete and was skipped"]
     assert "the last line is incomplete" in (tmp_path / "page.html").read_text()
-
-
-def test_only_a_page_can_be_the_output(tmp_path: Path) -> None:
-    folder = write_sft_run(tmp_path / "a", 3)
-    with refused("--output"):
-        write_report([folder], folder / "metrics.jsonl")
-    (tmp_path / "x.html").mkdir()
-    with pytest.raises(ValueError, match=r"x.html is a folder; give the name of a file"):
-        write_report([folder], tmp_path / "x.html")
