@@ -4,9 +4,8 @@
     shard      [T/world]   A A A A                              rank 0 of 4, contiguous
     gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
 
-T is the number of tokens of the pack, and `world` the number of ranks. Packing has already shifted the labels inside
-each sample, so a rank needs nothing from its neighbours to score its own tokens. Positions, sample indices and weights
-are divided in the same way as the tokens.
+T is the number of tokens of the pack, and `world` the number of ranks. Labels were shifted when the pack was built, so
+a rank can score its tokens without its neighbours.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ def shard(
     method: str = "allgather",
     backend: str = "auto",
 ) -> LocalBatch:
-    """The part of a pack that belongs to context rank `rank` of `world`, with the `AttnContext` of this part.
+    """The part of a pack that belongs to context rank `rank`, with its `AttnContext`.
 
-    `group` is the process group of the context ranks. Without a group, the shards can be inspected but attention cannot
-    be computed, and one process can create the shards of all ranks. If `world` is 1, the pack stays whole. `kind` is
-    the layout of the tokens. The method `ulysses` balances the work with every kind of layout, and with
-    `contiguous` it saves a permutation.
+    `group` is the process group of the context ranks. Without it, one process can create the shards of all ranks, but
+    attention cannot be computed. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
