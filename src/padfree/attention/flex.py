@@ -1,4 +1,4 @@
-"""The `flex` backend: PyTorch's flex attention on CUDA. It supports float32 and other head sizes than the flash kernels.
+"""The `flex` backend: PyTorch's flex attention on CUDA, with float32 and with head sizes that flash kernels lack.
 
     queries  0 1 2 3 | 4 5 6 7        the mask is divided into blocks of 128 queries and 128 keys:
     keys     0 1 2 3 | 4 5 6 7            full      every query sees every key of the block; no mask is read

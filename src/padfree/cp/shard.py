@@ -139,7 +139,7 @@ def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
     """The entries of the pack that belong to this rank.
 
-    An entry is a token to score. It belongs to the rank that holds the position which predicts the token.
+    An entry is a token to score. It belongs to the rank that holds the position which predicts it.
     """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device
@@ -158,14 +158,13 @@ def gather_tokens(
 ) -> Tensor:
     """Gather the values [T/world, ...] of all ranks to [T, ...] in pack order, on every rank; differentiable.
 
-    `loss` says how the ranks use the result, which determines the gradient of `values`:
+    `loss` says how the ranks use the result:
 
-    - "replicated": every rank computes the same loss from the result, and this loss counts once. Each rank takes the
-      gradient of its own result, and keeps the part for its tokens.
-    - "partial": each rank computes one term of the loss, and the loss is the sum of these terms. The gradients of all
-      ranks are summed, and each rank keeps the part for its tokens.
+    - "replicated": every rank computes the same loss. Each rank keeps the part of its own gradient for its tokens.
+    - "partial": each rank computes one term of the loss. The gradients of all ranks are summed, and each rank keeps the
+      part for its tokens.
 
-    In both cases, the parameters' gradients summed over the ranks equal the gradients that one process would compute.
+    In both cases, the gradients of the parameters, summed over the ranks, equal those of one process.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)
@@ -197,7 +196,7 @@ def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
 
 
 def need_group(context: AttnContext) -> ProcessGroup:
-    """The process group of a context with several ranks. Raises `UserError` if it is not set."""
+    """Return the process group of the context ranks, or raise a `UserError` if it is not set."""
     if context.group is None:
         raise UserError(
             "group",
