@@ -95,7 +95,7 @@ class Capabilities:
         if needs.softcap and not self.softcap:
             return "it does not support softcap"
         if needs.raw_backward and not self.raw_backward:
-            return "its backward does not accept the lse of a larger softmax, which ring attention needs"
+            return "it cannot compute the gradients of one block of the keys, as ring attention needs"
         return None
 
 

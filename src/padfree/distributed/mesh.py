@@ -328,8 +328,7 @@ def make_mesh(
 
     If `expert` is above 1, every `expert` neighbouring processes divide the experts of a model among them.
 
-    `contexts` lists further sizes of context groups, each a divisor of the number of processes. For each size,
-    neighbouring ranks form groups of this size.
+    `contexts` lists further sizes of context groups, each a divisor of the number of processes.
 
     `timeout` is the time limit of one collective in these groups, in seconds.
     """
@@ -361,10 +360,9 @@ def make_mesh(
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """A block with an initialised process group, which is destroyed at the end. Yields the device of this process.
+    """A block with an initialised process group, which is destroyed at the end. Yields the device.
 
-    The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail
-    (`failing_together`).
+    The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail.
     """
     already = dist.is_initialized()
     chosen = init_distributed(device=device, timeout=timeout)

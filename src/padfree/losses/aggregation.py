@@ -4,7 +4,7 @@
     weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ instead of ¼
 
 Element t of the weights belongs to the prediction of token t + 1, as with labels. A *scored* token is a trained token
-that is not the first token of its sample. A scored token of sample i in group g has the weight
+that is not the first token of its sample. A scored token of sample i in group g has this weight:
 
     token-mean            1 / N            every token counts the same
     sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean

@@ -24,7 +24,7 @@ remaining ranks along another dimension:
 
 FSDP2 sums the gradients of an expert over the groups. Routers and shared experts are sharded like all other weights.
 
-All ranks of a group must call each layer equally often. A rank without samples therefore computes a filler.
+All ranks of a group must call each layer the same number of times. A rank without samples therefore computes a filler.
 
 The class of the module stays unchanged. A new forward of the instance calls the old one with a view of the module that
 has only this rank's experts. It breaks the graph of a compiled layer.
