@@ -18,7 +18,7 @@ from padfree.distributed import Mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.model.named_tensors import local_part, named_tensors
 from padfree.model.split_weight import ALIGNMENT, SplitWeight, is_split
-from padfree.optim.adamw import BLOCK
+from padfree.optim.pieces import BLOCK
 from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer_settings import OptimizerName
 from padfree.sharding.parallelize import inside

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from padfree.checkpoint.checkpoint_files import DTYPE_OF, Reader, check_json
 from padfree.errors import UserError
-from padfree.model.named_tensors import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors, sharded_like
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """The options that select how an optimizer is implemented. A resumed run ignores their values in the checkpoint."""
@@ -85,9 +85,10 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
         if key.startswith("optimizer/"):
             _, kind, name = key.split("/", 2)
             parameter, dtype = parameters[name], DTYPE_OF[about["dtype"]]
+            is_sharded = kind != "step" and about["shape"][:-1] == list(parameter.shape)[:-1]
             value = (
-                torch.empty_like(parameter, dtype=dtype)
-                if kind != "step" and about["shape"] == list(parameter.shape)
+                sharded_like(parameter, about["shape"], dtype)
+                if is_sharded
                 else torch.empty(about["shape"], dtype=dtype)
             )
             reader.fill(key, local_part(value), local_region(value))
