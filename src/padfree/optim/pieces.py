@@ -39,9 +39,7 @@ class Piece(NamedTuple):
     state: dict[str, Tensor]  # without the step counter
 
 
-def update_pieces(
-    parameters: Sequence[Tensor], state: State, update: Callable[[list[Piece]], None], most: int
-) -> None:
+def update_pieces(parameters: Sequence[Tensor], state: State, update: Callable[[list[Piece]], None], most: int) -> None:
     """Call `update` with all parameters. Split weights are joined in blocks of at most `most` elements."""
     update([_piece(parameter, state) for parameter in parameters if not is_split(parameter)])
     splits = [parameter for parameter in parameters if is_split(parameter)]
