@@ -163,4 +163,5 @@ def _read(moment: Moment, part: slice, kind: str) -> Tensor:
 def _write(moment: Moment, part: slice, kind: str, values: Tensor, bits: Tensor, finite: Tensor) -> None:
     stored = (round_bfloat16(values, bits),) if moment.scales is None else encode_int8(values, bits, INT8[kind])
     for own, new in zip(moment, stored, strict=False):
+        assert own is not None
         own[part].copy_(torch.where(finite, new, own[part]))
