@@ -249,10 +249,9 @@ class Collector:
         """
         self.sampler.update_weights(trained, version)
         queued = QueuedBatch(0, groups, self.settings, version=version, prompts=self._prompts, seed=self._run.seed)
-        plays = queued.plays = [
-            Play(number=number, group=group, key=int(keys[number])) for number, group in self._share(queued.groups)
-        ]
-        watch = Watcher(on_progress=lambda done: on_sampling(done, len(plays)))
+        share = self._share(queued.groups)
+        queued.plays.extend([Play(number=number, group=group, key=int(keys[number])) for number, group in share])
+        watch = Watcher(on_progress=lambda done: on_sampling(done, len(share)))
         error = self._play(queued, watch, None if reward is None else RewardWorkers(reward))
         outcomes = self._complete(queued, error, model=reward is None)
         assert outcomes is not None
@@ -332,7 +331,7 @@ class Collector:
         self, queued: QueuedBatch, watch: Watcher | None = None, reward_workers: RewardWorkers | None = None
     ) -> str | None:
         """Play all requested episodes now. Return an error message, or None."""
-        plays, queued.plays = queued.plays, []
+        plays = queued.take_plays()
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
         try:

@@ -130,6 +130,10 @@ class QueuedBatch:
         first = self.groups[-1].numbers.stop if self.groups else 0
         self.groups.append(replace(group, first=first))
 
+    def take_plays(self) -> list[Play]:
+        plays, self.plays = self.plays, []
+        return plays
+
     def own_outcomes(self) -> dict[int, EpisodeOutcome]:
         """Return the outcomes of this rank's episodes."""
         return {
