@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kept_sets",
         "layers",
         "model",
+        "optim",
         "packing",
         "record",
         "routes",

@@ -5,7 +5,7 @@
                                                 log-probabilities of the whole rollout batch; then `loss.epochs` passes
                                                 over it in `loss.mini_batches` parts, one optimizer step per part. With
                                                 `rollout.staleness`, later batches are sampled meanwhile
-                                                (`rl.sampled_batches`)
+                                                (`padfree.rollout.collect`)
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
