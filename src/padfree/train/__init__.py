@@ -8,7 +8,6 @@ batch_preparer  global batches with advantages and log-probabilities
 global_batch    the samples of a batch, its updates, and both in a checkpoint
 engine          plan, packs, gradients and update of one optimizer step
 microbatch      builds the packs of one rank from samples
-image_loader    loads the images of packs in threads, ahead of the packs
 router_balance  balances the load of experts
 step            the states of a step: prepared, pending, reported
 step_pipeline   finishes steps, and writes their metrics

@@ -27,7 +27,7 @@ from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.packing.epochs import EpochOrder, SourcePart
 from padfree.packing.fill import Indices
 from padfree.rollout import Prompt
-from padfree.rollout.collect.group import RolloutGroup
+from padfree.rollout.group import RolloutGroup
 from padfree.sample import Sample
 from padfree.tasks.reading import Samples, TrainingData
 
