@@ -17,7 +17,7 @@ Models and measurements:
 scorer          scores without gradients: log-probabilities, values, rewards
 critic          PPO's value model, its loss and its advantages
 evaluate        metrics on held-out data
-rl              the reference model, reward models, and batches of sampled responses
+rl              the reference model, reward models, and the log of sampled responses
 finite_checks   errors for numbers that are not finite
 float8_budget   the layers that stay in bfloat16
 batch_times, rank_imbalance_timer    seconds of phases, and of each rank

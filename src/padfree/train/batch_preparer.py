@@ -46,13 +46,16 @@ class BatchPreparer:
         data: DataConfig,
         rollout: RolloutConfig,
         seed: int,
-        reference: ReferenceModel | None,
-        teacher: Scorer | None,
-        critic: Critic | None,
-        rollouts: Collector | None,
+        reference: ReferenceModel | None = None,
+        teacher: Scorer | None = None,
+        critic: Critic | None = None,
+        rollouts: Collector | None = None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """An argument is None if the run has no such part. `end_tokens`: token ids that end a response, if known."""
+        """An argument is None if the run has no such part. `teacher` gives the advantages if `loss.advantage` is
+        `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the batcher's prompts. `end_tokens`:
+        token ids that end a response, if known.
+        """
         self.engine, self.batcher = engine, batcher
         self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
         self.reference, self.teacher, self.critic = reference, teacher, critic

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
-from padfree.losses import LossOutput, WeightMode, merge_statistics, segment_sum, token_weights
+from padfree.losses import LossOutput, WeightMode, segment_sum, token_weights
 from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer import Optimizer
 from padfree.sample import TOKEN_ARRAYS, Sample
@@ -213,9 +213,7 @@ class Engine:
                     output.loss.backward()  # type: ignore[no-untyped-call]
                 if master_weights is not None:
                     master_weights.collect_gradients()
-                sums.loss += output.loss.detach()
-                sums.statistics = merge_statistics(sums.statistics, output.statistics)
-                sums.token_losses.append(output.token_losses)
+                sums.add(output)
                 if prepared.source is not None and not batch.is_filler:
                     local = batch.local
                     by_sample = segment_sum(output.token_losses.double(), local.sample_index, local.num_samples)

@@ -39,6 +39,7 @@ from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
+from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.batcher import make_batcher, planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
@@ -175,16 +176,22 @@ def _train(
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
-        batcher = make_batcher(config, samples, source.parts)
-        trainer = begin_run(
-            config,
+        batches = BatchPreparer(
             engine,
-            batcher,
+            make_batcher(config, samples, source.parts),
+            loss=config.loss,
+            data=config.data,
+            rollout=config.rollout,
+            seed=config.run.seed,
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
             rollouts=collector,
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
+        )
+        trainer = begin_run(
+            config,
+            batches,
             on_step=SamplerAgreement(on_step, on_note) if config.rollout.exact is True else on_step,
             on_note=on_note,
             on_activity=report_activity,

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
-from padfree.losses import Statistics
+from padfree.losses import LossOutput, Statistics, merge_statistics
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
@@ -95,6 +95,13 @@ class StepSums:
     statistics: Statistics
     token_losses: list[Tensor]
     source_losses: Tensor  # [sources] weighted sums
+
+    def add(self, output: LossOutput) -> None:
+        """Add the loss and the statistics of a micro-batch."""
+        assert output.token_losses is not None
+        self.loss += output.loss.detach()
+        self.statistics = merge_statistics(self.statistics, output.statistics)
+        self.token_losses.append(output.token_losses)
 
 
 class PendingStep:
