@@ -75,7 +75,7 @@ def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Ten
 
 
 def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
-    """The same result as `sum_copies`, in plain PyTorch on any device. `count` is the number of elements."""
+    """Sum copies like `sum_copies`, in plain PyTorch on any device. `count` is the number of elements."""
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
     return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)
 

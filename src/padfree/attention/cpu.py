@@ -242,7 +242,7 @@ class _PieceTensors:
     def take(self, starts: list[int], length: int) -> list[Tensor]:
         """Return n pieces of each tensor, joined to [Hkv · n, group, length, ...]. `starts` holds the n start tokens.
 
-        The result is a view if n is 1.
+        The result is a view, not a copy, if n is 1.
         """
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]

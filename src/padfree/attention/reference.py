@@ -1,6 +1,6 @@
 """The reference implementation: a loop over segments with every step written out.
 
-It computes in float32, or in float64 if its inputs are float64.
+The reference computes in float32, or in float64 if its inputs are float64.
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v

@@ -108,10 +108,7 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """Return the reason why `auto` does not choose a backend that supports the call.
-
-    None if `auto` may choose it.
-    """
+    """Return the reason why `auto` does not choose a backend that supports the call."""
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 

@@ -19,7 +19,7 @@ from padfree.errors import UserError
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Include the sinks [H] in the softmax.
 
-    Takes and returns out [Tq, H, dv] and lse [Tq, H].
+    `out` [Tq, H, dv] and `lse` [Tq, H] are the results without sinks. Returns both with sinks.
     """
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:

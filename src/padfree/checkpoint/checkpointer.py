@@ -219,10 +219,7 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes its piece of the tensor. If several ranks hold a piece, one of them writes it.
-
-        If several ranks hold the piece, only one writes it.
-        """
+        """Whether this rank writes its piece of the tensor. If several ranks hold a piece, one of them writes it."""
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
@@ -297,7 +294,7 @@ class Checkpointer:
     def agreed_latest(self) -> Path | None:
         """Return the result of `latest` on rank 0, on every rank.
 
-        All ranks use the answer of one rank, because a shared file system may show the others an older state.
+        All ranks use the folder that rank 0 sees, because a shared file system may show the others an older state.
         """
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path

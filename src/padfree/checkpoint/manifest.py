@@ -10,8 +10,6 @@ Before a checkpoint is loaded, its manifest is compared with the model.
 
 A model with adapters is saved without its frozen weights. The manifest has a fingerprint of them instead, so that
 adapters are not loaded onto other weights.
-
-This module does not communicate with other ranks. `padfree.checkpoint.checkpointer` does.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """The same setting for a model with another number of layers.
+    """The levels of this setting, for a model with another number of layers.
 
     Each layer gets the level of the layer at the same relative depth.
     """

@@ -133,7 +133,7 @@ class Config:
     def _check_rollouts(self, setting: str) -> None:
         """Check the settings of a run that samples its responses.
 
-        `setting` makes the run sample its responses, such as `rollout.reward`.
+        `setting` is the setting because of which the run samples its responses, such as `rollout.reward`.
         """
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))

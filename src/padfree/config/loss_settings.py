@@ -50,7 +50,7 @@ class TaskSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTSettings(TaskSettings):
-    """Negative log-likelihood."""
+    """The settings of SFT, whose loss is the negative log-likelihood."""
 
     command: ClassVar[str] = "sft"
     help: ClassVar[str] = "fine-tune on chat, prompt/response or plain text"

@@ -22,7 +22,7 @@ GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=
 def expand_home(section: Any, *names: str) -> None:
     """Expand `~` in the paths of the fields `names` of `section`.
 
-    Expand `~`, because a shell does not expand it in `model.path=~/qwen`.
+    Shells do not expand `~` in `model.path=~/qwen`, so padfree does.
     """
     for name in names:
         value = getattr(section, name)

@@ -76,7 +76,7 @@ def _value(text: str) -> Any:
 def check_package(package: str, setting: str, value: str) -> None:
     """Raise a `UserError` if the package is missing or has an unsupported version. Nothing is imported.
 
-    `value`: the value of `setting`, which needs the package.
+    `value` is the value of `setting`, which needs the package.
     """
     install = 'pip install "padfree[environments]"'
     if importlib.util.find_spec(package) is None:

@@ -92,8 +92,8 @@ def _check_bounds_are_meant(
 ) -> None:
     """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
 
-    Such a bound is meant for the loss in the file. `kind` is `loss.kind` in the file, `values` are the settings with
-    the overrides, and `said` the names in the overrides.
+    `kind` is `loss.kind` in the file, `values` are the settings with the overrides, and `said` the names in the
+    overrides.
     """
     loss = _loss_of(values)
     for name in BOUNDS:
@@ -273,7 +273,7 @@ def _check_numbers(value: Any, name: str) -> None:
 def _table_fix(name: str, value: str) -> str:
     """Return how to write a table on a command line, where a shell expands braces and removes quotes.
 
-    `value`: the table as bash passed it.
+    `value` is the table as a shell passed it on.
     """
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]

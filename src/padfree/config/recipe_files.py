@@ -16,7 +16,7 @@ def shipped_recipes() -> dict[str, Path]:
 def recipe_path(name: str | PathLike[str]) -> Path:
     """Return the path of a recipe. `name` is a path or the name of a shipped recipe.
 
-    If both exist, the path is used.
+    A path has priority over a shipped recipe of the same name.
     """
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)

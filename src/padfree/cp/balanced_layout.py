@@ -105,7 +105,7 @@ def _tree_lengths(segments: Segments) -> Indices:
 class _Circles(NamedTuple):
     """P pieces of the pack, arranged on C circles. In a circle, the first piece follows the last one.
 
-    Circle c is divided among `world[c]` ranks.
+    `world[c]` ranks share circle c.
     """
 
     start: Indices  # [P] index in the pack
@@ -118,8 +118,8 @@ class _Circles(NamedTuple):
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
     """Cut each circle into two parts: a window for one half of its ranks, and the remainder for the other half.
 
-    Each rank has `share` tokens, the mean work `mean_work` and at most the work `most_work`. `last`: the new circles
-    are not cut again.
+    Each rank gets `share` tokens, and work near `mean_work` but at most `most_work`. `last`: the new circles are not
+    cut again.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)

@@ -60,7 +60,7 @@ class Pieces:
 class ContextPlan:
     """The data of one rank for one pack and layout.
 
-    `padfree.cp.shard` creates it, and the layers only read it.
+    `padfree.cp.shard` makes this object, and the layers only read it.
     """
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:

@@ -48,7 +48,7 @@ class KeyPlan:
     def pool_tokens(self) -> Tensor:
         """The pack indices [N] of the keys that this rank owns or receives.
 
-        They are needed to simulate a rank without its process group.
+        The pool tokens are needed to simulate a rank without its process group.
         """
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
@@ -169,7 +169,7 @@ class _Needs(NamedTuple):
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
         """The needs in the mask `which`, sorted by reader or owner and then in pack order.
 
-        The sender and the receiver of keys both use this order.
+        The sender and the receiver of keys must use the same order.
         """
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])

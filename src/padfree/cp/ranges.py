@@ -74,7 +74,7 @@ class Selection:
     def summed(self, gradient: Tensor) -> Tensor:
         """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...].
 
-        Every token must be selected at least once.
+        Every token of the tensor must be selected at least once.
         """
         self._check_all_selected()
         if self.sums is not None:
@@ -112,10 +112,7 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """The ranges of all tokens, as (index in the selection, length), sorted by part.
-
-        The tokens of the first part come last.
-        """
+        """The ranges of all tokens, as (index in the selection, length), sorted by part."""
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:

@@ -46,7 +46,7 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
     """The keys that each node of the prefix tree sees, computed once per micro-batch.
 
-    None if the samples share no prefix.
+    Returns None if the samples share no prefix.
     """
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 

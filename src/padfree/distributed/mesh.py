@@ -60,7 +60,7 @@ LONGEST_TIMEOUT = 1e8
 DIMENSIONS = ("replicate", "shard", "context")
 """The dimensions of the mesh of all processes.
 
-The last dimension varies fastest, so neighbouring ranks differ in it.
+The last dimension varies fastest: neighbouring ranks differ in it.
 """
 
 
@@ -201,7 +201,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
         rank r   publishes its own nonce, waits for the answer, which is the nonce of rank 0, and confirms it
         rank 0   repeatedly answers the latest nonce of each rank, until all ranks have confirmed
 
-    The nonce of rank 0 is the new key prefix.
+    All processes use the nonce of rank 0 as the new key prefix.
     """
     nonce = uuid.uuid4().hex
     if rank > 0:

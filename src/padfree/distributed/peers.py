@@ -124,7 +124,7 @@ def failing_together() -> Iterator[None]:
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
     """Describe the loss of the ranks in `silent`, or of the store if `silent` is None.
 
-    `silent` is None if the store does not answer.
+    `silent` None means that the store does not answer.
     """
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
@@ -138,7 +138,7 @@ def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
 def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     """Format ranks with their hosts, as in `ranks 0 and 1 on a, rank 2 on b`.
 
-    With a single host, its name is left out.
+    If all ranks are on one host, its name is left out.
     """
     several = len(set(hosts)) > 1
     parts = []
@@ -168,7 +168,7 @@ def sigterm_ignored() -> Iterator[None]:
 class _Listener(threading.Thread):
     """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
 
-    It exits the process if the block has not ended PATIENCE seconds after the message.
+    The thread exits the process if the block has not ended PATIENCE seconds after the message.
     """
 
     def __init__(self, store: Any, key: str) -> None:

@@ -180,10 +180,7 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one pipeline stage less if `written` is written element by element.
-
-    Such writes need the shared memory of one stage.
-    """
+    """The configuration, with one pipeline stage less if `written` is written element by element."""
     return (
         configuration
         if written is None or not _is_cut(written)

@@ -231,10 +231,7 @@ def tiled_gradients(
 
 
 def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
-    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...].
-
-    Other tokens get 0.
-    """
+    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...]."""
     values = values.to(task.hidden.dtype)
     if task.index is None:
         return values

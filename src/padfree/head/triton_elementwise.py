@@ -349,7 +349,7 @@ def gradient_from_stored(
 ) -> None:
     """The same as `elementwise.gradient_from_stored`, as a Triton kernel.
 
-    `out` may be `stored` itself.
+    `out` may be the memory of `stored`.
     """
     num_rows, num_columns = stored.shape
     absent = rows.labels

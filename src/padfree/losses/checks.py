@@ -38,7 +38,7 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 def result_type(*values: Tensor) -> torch.dtype:
     """The dtype of a result that is computed from these tensors.
 
-    Their promoted dtype, or float32 if the promoted dtype is not a float.
+    The common dtype is the promoted dtype, or float32 if the promoted dtype is not a float.
     """
     joined = values[0].dtype
     for other in values[1:]:

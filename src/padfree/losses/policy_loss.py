@@ -1,4 +1,4 @@
-"""Policy losses on packed tokens.
+"""Policy losses: the loss of each token of a pack, from an objective, corrections, KL and entropy.
 
     loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or a user-defined one
                       · the corrections         `corrections.py`
@@ -69,7 +69,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 class PolicyTerms:
     """The values that the loss of a token depends on, apart from its log-probability and entropy.
 
-    Each field is [T], without gradient.
+    The fields are tensors [T] without gradient.
     """
 
     weights: Tensor

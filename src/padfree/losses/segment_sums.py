@@ -32,7 +32,7 @@ def no_reduce(values: Tensor) -> Tensor:
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
     """The sum of the values [T, ...] of each sample, [B, ...] in float64.
 
-    Elements whose index is `num_samples` (the pad) are dropped.
+    Elements of the pad, whose index is `num_samples`, are dropped.
     """
     need_whole("num_samples", num_samples, 0, "give the number of samples")
     values = checks.wide("values", values)

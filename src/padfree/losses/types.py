@@ -26,7 +26,7 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 
 
 TRAINED = ("logprobs", "entropy", "values")
-"""The fields of `LossInputs` that have a gradient."""
+"""The fields of `LossInputs` that may have a gradient."""
 
 
 GIVEN_BY = {

@@ -45,7 +45,7 @@ WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
 """The mantissa of 448 = 1.75 · 2⁸, as bits of a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""This number minus the biased exponent of x is the biased exponent of 2⁸ / 2^exponent(x)."""
+"""Subtract the biased exponent of x from this number to get the biased exponent of 2⁸ / 2^exponent(x)."""
 NOT_FINITE = 255
 """The biased exponent of infinity and NaN."""
 

@@ -22,7 +22,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
     """Whether a node calls the function or method `target` and has exactly `users` users.
 
-    `users` None: any number of users.
+    If `users` is None, the node may have any number of users.
     """
     if not isinstance(node, fx.Node) or node.target != target:
         return False

@@ -118,7 +118,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
     """Whether `node` may overwrite the tensor `matrix`.
 
-    It may if this graph computes `matrix` and only `node` and matmul_swiglu read it.
+    The tensor may be overwritten if this graph computes it and only `node` and matmul_swiglu read it.
     """
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False

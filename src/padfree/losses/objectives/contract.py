@@ -91,7 +91,7 @@ class ObjectiveInputs:
     def sequence_mean(self, values: Tensor) -> Tensor:
         """The mean of `values` [N] over the scored tokens of each token's sequence, [N] without gradient.
 
-        Context ranks may hold parts of the sequence.
+        This also works if context ranks hold parts of the sequence.
         """
         pack = self.pack
         if pack is None:
