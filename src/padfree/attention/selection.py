@@ -28,10 +28,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Add your own attention backend at the end of `BACKENDS`.
-
-    `auto` chooses it for calls that no earlier backend supports.
-    """
+    """Add your own attention backend, which `auto` chooses for calls that no other backend supports."""
     if backend.name == "auto" or backend.name in BACKENDS:
         raise UserError(
             "name", "is already in use", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name

@@ -292,10 +292,7 @@ class Checkpointer:
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """Return the result of `latest` on rank 0, on every rank.
-
-        All ranks use the folder that rank 0 sees, because a shared file system may show the others an older state.
-        """
+        """Return the result of `latest` on rank 0, on every rank, because ranks may see different states."""
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
@@ -399,10 +396,7 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """A block that yields a list, to which it appends the errors of this rank.
-
-        At the end of the block, all ranks raise the same error if any list has one.
-        """
+        """A block that collects the errors of this rank in a list. At its end, one error fails all ranks."""
         errors: list[CheckpointError] = []
         yield errors
         for gathered in self._gather(errors):

@@ -20,10 +20,7 @@ GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=
 
 
 def expand_home(section: Any, *names: str) -> None:
-    """Expand `~` in the paths of the fields `names` of `section`.
-
-    Shells do not expand `~` in `model.path=~/qwen`, so padfree does.
-    """
+    """Expand `~` in the paths of the fields `names` of `section`, because a shell does not."""
     for name in names:
         value = getattr(section, name)
         if isinstance(value, str):

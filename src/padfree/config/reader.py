@@ -236,10 +236,7 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """Check that `value` has the type `hint`, and return it converted to this type.
-
-    An int is a valid float, and a single entry is a valid list.
-    """
+    """Check that `value` has the type `hint`, and return it converted to this type (an int to a float)."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise UserError(name, "", "remove the null character", value=value)
@@ -271,10 +268,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _table_fix(name: str, value: str) -> str:
-    """Return how to write a table on a command line, where a shell expands braces and removes quotes.
-
-    `value` is the table as a shell passed it on.
-    """
+    """Return how to write a table on a command line, where a shell expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]

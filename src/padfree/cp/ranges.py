@@ -72,10 +72,7 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...].
-
-        Every token of the tensor must be selected at least once.
-        """
+        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...] of all its tokens."""
         self._check_all_selected()
         if self.sums is not None:
             return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)

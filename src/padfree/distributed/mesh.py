@@ -230,18 +230,12 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Compute the ranks of each process group for `world` processes.
-
-    Neighbouring ranks form a group, because they are usually on the same machine.
-    """
+    """Compute the ranks of each process group for `world` processes; neighbours form a group."""
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
 class Groups:
-    """Process groups over some mesh dimensions, created on first use. All methods are collective.
-
-    The groups of `init_device_mesh` would have the default timeout of the backend instead of `timeout`.
-    """
+    """Process groups over some mesh dimensions, created on first use. All methods are collective."""
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
         """`ranks` is an array of all ranks with the dimensions [replicate, shard, context]."""
@@ -253,10 +247,7 @@ class Groups:
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create process groups, and return the one that contains this process.
-
-        `groups` [number of groups, ranks per group] holds the ranks of each group.
-        """
+        """Create the process groups `groups`, and return the one that contains this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:

@@ -75,10 +75,7 @@ def block_columns(vocabulary: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The size of the largest tile of float32 logits.
-
-    `columns` is a multiple of the block size.
-    """
+    """The size of the largest tile of float32 logits. `columns` is a multiple of the block size."""
 
     rows: int
     columns: int

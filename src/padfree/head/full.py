@@ -82,9 +82,6 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """Merge the entries marked in `is_rest` into one: log-probabilities [M, V] -> [M, V + 1].
-
-    The merged entries become -inf, and their total probability is appended.
-    """
+    """Merge the entries marked in `is_rest` into one, at the end: [M, V] -> [M, V + 1] log-probabilities."""
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

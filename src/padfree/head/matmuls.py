@@ -54,10 +54,7 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The configuration for this head that was fastest on an H200.
-
-    Heads with a bias or a soft cap reduce each tile in two parts.
-    """
+    """The fastest configuration for this head on an H200."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 

@@ -93,10 +93,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor.
-
-    `largest`: the bits of the largest absolute value. The factor is at most 2¹²⁶, so that the scale is not subnormal.
-    """
+    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor."""
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)
