@@ -134,7 +134,7 @@ def run(
     state: dict[Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters}
     groups: list[dict[str, Any]] = [
         {"params": [each for each in parameters if (each.ndim < 2) == vectors], "betas": (0.9, 0.95), "eps": 1e-8,
-         "lr": 1e-3, "weight_decay": 0.0 if vectors else 0.1}
+         "lr": 1e-3, "weight_decay": 0.0 if vectors else 0.1, "state": "float32"}
         for vectors in (False, True)
     ]  # fmt: skip
     finite = torch.ones((), dtype=torch.bool, device=device)

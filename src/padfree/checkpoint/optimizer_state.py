@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from padfree.checkpoint.checkpoint_files import DTYPE_OF, Reader, check_json
 from padfree.errors import UserError
-from padfree.model.named_tensors import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors, sharded_like
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options that select the implementation of an optimizer. A resumed run ignores their saved values."""
@@ -83,9 +83,10 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
         if key.startswith("optimizer/"):
             _, kind, name = key.split("/", 2)
             parameter, dtype = parameters[name], DTYPE_OF[about["dtype"]]
+            is_sharded = kind != "step" and about["shape"][:-1] == list(parameter.shape)[:-1]
             value = (
-                torch.empty_like(parameter, dtype=dtype)
-                if kind != "step" and about["shape"] == list(parameter.shape)
+                sharded_like(parameter, about["shape"], dtype)
+                if is_sharded
                 else torch.empty(about["shape"], dtype=dtype)
             )
             reader.fill(key, local_part(value), local_region(value))

@@ -57,7 +57,6 @@ __all__ = [
 TOKEN_KEYS = ("tokens", "position_ids")
 SCORE_KEYS = ("log_probs", "ref_log_probs", "cur_log_probs", "entropy")
 RESPONSE_KEYS = ("loss_masks", "advantages", "returns", "rollout_log_probs")
-SEQUENCE_KEYS = ("rewards", "raw_reward", "response_lengths", "indices")
 
 Packed = dict[str, Any]
 

@@ -241,6 +241,7 @@ READ_BY: dict[str, Reason | None] = {
     "optimizer.lr": None,
     "optimizer.betas": None,
     "optimizer.eps": None,
+    "optimizer.state": None,
     "optimizer.weight_decay": None,
     "optimizer.max_grad_norm": None,
     "optimizer.groups": None,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from padfree.choices import DivergenceKind, ModelHead, PreferenceLoss
+from padfree.config.functions import model_of
 from padfree.config.setting import check_table, need_of, setting
 from padfree.errors import check_choice, need
 
@@ -101,12 +102,8 @@ class DistillSettings(TaskSettings):
         check_table(self, "loss.distill.")
 
     def check_run(self, config: Any) -> None:
-        need(
-            not (config.model.vision and config.rollout.source is not None),
-            "model.vision",
-            True,
-            "set it to false, or distil on texts without [rollout]: responses to images cannot be sampled",
-        )
+        if config.rollout.source is not None:
+            check_sampled_images(config)
 
 
 # Losses on preference pairs and on labelled answers, and the losses of value models and reward models
@@ -232,6 +229,23 @@ class RewardModelSettings(TaskSettings):
         alone = config.lora.rank > 0 and config.lora.export == "adapter"
         fix = "set lora.export=merged: an adapter folder would lack the trained head of the reward model"
         need(not alone, "lora.export", config.lora.export, fix)
+
+
+def check_sampled_images(config: Any) -> None:
+    """Refuse settings with which responses to images cannot be sampled."""
+    rollout = config.rollout
+    if not config.model.vision:
+        return
+    fix = "set model.vision=false, or set rollout.reward: rollout files have no images"
+    need(rollout.source is not None, "model.vision", True, fix)
+    fix = "set model.vision=false, or rollout.reward: conversations with an environment have no images"
+    need(not rollout.has_episodes, "model.vision", True, fix)
+    fix = "set rollout.engine=in_process, the only engine that samples responses to images, or model.vision=false"
+    need(rollout.engine == "in_process", "rollout.engine", rollout.engine, fix)
+    fix = "set model.vision=false, or a function as rollout.reward: reward models read text"
+    need(model_of(rollout.reward) is None, "rollout.reward", rollout.reward, fix)
+    fix = "set model.vision=false, or another loss.advantage: critics read text"
+    need(config.loss.advantage != "gae", "loss.advantage", config.loss.advantage, fix)
 
 
 def check_answers(config: Any) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from padfree.choices import KLEstimator, KLWeighting, OldPolicy, SequenceStatistic
-from padfree.config.loss_settings import TaskSettings
+from padfree.config.loss_settings import TaskSettings, check_sampled_images
 from padfree.config.setting import check_table, setting
 from padfree.errors import UserError, check_choice, need
 
@@ -226,6 +226,7 @@ class PolicySettings(TaskSettings):
     kind: ClassVar[str] = "clip"
     data_format: ClassVar[str] = "rollouts"
     eval_metrics: ClassVar[tuple[str, ...]] = ("reward", "pass@1", "pass@k", "response_length")
+    reads_images: ClassVar[bool] = True
     in_rows: ClassVar[bool] = False
     weighs_tokens: ClassVar[bool] = True
     samples_responses: ClassVar[bool] = True
@@ -260,6 +261,7 @@ class PolicySettings(TaskSettings):
     def check_run(self, config: Any) -> None:
         fix = "set batch.samples=64 and batch.tokens=none: RL batches consist of whole groups of samples"
         need(config.batch.samples is not None, "batch.samples", None, fix)
+        check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
         """Return the objective and the corrections as `object`, because they may have any type."""

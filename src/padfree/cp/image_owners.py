@@ -21,6 +21,7 @@ import torch
 from padfree.arrays import concatenated_ranges
 from padfree.attention.copies import copies_of
 from padfree.batch import AttnContext, LocalImages, PackedImages
+from padfree.cp.ranges import to_device
 from padfree.cp.row_exchange import Indices, plan_rows
 
 
@@ -34,6 +35,7 @@ def local_images(images: PackedImages, context: AttnContext, device: torch.devic
             counts=images.counts,
             patches=images.patches,
             placeholder=images.placeholder,
+            tokens=to_device(images.tokens, device),
             features=features,
         )
     owner = owners(images.patches, layout.world)
@@ -42,20 +44,20 @@ def local_images(images: PackedImages, context: AttnContext, device: torch.devic
     own_features = np.zeros(images.num_features, dtype=np.int64)  # the index of each feature on the rank that has it
     feature_owner = np.repeat(owner, counts)
     for each in range(layout.world):
-        held = feature_owner == each
-        own_features[held] = np.arange(held.sum())
+        encoded = feature_owner == each
+        own_features[encoded] = np.arange(encoded.sum())
     number = np.full(layout.num_tokens, -1)
     number[images.tokens] = images.index
-    wanted: list[Indices] = []
-    for starts, ends in zip(layout.starts, layout.ends, strict=True):
-        held = number[concatenated_ranges(starts, ends - starts)]
-        wanted.append(held[held >= 0])
+    ranges = zip(layout.starts, layout.ends, strict=True)
+    held = [number[concatenated_ranges(starts, ends - starts)] for starts, ends in ranges]
+    wanted: list[Indices] = [own[own >= 0] for own in held]
     exchange, features = plan_rows(feature_owner, own_features, wanted, rank, context.group, device)
     return LocalImages(
         inputs=images.inputs_of(mine) if mine else {},
         counts=tuple(images.counts[image] for image in mine),
         patches=tuple(images.patches[image] for image in mine),
         placeholder=images.placeholder,
+        tokens=to_device(np.flatnonzero(held[rank] >= 0), device),
         features=features,
         exchange=exchange,
     )

@@ -52,6 +52,30 @@ _TOWER: dict[str, Any] = {
 _GLM_VISION = {
     **_VISION, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 16, "attention_bias": False,
 }  # fmt: skip
+_QWEN_VISION = {**_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16}
+_QWEN_TEXT: dict[str, Any] = {**_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+_QWEN_HYBRID: dict[str, Any] = {
+    **_QWEN_TEXT,
+    "rope_parameters": {**_QWEN_TEXT["rope_parameters"], "partial_rotary_factor": 1.0},
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_COHERE: dict[str, Any] = {
+    "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
+    "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
+    "image_token_id": PLACEHOLDER,
+    "downsample_factor": 2,
+}
+_IDEFICS: dict[str, Any] = {
+    "text_config": {**_TEXT, "model_type": "llama"},
+    "vision_config": {**_TOWER, "image_size": 16},
+    "image_token_id": PLACEHOLDER,
+    "scale_factor": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": (
@@ -77,56 +101,32 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VL",
         {
-            "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            "text_config": _QWEN_TEXT,
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
             **_IDS,
         },
     ),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
         {
-            "text_config": {
-                **_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}, "num_experts": 4,
-                "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            },
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            "text_config": {**_QWEN_TEXT, **_EXPERTS},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
             **_IDS,
         },
     ),
     "qwen3_5": (
         "Qwen3_5",
         {
-            "text_config": {
-                **_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
-                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-            },
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-            },
+            "text_config": _QWEN_HYBRID,
+            "vision_config": _QWEN_VISION,
             **_IDS,
         },
     ),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         {
-            "text_config": {
-                **_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
-                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                "shared_expert_intermediate_size": 32,
-                "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-            },
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-            },
+            "text_config": {**_QWEN_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 32},
+            "vision_config": _QWEN_VISION,
             **_IDS,
         },
     ),
@@ -179,25 +179,9 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "aya_vision": (
         "AyaVision",
-        {
-            "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
-            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "downsample_factor": 2,
-            "vision_feature_select_strategy": "full",
-            "alignment_intermediate_size": 48,
-        },
+        {**_COHERE, "vision_feature_select_strategy": "full", "alignment_intermediate_size": 48},
     ),
-    "cohere2_vision": (
-        "Cohere2Vision",
-        {
-            "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
-            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "downsample_factor": 2,
-            "alignment_intermediate_size": 48,
-        },
-    ),
+    "cohere2_vision": ("Cohere2Vision", {**_COHERE, "alignment_intermediate_size": 48}),
     "mistral3": (
         "Mistral3",
         {
@@ -235,24 +219,8 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "video_token_id": 61,
         },
     ),
-    "idefics3": (
-        "Idefics3",
-        {
-            "text_config": {**_TEXT, "model_type": "llama"},
-            "vision_config": {**_TOWER, "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "scale_factor": 2,
-        },
-    ),
-    "smolvlm": (
-        "SmolVLM",
-        {
-            "text_config": {**_TEXT, "model_type": "llama"},
-            "vision_config": {**_TOWER, "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "scale_factor": 2,
-        },
-    ),
+    "idefics3": ("Idefics3", _IDEFICS),
+    "smolvlm": ("SmolVLM", _IDEFICS),
 }  # fmt: skip
 """For each model: the prefix of its classes in transformers, and values of its config."""
 
