@@ -32,7 +32,6 @@ from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
 from padfree.model.vision.families import (
     family_of,
-    features_obstacle,
     is_image_text,
     language_part,
     unsupported_vision,
@@ -164,9 +163,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
         )
     family = family_of(model)
     language = language_part(model)
-    reason = unsupported(language.config) or (
-        family and (unsupported_vision(model.config) or features_obstacle(type(model)))
-    )
+    reason = unsupported(language.config) or (family and unsupported_vision(model.config))
     if family is None and is_image_text(model):
         reason = why_refused(type(model))
     verdict = None if reason else probe(_probed(language))

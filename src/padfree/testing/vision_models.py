@@ -222,11 +222,11 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "idefics3": ("Idefics3", _IDEFICS),
     "smolvlm": ("SmolVLM", _IDEFICS),
 }  # fmt: skip
-"""By name: the prefix of the classes in transformers, and config values."""
+"""For each model: the prefix of its classes in transformers, and values of its config."""
 
 
 def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **values: Any) -> PreTrainedModel:
-    """A tiny model with weights so large that a wrong image changes the first digits of the logits of later tokens.
+    """A tiny model with large weights, so that a wrong image changes the first digits of later logits.
 
     `values` replace fields of the config.
     """
@@ -247,7 +247,7 @@ def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **va
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A random image: the tower's inputs, and the number of its placeholder tokens."""
+    """A random image: the inputs of the vision tower, and the number of image tokens."""
 
     digest: str
     inputs: dict[str, NDArray[Any]]
@@ -256,7 +256,7 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Image `number`. It has `rows` x `columns` features or, if the model reads tiles, `rows` tiles."""
+    """Image `number`, with `rows` x `columns` features. If the model reads tiles, the image has `rows` tiles."""
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config
     digest = f"{number}-{rows}-{columns}"
@@ -288,7 +288,7 @@ def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int 
 def shown(
     model: PreTrainedModel, parts: Sequence[int | Picture], *, seed: int = 0, uid: str | None = None, group: Any = None
 ) -> Sample:
-    """A sample of text and images in the order of `parts`. A number n is n random text tokens, which are trained on."""
+    """A sample of text and images in the order of `parts`. A number n means n random trained text tokens."""
     generator = np.random.default_rng(seed)
     tokens: list[int] = []
     images: list[Image] = []
