@@ -122,10 +122,11 @@ def drawn(seed: int, folder: Path, device: str, *, tiny: bool) -> list[str]:
     shape, layers = TINY if tiny else SHAPES[name], one(2, 3, 4, 6)
     tokens = one(64, 128) if tiny else one(4096, 8192, 16_384, 32_768)
     rank = one(0, 0, 16)
-    write_model(folder / "model", shape, layers, weights=command == "dpo" and not rank)
+    has_weights = command == "dpo"  # its reference is the same model, which must have weights
+    write_model(folder / "model", shape, min(layers, 3) if has_weights else layers, weights=has_weights)
     found = {
         "model.path": folder / "model",
-        "model.init": "weights" if command == "dpo" and not rank else "random",
+        "model.init": "weights" if has_weights else "random",
         "batch.max_tokens": tokens,
         "lora.rank": rank,
         "optimizer.state": one("float32", "float32", "bfloat16", "int8"),
