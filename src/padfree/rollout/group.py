@@ -131,6 +131,8 @@ class RolloutGroup(Sequence[Prompt]):
                         group=self.name,
                         source=self.prompt.source,
                         routes=leaf.routes,
+                        images=self.prompt.images,
+                        rotary_positions=self.prompt.rotary_positions_of(len(leaf.tokens)),
                     )
                 )
         return samples

@@ -11,6 +11,7 @@ settings -> preflight      checks the settings and the data before anything is w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat_renderer import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.images import Image
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.file_names import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, MODEL, RESPONSE_LOG, ROWS
 from padfree.record.run_folder import held_run_folder, writing
@@ -189,6 +191,7 @@ def _train(
             on_activity=report_activity,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
+            images={image.digest: image for image in _prompt_images(source.samples)},
             response_log=response_log,
             signals=signals,
             planned_steps=planned_steps(config, source),
@@ -309,6 +312,13 @@ def _collector(
     except BaseException:
         sampler.close()  # it may have started servers
         raise
+
+
+def _prompt_images(samples: Samples) -> Iterator[Image]:
+    """Yield the images of prompts. Other samples bring their images with them when the data is read again."""
+    if not isinstance(samples, StoredSamples):
+        for sample in samples:
+            yield from sample.images
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:

@@ -212,6 +212,12 @@ def make_writer(
 
 
 def _request(play: Play) -> SamplingRequest:
+    prompt = play.prompt
     return SamplingRequest(
-        tokens=play.prompt.tokens, max_new_tokens=play.prompt.max_new_tokens, key=play.key, partial=play.partial
+        tokens=prompt.tokens,
+        max_new_tokens=prompt.max_new_tokens,
+        key=play.key,
+        partial=play.partial,
+        images=prompt.images,
+        rotary_positions=prompt.rotary_positions,
     )
