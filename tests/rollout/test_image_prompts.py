@@ -92,7 +92,9 @@ def scored(model: PreTrainedModel, samples: list[Sample]) -> list[Tensor]:
 
 def generated(model: PreTrainedModel, prompt: Sample) -> list[int]:
     """Greedy tokens of transformers, which gets the pixels."""
-    inputs: Mapping[str, Any] = {name: value for name, value in stock_inputs(model, prompt).items() if name != "use_cache"}
+    inputs: Mapping[str, Any] = {
+        name: value for name, value in stock_inputs(model, prompt).items() if name != "use_cache"
+    }
     with torch.no_grad():
         found = model.generate(  # type: ignore[operator]
             **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, eos_token_id=None
