@@ -5,10 +5,9 @@
     tokens     rank 0: 7 * * * 9 4 *    rank 1: * * 2 8 * * 1
     receive    rank 0: a0 a1 a2         rank 1: a1 a2 b0 b1
 
-The placeholder tokens of a pack are divided like all tokens, but the tower must see a whole image. Each distinct image
-is therefore encoded by one rank, and every rank receives the features of its own placeholder tokens. The largest image
-is assigned first, each to the rank with the fewest patches so far. Images are independent of each other in a tower, so
-that features do not depend on the rank.
+The vision tower must see a whole image, but the image tokens of a pack are divided over ranks. So each image is encoded
+by one rank, which sends the features to the ranks that hold its tokens. Images are assigned from the largest to the
+smallest, each to the rank with the fewest patches.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from padfree.cp.row_exchange import Indices, plan_rows
 
 
 def local_images(images: PackedImages, context: AttnContext, device: torch.device) -> LocalImages:
-    """The images that this context rank encodes, and the features that its placeholder tokens need."""
+    """The images that this context rank encodes, and the features that its tokens need."""
     layout, rank = context.layout, context.rank
     if layout is None:
         features = copies_of(images.index, images.num_features, device)

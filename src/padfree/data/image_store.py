@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.array_files import ArrayWriter, open_array
+from padfree.data.array_files import ArrayWriter, open_array, unusable_cache
 from padfree.data.image_files import content_hash, decode, file_status, read_file
 from padfree.data.image_processor import Expansion, ImageSettings
 from padfree.data.records import RowError
@@ -119,7 +119,7 @@ class StoredImages:
         self._digests = np.asarray(open_array(folder, "image_digests", (distinct, 32)))
         path = folder / "image_contents.bin"
         if not path.exists() or path.stat().st_size != int(about["bytes"]):
-            raise UserError("cache", f"{path} is damaged", f"delete {folder}, and the next run rebuilds it")
+            raise unusable_cache(folder, f"{path} is damaged")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredImages, (self.folder, self._about, self._num_samples, self.settings)

@@ -154,13 +154,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     Returns the same model. If `fast_mixers` is False, layers with a recurrent state run one sample at a time, even if
     faster kernels are installed.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            "model",
-            f"{type(model).__name__} is not a transformers model",
-            "give the transformers model itself, before it is wrapped",
-        )
-    name = type(model).__name__
+    name = _class_name(model)
     if isinstance(model, FSDPModule):
         raise UserError("model", f"{name} is already sharded", "call attach first, then fully_shard")
     if backend != "auto" and backend not in BACKENDS:
@@ -216,13 +210,7 @@ def _probed(model: PreTrainedModel) -> PreTrainedModel:
 
 def check_stock_packing(model: PreTrainedModel) -> None:
     """Raise `UserError` if the model cannot be trained on packs with its own attention implementation."""
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            "model",
-            f"{type(model).__name__} is not a transformers model",
-            "give the transformers model itself, before it is wrapped",
-        )
-    name = type(model).__name__
+    name = _class_name(model)
     if is_attached(model.config):
         raise UserError(
             "model",
@@ -234,6 +222,15 @@ def check_stock_packing(model: PreTrainedModel) -> None:
         raise UserError(
             "model", f"{name} with transformers' own attention cannot be trained packed: {reason}", f"{PADDED_CURE}"
         )
+
+
+def _class_name(model: object) -> str:
+    """The name of the model's class. Raises `UserError` if it is not a class of transformers."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        fix = "give the transformers model itself, before it is wrapped"
+        raise UserError("model", f"{name} is not a transformers model", fix)
+    return name
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:

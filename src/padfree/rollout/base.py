@@ -46,6 +46,9 @@ OnProgress = Callable[[int], None]
 OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
 """Called with finished responses, each with the index of its request: one by one, or several at once."""
 
+Gather = Callable[[Any], list[Any]]
+"""Function that gathers an object from every rank and returns the list of them. Collective."""
+
 OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 """Called with the index of a request and its new tokens and log-probabilities since the last call."""
 

@@ -52,7 +52,6 @@ from padfree.train.preflight import Preflight, check_folder_usable, preflight
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
-from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.rl.sampler_agreement import SamplerAgreement
 from padfree.train.setup import (
     build_critic,
@@ -161,7 +160,8 @@ def _train(
     response_log = None
     if config.rollout.source is not None and not config.rollout.has_episodes:  # a resumed run plays episodes again
         response_log = ResponseLog(Path(config.run.folder) / RESPONSE_LOG, mesh.loss.rank)
-    collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
+    options: dict[str, Any] = {} if on_sampling is None else {"on_sampling": on_sampling}
+    collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, **options)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
             config.eval,
@@ -184,9 +184,7 @@ def _train(
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
-            rollouts=None
-            if collector is None
-            else SampledBatches(config.rollout, config.loss, config.run, batcher, collector, engine),
+            rollouts=collector,
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
             on_step=SamplerAgreement(on_step, on_note) if config.rollout.exact is True else on_step,
             on_note=on_note,

@@ -23,6 +23,7 @@ from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
 from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.collect.collector import Collector
 from padfree.rollout.response_log import ResponseLog
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
@@ -37,7 +38,6 @@ from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import change_line, check_made_with, check_ranks_agree, made_with, model_fields
 from padfree.train.rl.reference_model import ModelReference, ReferenceModel
 from padfree.train.rl.run_response_log import RunResponseLog
-from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import Best, OnNote, RunPosition, Trainer
@@ -52,7 +52,7 @@ def begin_run(
     reference: ReferenceModel | None = None,
     teacher: Scorer | None = None,
     critic: Critic | None = None,
-    rollouts: SampledBatches | None = None,
+    rollouts: Collector | None = None,
     end_tokens: tuple[int, ...] = (),
     on_step: OnStep | None = None,
     on_note: OnNote | None = None,
