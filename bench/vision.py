@@ -233,19 +233,11 @@ def text_only(sample: Sample) -> Any:
 
 def group(model: Any, shape: dict[str, Any], *, same: bool) -> list[Sample]:
     """16 answers to one question about one picture. Without `same`, each picture has its own name."""
-    least, most = shape["features"]
+    features, answer = sum(shape["features"]) // 2, shape["text_tokens"] // 2
+    names = ["one" if same else f"own {number}" for number in range(ANSWERS)]
     return [
-        asked(
-            model,
-            0,
-            (least + most) // 2,
-            20,
-            shape["text_tokens"] // 2,
-            seed=100 + number,
-            group="one",
-            **({} if same else {"digest": f"own {number}"}),
-        )  # fmt: skip
-        for number in range(ANSWERS)
+        asked(model, 0, features, 20, answer, seed=100 + number, group="one", digest=name)
+        for number, name in enumerate(names)
     ]
 
 
