@@ -65,7 +65,7 @@ class ModelConfig:
         about="Train a whole vision-language model on rows with images; false trains its language model on text.",
         needs=need_of(
             "loss.task.reads_images",
-            fix="leave it out: only padfree sft, dpo, distill and rl read images",
+            fix="leave it out: padfree reward reads text only",
             about="a command that reads images from data.path",
         ),
         resume=STAYS,
