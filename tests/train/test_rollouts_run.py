@@ -20,8 +20,8 @@ from padfree.model.lora import add_adapters
 from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.collect.batch_report import ResponseExamples
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.response_examples import ResponseExamples
 from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.in_process.policy_model import copy_weights

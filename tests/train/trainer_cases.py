@@ -80,18 +80,18 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
 
 
 class FromFunction:
-    """Replaces `SampledBatches`: a function makes the samples of each batch of groups."""
+    """Replaces `Collector`: a function makes the samples of each batch of groups."""
 
-    def __init__(self, batcher: Any, make: Any) -> None:
-        self._batcher, self._make = batcher, make
+    def __init__(self, make: Any) -> None:
+        self._make = make
         self.timings = getattr(make, "timings", {})
 
-    def next(self, step: int) -> tuple[int, list[Sample]] | None:
-        groups = next(self._batcher, None)
-        return None if groups is None else (self._batcher.step, self._make(groups))
+    def next(self, batcher: Any, trained: Any, step: int) -> tuple[int, list[Sample]] | None:
+        groups = next(batcher, None)
+        return None if groups is None else (batcher.step, self._make(groups))
 
-    def cursor(self) -> Any:
-        return self._batcher.state_dict()
+    def cursor(self) -> None:
+        """No batch is queued."""
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -104,7 +104,7 @@ def make_trainer(
 ) -> Trainer:
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)
     if make_samples is not None:
-        options["rollouts"] = FromFunction(batcher, make_samples)
+        options["rollouts"] = FromFunction(make_samples)
     return begin_run(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
 
 

@@ -1,8 +1,8 @@
-"""The argument conventions that the kernels of the backends `torch` and `fa4` share.
+"""What the flash kernels of the backends `torch` and `fa4` have in common.
 
-The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
-(lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.
-For queries that see no key, the two kernels return different values, which padfree replaces by out 0 and lse -inf.
+The kernels take tensors [T, H, d] of T tokens and H heads of size d. They return the log-sum-exp as [H, T], which
+padfree transposes to [T, H]. For a query that sees no key, padfree sets the output to 0 and the log-sum-exp to -inf,
+because the kernels differ there.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The maximum number of keys that a query sees to the left of the key that it is aligned with.
+    """The number of keys that a query sees to the left of its own key, as the kernels take it.
 
-    Returns -1, which selects a faster kernel, if there is no window or if no segment is longer than the window.
+    Returns -1 (no window) if no segment is longer than the window, because the kernel without a window is faster.
     """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
@@ -31,7 +31,7 @@ def fill_blind_queries(
 ) -> tuple[Tensor, Tensor]:
     """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key, and return both.
 
-    In the usual case that every query sees a key, no kernel runs.
+    If every query sees a key, which is the usual case, no kernel runs.
     """
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
@@ -43,7 +43,7 @@ def fill_blind_queries(
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
     """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf.
 
-    With +inf, exp(score - lse) is exp(-inf) = 0 for a query that sees no key.
+    With lse = +inf, the probability exp(score - lse) of each key is 0.
     """
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():

@@ -1,8 +1,7 @@
 """Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call; it chooses the reference only
-for float64 on CUDA, and never `tiles`. If the user requests a backend that does not support the call, an error gives
-the reason and lists the backends that support it.
+`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA it chooses `reference`
+only for float64, and it never chooses `tiles`.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ def choose_backend(
 ) -> str:
     """The name of the fastest backend that supports the call.
 
-    If `requested` names a backend, this name is returned, or an error is raised if the backend does not support the
-    call. `head_dim` is the head size of q and k; `value_dim` is the head size of v, if different. `softcap` says
-    whether scores are soft-capped, and `raw_backward` whether `varlen_backward` will be called.
+    `requested` is `auto` or the name of a backend, which must support the call. `head_dim` is the head size of q and k;
+    `value_dim` is that of v, if different. `softcap`: scores are soft-capped. `raw_backward`: `varlen_backward` will be
+    called.
     """
     if not isinstance(requested, str):
         raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
@@ -109,7 +108,7 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """The reason why `auto` does not choose this backend although the backend supports the call.
+    """Return the reason why `auto` does not choose a backend that supports the call.
 
     None if `auto` may choose it.
     """

@@ -324,6 +324,7 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             memory.cache,
             "KV cache of the sampler" if memory.cache_stays else "KV cache while the sampler runs",
         ),
+        ("sampling", memory.sampling, "the logits of a decode step"),
     ]
     for name, size, meaning in parts:
         if size:

@@ -60,6 +60,7 @@ from padfree.data.records import (
     bad_row,
     integer,
     items,
+    no_usable_row,
     number,
     shown,
     string,
@@ -367,16 +368,8 @@ class _CollectedRollouts:
     def rollouts(self, notes: tuple[str, ...]) -> RolloutData:
         self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
-        if not num_rows:
-            raise UserError("data", f"{', '.join(self.rows_per_file)} has no rows", "give a file with rows")
         if not self.samples:
-            first = (self.skipped or self.dropped)[0]
-            raise UserError(
-                "data",
-                f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: "
-                f"{first.reason}",
-                "correct the rows",
-            )
+            raise no_usable_row(self.rows_per_file, num_rows, self.skipped or self.dropped)
         report = DataReport(
             num_rows=num_rows,
             num_samples=len(self.samples),

@@ -1,4 +1,4 @@
-"""Count and time compilations, so that a run that seems to hang can report that it is compiling."""
+"""Count and time compilations, so that a run that waits for the compiler can say so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._dynamo.callback import callback_handler
 class CompilerWatch:
     """A context manager that counts compilations.
 
-    `on_start` is called when the compilation of a forward or backward begins.
+    `on_start` is called when a compilation begins.
     """
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:
@@ -35,9 +35,7 @@ class CompilerWatch:
         self.seconds += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, Any]:
-        """Return the number of graphs compiled since the last call of `take`, and the seconds that their compilation
-        took.
-        """
+        """Return the number of graphs compiled since the last call, and the seconds that it took."""
         found = {"graphs": self.count, "seconds": round(self.seconds, 2)}
         self.count, self.seconds = 0, 0.0
         return found

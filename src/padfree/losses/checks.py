@@ -1,11 +1,11 @@
-"""Check the tensor arguments of the losses. Each must be a torch tensor of the right kind:
+"""Check the tensor arguments of the losses. Each argument has one of these kinds:
 
     quantity    rewards, log-probabilities, values    any real dtype; integers and bools are computed as float32
     index       groups, sample_index, pairs           any integer dtype
     mask        which positions are actions           bool only, because an integer 2 would be ambiguous
 
-On a GPU only dtypes and shapes are checked, so that nothing synchronises with the device. On the CPU, the ranges of
-indices are also checked.
+On a GPU, only dtypes and shapes are checked, so that nothing synchronises. On the CPU, indices are also checked for
+their range.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def wide(name: str, values: Tensor) -> Tensor:
 
 
 def loss_input(name: str, values: Tensor) -> Tensor:
-    """Return the values in the dtype in which a loss is computed: float64 if they are float64, else float32."""
+    """Return the values in the dtype of a loss: float64 if they are float64, else float32."""
     values = quantity(name, values)
     return values if values.dtype == torch.float64 else values.float()
 
@@ -38,7 +38,7 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 def result_type(*values: Tensor) -> torch.dtype:
     """The dtype of a result that is computed from these tensors.
 
-    This is their promoted dtype, or float32 if the promoted dtype is not a floating dtype.
+    Their promoted dtype, or float32 if the promoted dtype is not a float.
     """
     joined = values[0].dtype
     for other in values[1:]:
@@ -47,7 +47,7 @@ def result_type(*values: Tensor) -> torch.dtype:
 
 
 def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
-    """Return the values as int32 or int64, the dtypes that torch accepts as an index.
+    """Return the values as int32 or int64, the index dtypes of torch.
 
     If `size` is given, the values must be from 0 to size - 1.
     """
@@ -76,8 +76,7 @@ def mask(name: str, values: Tensor) -> Tensor:
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Raise `UserError` unless every tensor has shape [length].
 
-    `reference` is the noun for `length` in the error message: with "tokens in mask", the message ends in "but there are
-    5 tokens in mask".
+    `reference` is the noun after `length` in the error message, as in "but there are 5 tokens in mask".
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

@@ -103,7 +103,11 @@ def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn
 
     `numbers` returns the number of elements to count for a parameter; by default all elements are counted.
     """
-    return sum(RULES[group["rule"]].state_bytes(numbers(each)) for group in groups for each in group["params"])
+    return sum(
+        RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)
+        for group in groups
+        for each in group["params"]
+    )
 
 
 def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
@@ -149,6 +153,6 @@ def _groups_of(
         trained = [parameter for parameter in trained if parameter not in taken]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups.append({**adamw, "params": matrices, "weight_decay": settings.weight_decay})
-    groups.append({**adamw, "params": vectors, "weight_decay": 0.0})
+    groups.append({**adamw, "params": matrices, "weight_decay": settings.weight_decay, "state": settings.state})
+    groups.append({**adamw, "params": vectors, "weight_decay": 0.0, "state": "float32"})
     return [group for group in groups if group["params"]]

@@ -46,7 +46,7 @@ class RL(Task):
         day: datetime.date | None,
         images: ImageSettings | None = None,
     ) -> TrainingData:
-        settings = RolloutDataSettings(**text_settings(data, day))
+        settings = RolloutDataSettings(**text_settings(data, day, images))
         if rollout.source is not None:
             if import_reward and rollout.reward is not None and model_of(rollout.reward) is None:
                 load_reward(rollout.reward)

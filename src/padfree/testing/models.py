@@ -1,10 +1,9 @@
-"""Tiny models of many architectures with random weights: stock transformers classes made from a config.
+"""Tiny models of many architectures with random weights, made from transformers' own classes.
 
     model = build("gemma3")             two layers (sliding window of 5 tokens; full attention), float32, on the CPU
     batch = row([17, 1, 9], pad=4)      a PackedBatch of random tokens, including token id 0
 
-Weights are larger than those of a newly initialised model, so that a wrong attention mask changes the first digits of
-every logit.
+The weights are large, so that a wrong attention mask changes the first digits of every logit.
 """
 
 from __future__ import annotations
@@ -365,7 +364,9 @@ MIXERS = (
 """Architectures with layers that have a recurrent state."""
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
-"""Architectures with experts. A changed token can change matmul shapes, and thus the rounding of other tokens."""
+"""Architectures with experts. A changed token can change the rounding of other tokens, because the shapes of matmuls
+depend on the routes.
+"""
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -419,8 +420,8 @@ def save_with_tokenizer(
 ) -> Path:
     """Save a small model with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    With `writes_back`, decoded text equals the original; without it, spaces stand between the letters. `architecture`
-    is a key of `ARCHITECTURES`. `changes`: values of the model's config that replace the usual ones.
+    `writes_back`: decoded text equals the original; otherwise there are spaces between letters. `changes` replaces
+    values of the model's config.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

@@ -7,7 +7,6 @@ batch_preparer  global batches with advantages and log-probabilities
 engine          one optimizer step over a global batch
 step_pipeline   runs updates, and writes their metrics
 microbatch      builds the packs of one rank from samples
-image_loader    loads the images of packs in threads, ahead of the packs
 image_settings  what reads the images of a run's data: placeholder token, processor, positions
 scorer          log-probabilities without gradients: old policy and reference
 critic          PPO's value model and its advantages

@@ -17,6 +17,7 @@ from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.errors import UserError
 from padfree.model.route_replay import check_routes
 from padfree.model.routers import routers_of
+from padfree.rollout.collect.collector import Collector
 from padfree.sample import Sample
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
@@ -25,7 +26,6 @@ from padfree.train.engine import Engine
 from padfree.train.finite_checks import check_weights
 from padfree.train.global_batch import GlobalBatch, update_parts
 from padfree.train.rl.reference_model import ReferenceModel
-from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.scorer import Scorer
 from padfree.train.step_metrics import reward_metrics
 from padfree.train.training_data import Batcher
@@ -49,7 +49,7 @@ class BatchPreparer:
         reference: ReferenceModel | None,
         teacher: Scorer | None,
         critic: Critic | None,
-        rollouts: SampledBatches | None,
+        rollouts: Collector | None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
         """An argument is None if the run has no such part. `end_tokens`: token ids that end a response, if known."""
@@ -89,8 +89,9 @@ class BatchPreparer:
         )
 
     def cursor(self) -> dict[str, Any]:
-        """Return the position in the data after the most recent batch, as a dict that a checkpoint stores."""
-        return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
+        """Return the position in the data before the next batch, as a dict that a checkpoint stores."""
+        queued = None if self.rollouts is None else self.rollouts.cursor()
+        return self.batcher.state_dict() if queued is None else dict(queued)
 
     @property
     def last_batch_number(self) -> int:
@@ -100,7 +101,7 @@ class BatchPreparer:
     def resume(self, step: int, *, remaining: int) -> None:
         """Continue sampling after a resume. `step`: updates made so far. `remaining`: updates left in the batch."""
         if self.rollouts is not None:
-            self.rollouts.resume(step, remaining=remaining)
+            self.rollouts.resume(self.batcher, self.engine.model, step, remaining=remaining)
 
     def after_updates(self) -> None:
         """Refresh the reference model if it is due. Call this when all updates of a batch are done."""
@@ -157,7 +158,7 @@ class BatchPreparer:
     def _next(self, step: int, times: BatchTimes) -> GlobalBatch | None:
         if self.rollouts is not None:
             with times.measure("sampling"):
-                found = self.rollouts.next(step)
+                found = self.rollouts.next(self.batcher, self.engine.model, step)
             if found is None:
                 return None
             number, samples = found

@@ -28,8 +28,8 @@ from padfree.data import Reward, load_reward
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.collect.queued_batch import EpisodeOutcome
+from padfree.rollout.group import RolloutGroup
 from padfree.rollout.sampling_rng import GREEDY, response_keys
 from padfree.sample import Sample
 from padfree.sharding.parallelize import inside

@@ -31,7 +31,7 @@ from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import arrived
 from padfree.sample import Sample
-from padfree.train.image_loader import ImageLoader, PacksAhead
+from padfree.data.image_loader import ImageLoader, PacksAhead
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]

@@ -52,6 +52,7 @@ from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import stop_tokens
 from padfree.rollout.engines import check_engine_name
+from padfree.rollout.engines.in_process.sampler import check_samples_images
 from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.tasks.reading import TrainingData
@@ -201,6 +202,8 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
     """Return the model, built on the meta device, and the strictest input limits of all models of the run."""
     model = _checked_model(config, config.model.path, "model.path", config.model.init, config.loss.head)
     limits = ModelLimits.of(model)
+    if config.model.vision and config.rollout.source is not None:
+        check_samples_images(model)
     path = config.reference.path
     if path is not None and path != config.model.path:
         reference = _checked_model(config, path, "reference.path", "weights")

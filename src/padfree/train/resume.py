@@ -130,6 +130,8 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
+        if sample.images:
+            yield json.dumps([image.digest for image in sample.images]).encode()
         return
     yield sample.mask.tobytes()
     yield json.dumps([sample.reward, sample.group], default=str).encode()

@@ -67,7 +67,7 @@ class StepPipeline:
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times
         self._unfinished: list[_UnfinishedStep] = []
-        self._last_end = 0.0
+        self.last_end: float | None = None  # when the last update was finished
         self.stop_votes = 0  # ranks that wanted to stop when the last finished update began
 
     @property
@@ -120,18 +120,19 @@ class StepPipeline:
             self._log(unfinished, report, end)
 
     def _log(self, unfinished: _UnfinishedStep, report: StepReport, end: float) -> None:
+        begin = unfinished.begin if self.last_end is None else max(unfinished.begin, self.last_end)
         numbers = step_metrics(
             unfinished.step,
             report,
             rates=unfinished.rates,
-            seconds=unfinished.pending.device_seconds() or end - max(unfinished.begin, self._last_end),
+            seconds=unfinished.pending.device_seconds() or end - begin,
             flops=self._flops,
             compute_seconds=report.compute_seconds,
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
-        self._last_end, self.stop_votes = end, report.stop_votes
+        self.last_end, self.stop_votes = end, report.stop_votes
         if self._times is not None:
-            numbers["seconds/update"] = numbers["seconds"]
+            numbers["seconds/update"] = end - begin  # with the time in which the device waits for the host
         written = {**numbers, **unfinished.metrics}
         with writing(self._folder):
             self._metrics.write(written)

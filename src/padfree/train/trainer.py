@@ -5,7 +5,7 @@
                                                 log-probabilities of the whole rollout batch; then `loss.epochs` passes
                                                 over it in `loss.mini_batches` parts, one optimizer step per part. With
                                                 `rollout.staleness`, later batches are sampled meanwhile
-                                                (`rl.sampled_batches`)
+                                                (`padfree.rollout.collect`)
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
@@ -44,7 +44,7 @@ from padfree.record.run_files import RunFiles
 from padfree.record.run_folder import writing
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
-from padfree.train.batch_times import BatchTimes
+from padfree.train.batch_times import BatchTimes, unmeasured
 from padfree.train.determinism import deterministic, random_state
 from padfree.train.end_record import write_end
 from padfree.train.engine import Engine, PreparedStep
@@ -313,11 +313,13 @@ class Trainer:
         if not self.config.loss.task.in_rows:
             for name, seconds in elapsed.items():
                 metrics[name] = metrics.get(name, 0.0) + seconds
+        begin = time.perf_counter()
+        if not self.config.loss.task.in_rows and self.updates.last_end is not None and not self.updates.pending:
+            metrics |= unmeasured(begin - self.updates.last_end, metrics)
         schedule = self.config.schedule
         factor = learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
-        begin = time.perf_counter()
         apply = True
         critic = self.batches.critic
         if critic is not None:

@@ -35,7 +35,7 @@ from padfree.data.prepare import Progress
 from padfree.errors import UserError, shown_error
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout import Prompt
-from padfree.rollout.collect.group import RolloutGroup
+from padfree.rollout.group import RolloutGroup
 from padfree.sample import Sample
 from padfree.tasks import task_of
 from padfree.tasks.batch_advantages import check_signal

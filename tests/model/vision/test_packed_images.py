@@ -367,18 +367,3 @@ def test_dropout_in_the_tower_is_refused() -> None:
     model.config.vision_config.attention_dropout = 0.1
     with refused("model", "attention_dropout is 0.1"):
         attach(model)
-
-
-def test_a_transformers_without_computed_features_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.17 does not pass the features on to the model, so that its images would not be seen."""
-    model = build_vision("qwen3_vl")
-    forward = type(model.model).forward
-
-    def older(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
-        return forward(self, input_ids, **kwargs)
-
-    monkeypatch.setattr(type(model.model), "forward", older)
-    with refused("model", about="mm_encoder_outputs"):
-        attach(model)
-    with refused("model.vision", about="mm_encoder_outputs"):
-        check_vision(model.config)

@@ -24,8 +24,7 @@ from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.sample_exchange import arrived, facts_of, placeholder_leaves, whole
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.group import Leaf, Played
 from padfree.train.microbatch import plan_samples
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher

@@ -21,8 +21,7 @@ from padfree.data import Reward
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.agent import agent_episode
-from padfree.rollout.environment.reward_workers import RewardWorkers
-from padfree.rollout.time_limit import DaemonPool, call_within
+from padfree.rollout.rewards import DaemonPool, RewardWorkers, call_within
 from tests.rollout.environment.environment_cases import CHAT, play, prompt
 
 LIMIT = 0.7
@@ -304,7 +303,7 @@ def test_what_a_function_raises_is_raised_either_way() -> None:
 def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
     """A process whose pool is full of rewards that never return still exits."""
     code = (
-        "import time\nfrom padfree.rollout.time_limit import DaemonPool\npool = DaemonPool(2, 'reward')\n"
+        "import time\nfrom padfree.rollout.rewards import DaemonPool\npool = DaemonPool(2, 'reward')\n"
         "for _ in range(5): pool.submit(time.sleep, 6000)\npool.close()\nprint('ended')"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)

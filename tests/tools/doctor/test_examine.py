@@ -15,7 +15,6 @@ from transformers.generation.logits_process import TopPLogitsWarper
 from padfree.cli.main import main
 from padfree.errors import UserError
 from padfree.sample import Sample
-from padfree.testing.openai_server import Abilities, OpenAiService, serving_openai
 from padfree.tools.doctor import DoctorReport, examine_rollouts, examine_server, open_patient
 from padfree.tools.doctor.examine import Patient
 from padfree.tools.talk.find_model import find_model
@@ -30,6 +29,7 @@ from tests.tools.doctor.fault_cases import (
     tokenizer_of,
     write_case,
 )
+from tests.tools.doctor.openai_server import Abilities, OpenAiService, serving_openai
 
 NO_PROMPT_IDS = Abilities(prompt_ids=False, tokenize=False)
 

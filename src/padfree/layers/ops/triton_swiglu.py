@@ -31,7 +31,7 @@ def backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 def backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
     """Write act over dact, dgate over gate and dup over up.
 
-    This is safe, because each element is read and written by the same thread.
+    This is safe, because one thread reads and writes each element.
     """
     assert all(tensor.is_contiguous() for tensor in (dact, gate, up))
     _backward_kernel[_grid(gate)](

@@ -6,8 +6,7 @@
     swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
     a·b + c                                    becomes   matmul_add(a, b, c)
 
-In the last two cases the matmul must have no other user. In the first case it may have other users, because
-matmul_swiglu also returns `up` = a·b. An add is replaced only if it is not part of a longer sum.
+An add is replaced only if it is not part of a longer sum. In the last two cases, the matmul must have no other user.
 
 `matmul_epilogues_overwrite_pass`, after Inductor's passes, in a backward graph that recomputes gate and up:
 
@@ -36,9 +35,9 @@ class _Matmul(NamedTuple):
 
 
 def matmul_epilogues_pass(graph: fx.Graph) -> int:
-    """Fuse each matmul with the operation after it, if this operation is SwiGLU, the backward of SwiGLU, or an add.
+    """Fuse each matmul with the SwiGLU, the backward of SwiGLU, or the add that follows it.
 
-    Changes the graph in place and returns the number of changes. The module docstring gives the conditions.
+    Changes the graph in place and returns the number of changes.
     """
     count = 0
     for target, fuse in (
@@ -93,7 +92,8 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Write dgate and dup over gate and up, if gate and up are computed in this graph and not read again.
+    """Let the backward of SwiGLU write dgate and dup over gate and up, if this graph computed them and does not read
+    them again.
 
     Changes the graph in place and returns the number of changes.
     """
@@ -118,7 +118,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
     """Whether `node` may overwrite the tensor `matrix`.
 
-    It may if `matrix` is computed in this graph and has no readers except `node` and matmul_swiglu.
+    It may if this graph computes `matrix` and only `node` and matmul_swiglu read it.
     """
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
@@ -130,9 +130,9 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """Find the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N], and return its two factors.
+    """Return the two factors of the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
 
-    Returns None if `node` is not the result of a matmul or does not have `num_users` users.
+    Returns None if `node` is not such a result, or does not have `num_users` users.
     """
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
@@ -154,7 +154,7 @@ def _is_matrix_like(value: Tensor) -> bool:
 
 
 def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Reshape a node's result of shape [T, N] or [1, T, N] to [T, N]."""
+    """Reshape the result [T, N] or [1, T, N] of a node to [T, N]."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node
@@ -177,7 +177,7 @@ def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: int) -> list[fx.Node]:
-    """Insert a call of `target` with the metadata that the compiler needs, and return the nodes of its results."""
+    """Insert a call of `target`, with metadata for the compiler, and return the nodes of its results."""
     values = tuple(arg.meta["val"] for arg in args)
     call = graph.call_function(target, args)
     call.meta["val"] = target(*values)

@@ -24,9 +24,7 @@ from numpy.typing import NDArray
 
 from padfree.kept_sets import KeptSets, kept_array
 from padfree.rollout.base import Response
-from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.group import Leaf, Played, RolloutGroup
 from padfree.rollout.response_log import ResponseLog
 from padfree.routes import Routes, joined_routes
 

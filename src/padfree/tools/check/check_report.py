@@ -10,7 +10,6 @@ in the same dtype. A result passes if its difference is at most `tolerance`, or 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.tools.check.compare import FACTOR
+from padfree.tools.json_objects import read_object
 from padfree.train.float8_budget import Float8Distance
 
 MAIN = "packed"
@@ -203,8 +203,4 @@ def _number(value: float) -> str:
 
 def is_report(path: Path) -> bool:
     """Whether a file holds a report as JSON, so that a new report may overwrite it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and {"verdict", "rows", "passed"} <= found.keys()
+    return {"verdict", "rows", "passed"} <= (read_object(path) or {}).keys()

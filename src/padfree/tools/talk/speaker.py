@@ -284,10 +284,7 @@ def open_speaker(
     chat = None
     if not plain:
         chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
-    kind = None if dtype == "auto" else getattr(torch, dtype)
-    if dtype == "auto" and place.type == "cpu":
-        kind = torch.float32
-    model, kind = load_language_model(files, kind, place)
+    model, kind = load_language_model(files, dtype_named(dtype, place), place)
     return Speaker(
         model,
         tokenizer,
@@ -338,6 +335,14 @@ def device_named(name: str) -> torch.device:
     if name == "cuda" and not cuda:
         raise UserError("--device", "'cuda', but torch finds no GPU", "choose cpu, or install a CUDA build of torch")
     return torch.device("cuda" if cuda and name != "cpu" else "cpu")
+
+
+def dtype_named(name: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of this name. "auto" is float32 on a CPU and None, the dtype of the weight files, on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _with_adapter(base: str, folder: Path) -> PreTrainedModel:

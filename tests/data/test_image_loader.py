@@ -11,7 +11,7 @@ import pytest
 
 from padfree.images import Image
 from padfree.sample import Sample
-from padfree.train.image_loader import PACKS_AHEAD, ImageLoader, PacksAhead
+from padfree.data.image_loader import PACKS_AHEAD, ImageLoader, PacksAhead
 
 STAR = 9
 
