@@ -5,7 +5,7 @@
     attention     time of decode attention for 256 slots: fa4 with pages, the kernel with the arithmetic of fa4, and the
                   kernel of `rollout.exact=false`
     end-to-end    512 responses of 128 tokens with the kernels of `rollout.exact=true`, scored by the trainer in packs
-                  of 64 and of 16 samples, with and without gradients; with --plain, the kernels of `rollout.exact=false`
+                  of 64 and of 16 samples, with and without gradients; with --plain, also those of `rollout.exact=false`
     speed         tokens/s of the sampler with `rollout.exact` true and false: 256 slots, prompts of 256, 192 new tokens
 
     PYTHONPATH=src python bench/sampler_bits.py
