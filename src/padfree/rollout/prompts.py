@@ -165,7 +165,9 @@ class _Reader:
                 assert not isinstance(one, RowError)
                 placed = attempt(self._placed, found, one[1])
                 results.append(
-                    placed if isinstance(placed, RowError) else _PromptRead(found.tokens, {**row, **named}, prompt, *placed)
+                    placed
+                    if isinstance(placed, RowError)
+                    else _PromptRead(found.tokens, {**row, **named}, prompt, *placed)
                 )
         return results
 
