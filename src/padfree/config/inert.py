@@ -303,10 +303,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft".
-
-    Settings with the same reason share one sentence.
-    """
+    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft"."""
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

@@ -90,14 +90,46 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
     longest = max((int((sample.terms or {}).get("longest", 0)) for sample in samples), default=0)
     found = []
     for i, sample in enumerate(samples):
-        other, start = samples[i - 1], starts[i - 1]
-        pair = Sample(
-            tokens=np.concatenate([sample.tokens[: starts[i]], other.tokens[start:]]),
-            loss_mask=np.concatenate([np.zeros(starts[i], np.bool_), other.mask[start:]]),
-            uid=i,
-        )
-        found.append(pair.truncated(longest) if longest else pair)
+        pair = _spliced(sample, starts[i], samples[i - 1], starts[i - 1], uid=i)
+        found.append(pair.truncated(_outside_images(pair, longest)) if longest else pair)
     return found
+
+
+def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int) -> Sample:
+    """Return the first `end` tokens of `asked`, followed by `answered` from token `start` on, with their images."""
+    shown = [image for image in asked.images if image.positions[0] < end]
+    later = [image for image in answered.images if image.positions[0] >= start]
+    return Sample(
+        tokens=np.concatenate([asked.tokens[:end], answered.tokens[start:]]),
+        loss_mask=np.concatenate([np.zeros(end, np.bool_), answered.mask[start:]]),
+        uid=uid,
+        images=(*shown, *(replace(image, positions=image.positions + end - start) for image in later)),
+        rotary_positions=_spliced_positions(asked, end, answered, start),
+    )
+
+
+def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
+    """Return the rotary positions [P, n] of `_spliced`: those of the answer go on where the prompt ends.
+
+    The last token of a prompt is text, so that its P positions are equal. None if both samples have plain positions.
+    """
+    given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
+    if given is None:
+        return None
+    before, after = (
+        np.broadcast_to(np.arange(len(one)), (len(given), len(one)))
+        if one.rotary_positions is None
+        else one.rotary_positions
+        for one in (asked, answered)
+    )
+    shift = before[:, end - 1 : end] - after[:, start - 1 : start]
+    return np.concatenate([before[:, :end], after[:, start:] + shift], axis=1)
+
+
+def _outside_images(sample: Sample, length: int) -> int:
+    """Return `length`, or the index at which an image begins that a cut after `length` tokens would divide."""
+    divided = (int(image.positions[0]) for image in sample.images if image.positions[0] < length <= image.positions[-1])
+    return next(divided, length)
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from padfree.batch import IGNORE, LocalBatch, PackedBatch
 from padfree.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
+from padfree.data.image_loader import ImageLoader, PacksAhead
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.vision.tower_cost import TowerCost
@@ -31,7 +32,6 @@ from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import arrived
 from padfree.sample import Sample
-from padfree.data.image_loader import ImageLoader, PacksAhead
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]

@@ -68,7 +68,7 @@ def begin_run(
 
     `data`: the `data_record` of the batcher's samples; without it, a resume does not compare the data. `teacher` gives
     the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the
-    batcher's prompts, and `images` are the images of these prompts by digest. `end_tokens`: token ids that end a response.
+    batcher's prompts. `images`: the images of these prompts by digest. `end_tokens`: token ids that end a response.
     """
     mesh, note = engine.mesh, on_note or (lambda line: None)
     check_on_first_rank(mesh, mark_run_folder, config)

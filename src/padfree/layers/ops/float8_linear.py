@@ -45,7 +45,7 @@ WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
 """The mantissa of 448 = 1.75 · 2⁸, as bits of a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""This number minus the biased exponent of x is the biased exponent of 2⁸ / 2^exponent(x)."""
+"""Subtract the biased exponent of x from this number to get the biased exponent of 2⁸ / 2^exponent(x)."""
 NOT_FINITE = 255
 """The biased exponent of infinity and NaN."""
 
@@ -93,10 +93,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor.
-
-    `largest`: the bits of the largest absolute value. The factor is at most 2¹²⁶, so that the scale is not subnormal.
-    """
+    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor."""
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)

@@ -52,8 +52,15 @@ from padfree.optim.master_weights import compute_copies
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout.base import Response
 from padfree.rollout.collect.batch_report import BatchFiles, batch_metrics, queue_metrics
-from padfree.rollout.collect.queue_state import KnownEpisodes, dropped_reason, queue_state, stored_in
-from padfree.rollout.collect.queued_batch import EpisodeOutcome, Outcomes, QueuedBatch, merged, share_of_rank
+from padfree.rollout.collect.queue_state import dropped_reason, queue_state, stored_in
+from padfree.rollout.collect.queued_batch import (
+    EpisodeOutcome,
+    KnownEpisodes,
+    Outcomes,
+    QueuedBatch,
+    merged,
+    share_of_rank,
+)
 from padfree.rollout.collect.response_writer import make_writer
 from padfree.rollout.collect.sample_exchange import known_to_all, travelling_samples
 from padfree.rollout.environment.episode_policy import ChatTokenizer
