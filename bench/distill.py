@@ -69,7 +69,7 @@ class Inputs:
         )
 
     def first(self, num_rows: int, dtype: torch.dtype) -> Inputs:
-        """These inputs with only the first `num_rows` tokens, in `dtype`."""
+        """The inputs with only the first `num_rows` tokens, in `dtype`."""
         return Inputs(
             hidden=self.hidden[:num_rows].detach().to(dtype, copy=True).requires_grad_(),
             weight=self.weight.detach().to(dtype, copy=True).requires_grad_(),

@@ -58,7 +58,7 @@ STATE_BYTES = 16  # float32 weights, gradients and two moments
 CHECKED = 6
 """The number of queries whose attention is compared with float64."""
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative to the largest output; bfloat16 has 8 bits."""
+"""Largest accepted error, relative to the largest output. bfloat16 has 8 bits."""
 WARM_UP_TOKENS = 1 << 15
 FEW_IDS = 512
 """Vocabulary of the embedding here; it does not affect the time of a lookup."""

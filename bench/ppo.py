@@ -5,8 +5,8 @@
     runs/ppo/ppo.html    the report of both runs
     runs/ppo/ppo.svg     a plot of both rewards and the value loss
 
-Both start from the demo's fine-tuned model, with the same prompts and seeds. They differ only in the advantages: from
-the rewards of a group, or GAE with a critic.
+PPO and GRPO start from the demo's fine-tuned model, with the same prompts and seeds. They differ only in the
+advantages: from the rewards of a group, or GAE with a critic.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def rewards_of(config: Config) -> list[float]:
 
 
 def sampling(arguments: argparse.Namespace) -> None:
-    """Measure the sampler."""
+    """Measure the speed of the in-process sampler."""
     from sampling import measure  # imports the shapes of another benchmark
 
     found = measure(

@@ -122,3 +122,20 @@ def test_each_command_reads_its_columns(command: str, tmp_path: Path) -> None:
         else:
             with refused("data.columns", r"bad\.jsonl has the columns \['else'\]; expected .*"):
                 check_columns(config)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_columns_with_images_need_a_vision_model(command: str, tmp_path: Path) -> None:
+    row = {"prompt": "<image>a", "images": ["0.png"], **({"response": "b"} if command == "sft" else {})}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    values = {
+        "model": {"path": "m", "vision": True},
+        "data": {"path": [str(tmp_path / "rows.jsonl")]},
+        "batch": {"samples": 2, "max_tokens": 8},
+        "loss": {"kind": TASKS[command].kind},
+        "run": {"folder": "r"},
+        **({"rollout": {"reward": "exact_match", "samples_per_prompt": 2}} if command == "rl" else {}),
+    }
+    check_columns(config_from_dict(values))
+    with refused("data.columns", "set model.vision=true"):
+        check_columns(config_from_dict({**values, "model": {"path": "m"}}))

@@ -36,7 +36,7 @@ TEMPERATURE = 0.7
 
 
 def prompts_of(model: PreTrainedModel) -> list[Sample]:
-    """Prompts with one image, with the same image behind other text, with two images if possible, and with text only."""
+    """One image, the same image behind other text, two images if the model allows it, and text only."""
     one, other = picture(model, 0, rows=2, columns=3), picture(model, 1, rows=1, columns=2)
     several = [one] if need_family(model).one_image else [one, 2, other]
     return [
@@ -92,7 +92,7 @@ def scored(model: PreTrainedModel, samples: list[Sample]) -> list[Tensor]:
 
 def generated(model: PreTrainedModel, prompt: Sample) -> list[int]:
     """Greedy tokens of transformers, which gets the pixels."""
-    inputs: Mapping[str, Any] = {name: value for name, value in stock_inputs(model, prompt).items() if name != "use_cache"}
+    inputs = stock_inputs(model, prompt) | {"use_cache": True}
     with torch.no_grad():
         found = model.generate(  # type: ignore[operator]
             **inputs, do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, eos_token_id=None

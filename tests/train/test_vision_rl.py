@@ -191,7 +191,11 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
     ("changes", "setting", "problem"),
     [
         (["rollout.reward=none"], "model.vision", "rollout files have no images"),
-        (["rollout.engine=vllm", "rollout.servers=http://127.0.0.1:1"], "rollout.engine", "samples responses to images"),
+        (
+            ["rollout.engine=vllm", "rollout.servers=http://127.0.0.1:1"],
+            "rollout.engine",
+            "samples responses to images",
+        ),
         (["rollout.environment=padfree.rollout.environment.calculator:episode"], "model.vision", "environment"),
         (["rollout.reward=model:x"], "rollout.reward", "reward models read text"),
         (["loss.advantage=gae", "critic.path=x"], "loss.advantage", "critics read text"),

@@ -25,10 +25,7 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """Describe a gather of m copies from `count` elements.
-
-    Copy j is taken from element `index[j]`; the shape of `index` is [m].
-    """
+    """Describe a gather of m copies: copy j is element `index[j]` of `count` elements."""
     return copies_to_device(device, index, *group_copies(index, count))
 
 
@@ -62,10 +59,7 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
 
 
 def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the gradients of the copies of each element: [m, ...] -> [n, ...], in the dtype of `gradient`.
-
-    The sums are computed in float32, or in float64 if `gradient` is float64.
-    """
+    """Sum the gradients [m, ...] of the copies of each element in float32 or float64 -> [n, ...]."""
     count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
         from padfree.attention.triton_copies import sum_rows
@@ -75,7 +69,7 @@ def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Ten
 
 
 def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
-    """The same result as `sum_copies`, in plain PyTorch on any device. `count` is the number of elements."""
+    """Sum copies like `sum_copies`, in plain PyTorch on any device. `count` is the number of elements."""
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
     return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)
 

@@ -29,7 +29,7 @@ from padfree.attention.spec import AttentionSpec
 from padfree.segments import Segments
 
 QUERIES, KEYS = 16, 128
-"""The shape of a tile."""
+"""The number of queries and of keys in a tile."""
 
 
 class TiledAttention(AttentionBackend):

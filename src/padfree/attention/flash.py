@@ -19,20 +19,14 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys that a query sees to the left of its own key, as the kernels take it.
-
-    Returns -1 (no window) if no segment is longer than the window, because the kernel without a window is faster.
-    """
+    """The keys to the left of its own that a query sees, or -1 if no segment is longer than the window."""
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
 def fill_blind_queries(
     out: Tensor, lse: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key, and return both.
-
-    If every query sees a key, which is the usual case, no kernel runs.
-    """
+    """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key."""
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
         return out, lse
@@ -41,10 +35,7 @@ def fill_blind_queries(
 
 
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
-    """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf.
-
-    With lse = +inf, the probability exp(score - lse) of each key is 0.
-    """
+    """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf, so that exp(score - lse) is 0."""
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():
         return kernel_lse

@@ -140,10 +140,7 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel and return (out, lse).
-
-    `keys` are the keyword arguments that give the keys and values of each segment.
-    """
+    """Run the kernel and return (out, lse). `keys` are the arguments with the keys and values."""
     out, lse = _kernels()._flash_attn_fwd(
         q,
         k,

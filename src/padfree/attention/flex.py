@@ -149,10 +149,7 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """Count how many queries of each query block see each key block.
-
-    Query t sees the key blocks j with `first[t] <= j < end[t]`. Returns an array [query blocks, key blocks].
-    """
+    """Count the queries of each query block that see each key block: [query blocks, key blocks]."""
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
     np.add.at(change, (query_block, first), 1)
@@ -162,10 +159,7 @@ def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blo
 
 
 def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Convert a table [query blocks, key blocks] of visible blocks to the form that `BlockMask` takes.
-
-    Returns the number of visible blocks per query block, and the indices of all blocks with the visible ones first.
-    """
+    """For each query block, return the number of visible key blocks, and all key blocks, visible ones first."""
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)

@@ -128,10 +128,7 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dsinks by autograd, through a second call of `attend(q, k, v, sinks)`.
-
-    If `sinks` is None, dsinks is an empty tensor.
-    """
+    """Return dq, dk, dv and dsinks (empty without sinks) by autograd, through a second call of `attend`."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sinks = None if sinks is None else sinks.detach().requires_grad_()

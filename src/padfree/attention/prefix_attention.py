@@ -164,7 +164,9 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
 
 
 ALIGNED = 32
-"""Each array begins at a multiple of this many numbers, because kernels read several numbers at once."""
+"""The start of each array in `_concatenated` is a multiple of this number, because kernels read several numbers at
+once.
+"""
 
 
 def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:

@@ -1,6 +1,6 @@
 """The reference implementation: a loop over segments with every step written out.
 
-It computes in float32, or in float64 if its inputs are float64.
+The reference computes in float32, or in float64 if its inputs are float64.
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
@@ -130,18 +130,12 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """Repeat each key head for its query heads: [Lk, Hkv, d] -> [Lk, H, d], in the dtype of the computation.
-
-    Query head h reads key head h // (H / Hkv).
-    """
+    """Repeat each key head for its query heads: [Lk, Hkv, d] -> [Lk, H, d], in the computation's dtype."""
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
 def _sum_over_group(gradient: Tensor, keys: Tensor) -> Tensor:
-    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d].
-
-    The transpose of `_per_query_head`.
-    """
+    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d]."""
     grouped = gradient.reshape(*keys.shape[:2], gradient.shape[1] // keys.shape[1], keys.shape[2])
     return grouped.sum(dim=2).to(keys.dtype)
 

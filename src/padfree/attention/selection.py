@@ -28,10 +28,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Add your own attention backend at the end of `BACKENDS`.
-
-    `auto` chooses it for calls that no earlier backend supports.
-    """
+    """Add your own attention backend, which `auto` chooses for calls that no other backend supports."""
     if backend.name == "auto" or backend.name in BACKENDS:
         raise UserError(
             "name", "is already in use", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name
@@ -108,10 +105,7 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """Return the reason why `auto` does not choose a backend that supports the call.
-
-    None if `auto` may choose it.
-    """
+    """Return the reason why `auto` does not choose a backend that supports the call."""
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 

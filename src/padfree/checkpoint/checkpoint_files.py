@@ -42,10 +42,7 @@ class CheckpointError(UserError):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write and sync a safetensors file, and return its size in bytes and its SHA-256.
-
-    Only one tensor at a time is in host memory.
-    """
+    """Write and sync a safetensors file tensor by tensor, and return its size and its SHA-256."""
     header: dict[str, Any] = {}
     end = 0
     ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps every tensor aligned
@@ -98,10 +95,7 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """A reader of the tensors whose keys start with `prefix`.
-
-        The keys of the new reader do not include the prefix.
-        """
+        """A reader of the tensors whose keys start with `prefix`, under their keys without the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 

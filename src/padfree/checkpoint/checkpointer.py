@@ -219,10 +219,7 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes its piece of the tensor. If several ranks hold a piece, one of them writes it.
-
-        If several ranks hold the piece, only one writes it.
-        """
+        """Whether this rank writes its piece of the tensor. If several ranks hold a piece, one of them writes it."""
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
@@ -295,10 +292,7 @@ class Checkpointer:
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """Return the result of `latest` on rank 0, on every rank.
-
-        All ranks use the answer of one rank, because a shared file system may show the others an older state.
-        """
+        """Return the result of `latest` on rank 0, on every rank, because ranks may see different states."""
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
@@ -402,10 +396,7 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """A block that yields a list, to which it appends the errors of this rank.
-
-        At the end of the block, all ranks raise the same error if any list has one.
-        """
+        """A block that collects the errors of this rank in a list. At its end, one error fails all ranks."""
         errors: list[CheckpointError] = []
         yield errors
         for gathered in self._gather(errors):

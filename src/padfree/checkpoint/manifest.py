@@ -10,8 +10,6 @@ Before a checkpoint is loaded, its manifest is compared with the model.
 
 A model with adapters is saved without its frozen weights. The manifest has a fingerprint of them instead, so that
 adapters are not loaded onto other weights.
-
-This module does not communicate with other ranks. `padfree.checkpoint.checkpointer` does.
 """
 
 from __future__ import annotations
@@ -58,19 +56,12 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """A checksum of this rank's part of a tensor.
-
-    The weights are rounded to bfloat16, so that the checksum does not depend on their dtype. It is the sum of their
-    bits, read as 16-bit integers.
-    """
+    """A checksum of this rank's part of a tensor, rounded to bfloat16: the sum of its bits as 16-bit integers."""
     return int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Return what the manifest says about adapters: their scale, and `base`, the fingerprint of the frozen weights.
-
-    Returns None for a model without adapters.
-    """
+    """Return the scale of the adapters and the fingerprint of the frozen weights, or None."""
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types attributes as tensors or modules
@@ -78,10 +69,7 @@ def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | No
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """All tensors of a model and its optimizer, by key.
-
-    The keys are `model/<name>` and `optimizer/<kind of state>/<parameter name>`.
-    """
+    """All tensors of a model and its optimizer, by key, such as `model/<name>`."""
     tensors = {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
     if optimizer is not None:
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
@@ -153,10 +141,7 @@ def check_model(
 
 
 def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
-    """Return whether the checkpoint holds a reference model.
-
-    Raise an error if the saved reference model does not have the same tensors as `reference`.
-    """
+    """Return whether the checkpoint holds a reference model; raise an error if it does not fit."""
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
     if differs := _first_difference(content["tensors"], "reference/", reference):
@@ -200,10 +185,7 @@ def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[s
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """Complete the manifest `content` with the data gathered from the ranks.
-
-    Combine what each rank reports: its file, the pieces of tensors in it, and its state.
-    """
+    """Complete the manifest `content` with the files, tensor pieces and states of all ranks."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:

@@ -23,6 +23,19 @@ from padfree.config.processes import processes_of
 from padfree.errors import UserError, need
 from padfree.tools.talk.find_model import find_model
 
+_TASK_OPTIONS = {
+    "include_path": None,
+    "num_fewshot": None,
+    "limit": None,
+    "apply_chat_template": False,
+    "system": None,
+    "base": None,
+    "seed": 0,
+    "device": "auto",
+    "dtype": "auto",
+}
+"""Options that need `--tasks`, and their values if they are not given."""
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     text = COMMANDS["eval"][1]
@@ -110,20 +123,6 @@ def _run_tasks(settings: argparse.Namespace) -> None:
     kept = {key: found.get(key) for key in ("n-shot", "n-samples", "versions", "higher_is_better")}
     write_json(target, {"model": settings.recipe, "tasks": list(names), **numbers, **kept})
     _print(numbers)
-
-
-_TASK_OPTIONS = {
-    "include_path": None,
-    "num_fewshot": None,
-    "limit": None,
-    "apply_chat_template": False,
-    "system": None,
-    "base": None,
-    "seed": 0,
-    "device": "auto",
-    "dtype": "auto",
-}
-"""Options that need `--tasks`, and their values if they are not given."""
 
 
 def _print(found: Mapping[str, float]) -> None:

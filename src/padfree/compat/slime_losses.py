@@ -3,7 +3,7 @@
     logits        [T-1, V]   one prediction per entry: entry j-1 predicts token j
     log_probs     [T-1]      entry j-1 scores token j
 
-Differences from slime:
+These functions differ from slime's:
 
 - No tensor as large as the logits is needed in forward.
 - Log-probabilities are float32, also for half-precision logits.

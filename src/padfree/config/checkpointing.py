@@ -59,10 +59,7 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """The same setting for a model with another number of layers.
-
-    Each layer gets the level of the layer at the same relative depth.
-    """
+    """The levels for a model with another number of layers: those of the same relative depth."""
     if not is_by_layer(value):
         return value
     levels = [level for count, level in _parts(value) or () for _ in range(count)]

@@ -131,10 +131,7 @@ class Config:
         )
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check the settings of a run that samples its responses.
-
-        `setting` makes the run sample its responses, such as `rollout.reward`.
-        """
+        """Check a run that samples its responses because of `setting`, such as `rollout.reward`."""
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")

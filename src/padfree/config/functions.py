@@ -50,10 +50,7 @@ class UserFunction:
     asynchronous: bool = False  # it must be a coroutine function
 
     def check(self, path: str) -> None:
-        """Raise a `UserError` if the package of `path` does not exist or is part of the standard library.
-
-        Nothing is imported. `load` checks the function itself.
-        """
+        """Raise a `UserError` if the package of `path` does not exist or is part of the standard library."""
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
         if package in sys.stdlib_module_names:

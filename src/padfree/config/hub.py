@@ -48,10 +48,7 @@ def named_models(config: Config) -> dict[str, str]:
 
 
 def check_names(config: Config) -> None:
-    """Raise a `UserError` if a model or data file in the settings does not exist.
-
-    No model or data is loaded, and torch is not imported.
-    """
+    """Raise a `UserError` if a model or data file in the settings does not exist."""
     for setting, model in named_models(config).items():
         check_name(model, setting)
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
@@ -84,10 +81,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return why neither the Hub nor its cache has a model or data set of this name.
-
-    Return None if one of them has it, or if the Hub does not answer in time.
-    """
+    """Return why neither the Hub nor its cache has this name, or None if one has it (or the Hub does not answer)."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 

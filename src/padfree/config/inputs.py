@@ -36,10 +36,7 @@ def special_kind(path: str | Path, *, once: bool = True) -> str | None:
 
 
 def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
-    """Raise a `UserError` if reading `path`, or a file in it, could block.
-
-    `once`: see `special_kind`.
-    """
+    """Raise a `UserError` if reading `path` could block. `once`: the caller reads it only once."""
     if (kind := special_kind(path, once=once)) is not None:
         raise UserError(setting, f"{path} is {kind}, not a file", "give a file")
     if os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""The settings of the loss.
+"""The section `loss` of a recipe.
 
     [loss]                   [loss.clip]        [loss.gspo]
     kind = "clip"            high = 0.28        low = 1e-4

@@ -51,7 +51,7 @@ class TaskSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTSettings(TaskSettings):
-    """Negative log-likelihood."""
+    """The settings of SFT, whose loss is the negative log-likelihood."""
 
     command: ClassVar[str] = "sft"
     help: ClassVar[str] = "fine-tune on chat, prompt/response or plain text"
@@ -185,6 +185,7 @@ class KTOSettings(TaskSettings):
     title: ClassVar[str] = "KTO"
     kind: ClassVar[str] = "kto"
     data_format: ClassVar[str] = "labelled"
+    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
     has_reference: ClassVar[bool] = True
     beta: float = setting(0.1, above=0, about="Scale of the log-ratio.", fix="give a positive number")

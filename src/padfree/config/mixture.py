@@ -78,10 +78,7 @@ def check_sources(sources: Sequence[DataSource]) -> None:
 
 
 def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
-    """Raise a `UserError` if both sources read the same data.
-
-    `where` and `there` name the two sources in the message, such as `data.sources.1`.
-    """
+    """Raise a `UserError` if the sources named `where` and `there` read the same data."""
     if (source.columns, source.split, source.subset) != (other.columns, other.split, other.subset):
         return
     for path in source.path:

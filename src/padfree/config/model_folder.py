@@ -106,10 +106,7 @@ def check_headers(folder: Path) -> None:
 
 
 def _header_problem(path: Path) -> str | None:
-    """Return what is wrong with the size or the header of a safetensors file, or None.
-
-    8 bytes: the length of the header; the header, as JSON; the tensors, one after the other
-    """
+    """Return what is wrong with the size or the header of a safetensors file, or None."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -20,10 +20,7 @@ GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=
 
 
 def expand_home(section: Any, *names: str) -> None:
-    """Expand `~` in the paths of the fields `names` of `section`.
-
-    Expand `~`, because a shell does not expand it in `model.path=~/qwen`.
-    """
+    """Expand `~` in the paths of the fields `names` of `section`, because a shell does not."""
     for name in names:
         value = getattr(section, name)
         if isinstance(value, str):
@@ -68,7 +65,7 @@ class ModelConfig:
         about="Train a whole vision-language model on rows with images; false trains its language model on text.",
         needs=need_of(
             "loss.task.reads_images",
-            fix="leave it out: only padfree sft, dpo, distill and rl read images",
+            fix="leave it out: padfree reward reads text only",
             about="a command that reads images from data.path",
         ),
         resume=STAYS,

@@ -74,10 +74,7 @@ def _value(text: str) -> Any:
 
 
 def check_package(package: str, setting: str, value: str) -> None:
-    """Raise a `UserError` if the package is missing or has an unsupported version. Nothing is imported.
-
-    `value`: the value of `setting`, which needs the package.
-    """
+    """Raise a `UserError` if the package is missing or has an unsupported version. Nothing is imported."""
     install = 'pip install "padfree[environments]"'
     if importlib.util.find_spec(package) is None:
         raise UserError(setting, f"needs the package {package}, which is not installed", install, value=value)

@@ -92,8 +92,8 @@ def _check_bounds_are_meant(
 ) -> None:
     """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
 
-    Such a bound is meant for the loss in the file. `kind` is `loss.kind` in the file, `values` are the settings with
-    the overrides, and `said` the names in the overrides.
+    `kind` is `loss.kind` in the file, `values` are the settings with the overrides, and `said` the names in the
+    overrides.
     """
     loss = _loss_of(values)
     for name in BOUNDS:
@@ -236,10 +236,7 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """Check that `value` has the type `hint`, and return it converted to this type.
-
-    An int is a valid float, and a single entry is a valid list.
-    """
+    """Check that `value` has the type `hint`, and return it converted to this type (an int to a float)."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise UserError(name, "", "remove the null character", value=value)
@@ -271,10 +268,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _table_fix(name: str, value: str) -> str:
-    """Return how to write a table on a command line, where a shell expands braces and removes quotes.
-
-    `value`: the table as bash passed it.
-    """
+    """Return how to write a table on a command line, where a shell expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]

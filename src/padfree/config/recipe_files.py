@@ -14,10 +14,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def recipe_path(name: str | PathLike[str]) -> Path:
-    """Return the path of a recipe. `name` is a path or the name of a shipped recipe.
-
-    If both exist, the path is used.
-    """
+    """Return the path of a recipe. `name` is a path or the name of a shipped recipe."""
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 
@@ -29,9 +26,6 @@ def summary(path: Path) -> str:
 
 
 def default_recipe(command: str) -> str | None:
-    """Return the recipe that a command uses by default, such as "sft".
-
-    Return None if the command has several recipes, as `rl` has.
-    """
+    """Return the recipe that a command uses by default, or None if there are several, as for `rl`."""
     names = [name for name in shipped_recipes() if name == command or name.startswith(f"{command}-")]
     return command if names == [command] else None

@@ -154,10 +154,7 @@ def rules_of(entry: Field[Any]) -> Rules:
 
 
 def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> None:
-    """Raise a `UserError` if the field `name` does not accept `value`.
-
-    `setting`: the full name of the setting, for the message.
-    """
+    """Raise a `UserError` about `setting` if the field `name` does not accept `value`."""
     entry: Field[Any] = kind.__dataclass_fields__[name]
     rules, written = rules_of(entry), str(entry.type)
     if rules.filled is not None:
@@ -170,10 +167,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` for a value outside its bounds, or for unmet `needs` within the table.
-
-    `prefix` is the name of the table with a dot.
-    """
+    """Raise a `UserError` for a value outside its bounds, or for unmet `needs` within the table."""
     for entry in fields(table):
         value = getattr(table, entry.name)
         check_bounds(type(table), entry.name, value, f"{prefix}{entry.name}")
@@ -200,10 +194,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Map each setting of the dataclass `kind` to its rule for resuming, such as "must stay".
-
-    `hints` returns the type hints of a dataclass. `prefix` is the name of the table with a dot.
-    """
+    """Map each setting of the dataclass `kind` to its rule for resuming, such as "must stay"."""
     found: dict[str, Resume] = {}
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

@@ -92,10 +92,7 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """Return the fix for an unknown name.
-
-    The fix suggests the new name, names with the same last part, or the closest name.
-    """
+    """Return the fix for an unknown name: the new name, names with the same last part, or the closest one."""
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]
     names = [name for entry in entries for name in (entry.name.partition(".")[0], entry.section, entry.name)]
@@ -107,10 +104,7 @@ def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
 
 
 def _fields(kind: type[Any], prefix: str) -> Iterator[tuple[type[Any], Field[Any], str]]:
-    """Yield the class, the field and the prefix of every setting of `kind` and of its nested tables.
-
-    The prefix is the name of the table with a dot. Nested tables come last.
-    """
+    """Yield the class, the field and the table prefix of every setting of `kind` and of its nested tables."""
     nested: list[tuple[type[Any], str]] = []
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):
@@ -195,10 +189,7 @@ def _need_words(need: Needs, prefix: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], widest: int = 36) -> str:
-    """Format rows of cells as text with aligned columns.
-
-    A column is at most `widest` characters wide; a longer cell moves the rest of its line.
-    """
+    """Format rows of cells as aligned columns; a cell longer than `widest` moves the rest of its line."""
     columns = range(len(rows[0]) - 1)
     widths = [max((len(row[column]) for row in rows if len(row[column]) <= widest), default=0) for column in columns]
     return "".join(

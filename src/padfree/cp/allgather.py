@@ -91,10 +91,7 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select the K keys that this rank's pieces read from a pool of N keys: [N, ...] -> [K, ...].
-
-    The pool is one tensor, or two: the rank's own keys and the received keys.
-    """
+    """Select the K keys that this rank's pieces read from a pool of N keys, in one or two tensors."""
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, *pool: Tensor) -> Tensor:

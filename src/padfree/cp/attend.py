@@ -138,10 +138,7 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """Count the bytes that ranks send to each other for one causal attention layer.
-
-    `element_size` is the number of bytes per element of q, k and v.
-    """
+    """Count the bytes that ranks send to each other for one causal attention layer."""
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size

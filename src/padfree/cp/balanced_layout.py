@@ -52,11 +52,7 @@ def causal_work(first: Indices, end: Indices) -> Indices:
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """The cost of each piece [first, end), in (query, key) pairs.
-
-    The number of pairs in all tiles that a kernel computes, plus the fixed costs of keys. The first tile of queries
-    starts at `first`.
-    """
+    """The cost of each piece [first, end), in pairs of a query and a key: whole tiles and fixed costs of keys."""
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
@@ -68,10 +64,7 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
 
 
 def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """Divide the documents of a pack over `world` ranks.
-
-    Returns the starts of the pieces in the pack, ascending, and the rank of each piece.
-    """
+    """Divide a pack over `world` ranks: the ascending starts of the pieces, and the rank of each."""
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
@@ -103,10 +96,7 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """P pieces of the pack, arranged on C circles. In a circle, the first piece follows the last one.
-
-    Circle c is divided among `world[c]` ranks.
-    """
+    """P pieces of the pack on C circles. `world[c]` ranks share circle c."""
 
     start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
@@ -118,8 +108,8 @@ class _Circles(NamedTuple):
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
     """Cut each circle into two parts: a window for one half of its ranks, and the remainder for the other half.
 
-    Each rank has `share` tokens, the mean work `mean_work` and at most the work `most_work`. `last`: the new circles
-    are not cut again.
+    Each rank gets `share` tokens, and work near `mean_work` but at most `most_work`. `last`: the new circles are not
+    cut again.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -167,11 +157,7 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches each circle for the best window.
-
-    The best window is the one whose more expensive side has the lowest modelled cost per rank. Its work must be within
-    the limits.
-    """
+    """Searches each circle for the window whose more expensive side has the lowest cost per rank."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -256,10 +242,7 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The score of each window: the relative cost per rank of its more expensive side.
-
-        A window whose work is outside the limits scores at least `REFUSED`.
-        """
+        """The relative cost per rank of the more expensive side of each window; `REFUSED` for too much work."""
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
@@ -277,10 +260,7 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """For each circle, the best window that begins at the start of a piece, and its score.
-
-        At most about 64 windows per circle are tried.
-        """
+        """For each circle, the best window that begins at the start of a piece, and its score."""
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
@@ -288,10 +268,7 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in the mask `which`, the best window with a cut inside a piece, and its score.
-
-        Only pieces longer than `least` tokens are cut.
-        """
+        """For each circle in the mask `which`, the best window with a cut inside a piece, and its score."""
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.
         even = 2 * self.size == self.total

@@ -30,10 +30,7 @@ Prepared = TypeVar("Prepared")
 
 
 class Pieces:
-    """The P pieces of a layout: arrays [P] with the rank, the start and the end of each piece.
-
-    The pieces of rank 0 come first, then those of rank 1, and so on.
-    """
+    """The P pieces of a layout, in rank order: arrays [P] with the rank, the start and the end of each piece."""
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         self.world, self.share = layout.world, layout.num_tokens // layout.world
@@ -58,10 +55,7 @@ class Pieces:
 
 
 class ContextPlan:
-    """The data of one rank for one pack and layout.
-
-    `padfree.cp.shard` creates it, and the layers only read it.
-    """
+    """The data of one rank for one pack and layout. The layers only read it."""
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
         self.layout, self.segments, self.rank, self.device = layout, segments, rank, device

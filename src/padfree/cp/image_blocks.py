@@ -82,10 +82,7 @@ class ImageBlocks:
         return self._shared_out
 
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
-        """Return this rank's queries that see later keys, and the pack indices of these keys.
-
-        `own` are the tokens of this rank, and `starts` the first tokens of its pieces.
-        """
+        """Return the queries among this rank's tokens `own` that see later keys, and the pack indices of these keys."""
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
         first[1:] = (np.diff(self.tokens) != 1) | (np.diff(after) != 0)

@@ -46,10 +46,7 @@ class KeyPlan:
 
     @property
     def pool_tokens(self) -> Tensor:
-        """The pack indices [N] of the keys that this rank owns or receives.
-
-        They are needed to simulate a rank without its process group.
-        """
+        """The pack indices [N] of the keys that this rank owns or receives, to simulate a rank."""
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
@@ -107,10 +104,7 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
-    """The keys that each piece reads, as ranges of the pack.
-
-    The ranges of the ancestors of a node come before the range in its own document.
-    """
+    """The keys that each piece reads, as ranges of the pack; those of ancestors come first."""
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
@@ -137,10 +131,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) of the pack where pieces meet, so that each part lies in one piece.
-
-    Returns four arrays: the range, the piece, the begin and the end of each part.
-    """
+    """Cut ranges [begin, end) into parts, each inside one piece: arrays with range, piece, begin and end."""
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
@@ -151,10 +142,7 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """The keys that ranks need from each other: n ranges, as five arrays [n].
-
-    Rank `reader` needs the keys [begin, end) of rank `owner`. The ranges of one reader do not overlap.
-    """
+    """The keys that ranks need: rank `reader` needs the keys [begin, end) of rank `owner`. Five arrays [n]."""
 
     reader: Indices
     owner: Indices
@@ -167,10 +155,7 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """The needs in the mask `which`, sorted by reader or owner and then in pack order.
-
-        The sender and the receiver of keys both use this order.
-        """
+        """The needs in the mask `which`, sorted by reader or owner and then in pack order."""
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))

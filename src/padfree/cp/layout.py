@@ -96,10 +96,7 @@ def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, 
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
-    """The rank and the start of each chunk of tokens. With `pairs`, a rank has two chunks, otherwise one.
-
-    The first chunk of a pair may be one token longer than the second.
-    """
+    """The rank and the start of each chunk of tokens. With `pairs`, a rank has two chunks, otherwise one."""
     ranks = np.arange(world)
     if not pairs:
         return ranks, ranks * share
@@ -110,10 +107,7 @@ def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
 def _layout(
     kind: LayoutKind, world: int, num_tokens: int, starts: Indices, owners: Indices, offsets: Indices
 ) -> Layout:
-    """Make a layout from pieces: piece i begins at `starts[i]` and belongs to rank `owners[i]`.
-
-    Adjacent pieces of one document and one owner are merged.
-    """
+    """Make a layout from pieces: piece i begins at `starts[i]` and belongs to rank `owners[i]`."""
     ends = np.append(starts[1:], num_tokens)
     starts, owners = starts[starts < ends], owners[starts < ends]
     document = document_index(starts, offsets)

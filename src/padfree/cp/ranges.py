@@ -72,10 +72,7 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...].
-
-        Every token must be selected at least once.
-        """
+        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...] of all its tokens."""
         self._check_all_selected()
         if self.sums is not None:
             return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
@@ -112,10 +109,7 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """The ranges of all tokens, as (index in the selection, length), sorted by part.
-
-        The tokens of the first part come last.
-        """
+        """The ranges of all tokens, as (index in the selection, length), sorted by part."""
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:

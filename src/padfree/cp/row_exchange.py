@@ -7,8 +7,8 @@
     rank 0 sends row 0 to itself and rows 0 1 to rank 1, and receives row 2 of rank 1
     received   rank 0: 0 4      rank 1: 0 1       each needed row once, ordered by owner
 
-All ranks compute the same plan, so no rank asks another for rows. In the backward pass, the gradients of the received
-rows return to their owners, which sum them.
+All ranks compute the same plan of who needs which rows. In the backward pass, the gradients of received rows return to
+their owners, which sum them.
 """
 
 from __future__ import annotations

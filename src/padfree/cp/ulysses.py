@@ -44,10 +44,7 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys that each node of the prefix tree sees, computed once per micro-batch.
-
-    None if the samples share no prefix.
-    """
+    """The keys that each node of the prefix tree sees, or None without shared prefixes."""
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
@@ -88,10 +85,7 @@ def attend_ulysses(
 
 
 class _RepeatHeads(torch.autograd.Function):
-    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d].
-
-    The gradients of the copies are summed in float32.
-    """
+    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d]. Gradients are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copies: int) -> Tensor:

@@ -131,20 +131,14 @@ def _prepared(context: AttnContext) -> _Prepared:
 
 
 def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
-    """Move values [T/world, ...] so that each segment is whole on one rank. Differentiable.
-
-    Returns the values of this rank's segments in pack order, and the lengths of the segments.
-    """
+    """Move values [T/world, ...] so that each segment is on one rank; return them with the lengths of its segments."""
     prepared = _prepared(context)
     moved: Tensor = _ToSegments.apply(values, prepared, need_group(context))  # type: ignore[no-untyped-call]
     return moved, prepared.moves.lengths
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """The inverse of `to_whole_segments`: move the values [T/world, ...] back.
-
-    Padding tokens get zeros.
-    """
+    """The inverse of `to_whole_segments`: move the values [T/world, ...] back. Padding tokens get zeros."""
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world
     back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]

@@ -28,10 +28,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenate the tensors [n, ...] of all ranks: [world * n, ...].
-
-    n must be the same on every rank.
-    """
+    """Concatenate the tensors [n, ...] of all ranks: [world * n, ...]. n must be the same on every rank."""
     gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     with watching("all_gather_rows", group):
         _all_gather(gathered, tensor.contiguous(), group=group)

@@ -60,7 +60,7 @@ LONGEST_TIMEOUT = 1e8
 DIMENSIONS = ("replicate", "shard", "context")
 """The dimensions of the mesh of all processes.
 
-The last dimension varies fastest, so neighbouring ranks differ in it.
+The last dimension varies fastest: neighbouring ranks differ in it.
 """
 
 
@@ -201,7 +201,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
         rank r   publishes its own nonce, waits for the answer, which is the nonce of rank 0, and confirms it
         rank 0   repeatedly answers the latest nonce of each rank, until all ranks have confirmed
 
-    The nonce of rank 0 is the new key prefix.
+    All processes use the nonce of rank 0 as the new key prefix.
     """
     nonce = uuid.uuid4().hex
     if rank > 0:
@@ -230,18 +230,12 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Compute the ranks of each process group for `world` processes.
-
-    Neighbouring ranks form a group, because they are usually on the same machine.
-    """
+    """Compute the ranks of each process group for `world` processes; neighbours form a group."""
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
 class Groups:
-    """Process groups over some mesh dimensions, created on first use. All methods are collective.
-
-    The groups of `init_device_mesh` would have the default timeout of the backend instead of `timeout`.
-    """
+    """Process groups over some mesh dimensions, created on first use. All methods are collective."""
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
         """`ranks` is an array of all ranks with the dimensions [replicate, shard, context]."""
@@ -253,10 +247,7 @@ class Groups:
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create process groups, and return the one that contains this process.
-
-        `groups` [number of groups, ranks per group] holds the ranks of each group.
-        """
+        """Create the process groups `groups`, and return the one that contains this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:

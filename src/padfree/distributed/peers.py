@@ -122,10 +122,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """Describe the loss of the ranks in `silent`, or of the store if `silent` is None.
-
-    `silent` is None if the store does not answer.
-    """
+    """Describe the loss of the ranks in `silent`, or of the store if `silent` is None."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"
@@ -136,10 +133,7 @@ def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
 
 
 def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Format ranks with their hosts, as in `ranks 0 and 1 on a, rank 2 on b`.
-
-    With a single host, its name is left out.
-    """
+    """Format ranks with their hosts, as in `ranks 0 and 1 on a, rank 2 on b`."""
     several = len(set(hosts)) > 1
     parts = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
@@ -151,10 +145,7 @@ def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """A block that ignores SIGTERM, so that this rank can report its own error.
-
-    A launcher sends SIGTERM when another rank has exited.
-    """
+    """A block that ignores SIGTERM from the launcher, so that this rank can report its own error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -168,7 +159,7 @@ def sigterm_ignored() -> Iterator[None]:
 class _Listener(threading.Thread):
     """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
 
-    It exits the process if the block has not ended PATIENCE seconds after the message.
+    The thread exits the process if the block has not ended PATIENCE seconds after the message.
     """
 
     def __init__(self, store: Any, key: str) -> None:

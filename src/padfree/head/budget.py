@@ -75,20 +75,14 @@ def block_columns(vocabulary: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The size of the largest tile of float32 logits.
-
-    `columns` is a multiple of the block size.
-    """
+    """The size of the largest tile of float32 logits. `columns` is a multiple of the block size."""
 
     rows: int
     columns: int
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """A tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget.
-
-    It has at least one block of columns, whatever the budget.
-    """
+    """A tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget."""
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -97,10 +91,7 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
 
 
 def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) -> int:
-    """The number of vocabulary columns that `score` processes at a time for `num_rows` tokens.
-
-    It is at least one block, whatever the budget.
-    """
+    """The number of vocabulary columns that `score` processes at a time for `num_rows` tokens."""
     block = block_columns(vocabulary)
     widest = max(block, budget // max(1, num_rows * itemsize))
     return min(vocabulary, even_part(vocabulary, widest, multiple=64))

@@ -38,10 +38,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def chunked_gradients(
     task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
 ) -> tuple[Softmax, Gradients]:
-    """Compute the softmax of all M labelled tokens, and the gradients of hidden, weight and bias.
-
-    `wanted` says which of the three gradients to compute. M must be greater than 0.
-    """
+    """Compute the softmax of all M > 0 labelled tokens, and the gradients that `wanted` asks for."""
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
     plan = _plan(task, wants_weight)

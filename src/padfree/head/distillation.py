@@ -124,10 +124,7 @@ class _Pair:
         return call.task(self.teacher_hidden, head.weight, head.bias)
 
     def results(self, divergences: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss, and the three values per token for all N tokens.
-
-        The arguments are the values [M] of the M labelled tokens.
-        """
+        """Turn the values [M] of the labelled tokens into the loss and three values for each of all N tokens."""
         call, loss = self.call, (self.weights * divergences).sum()
         if call.poison is not None:
             loss = loss + call.poison
@@ -143,10 +140,7 @@ teacher's.
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
 ) -> tuple[TokenResults, Gradients]:
-    """Compute the divergences and the gradients chunk by chunk, without an autograd graph.
-
-    Returns the values of each labelled token, and the gradients that `wanted` asks for.
-    """
+    """Compute the divergences, and the gradients that `wanted` asks for, chunk by chunk without autograd."""
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
     operand, vocabulary = student.operand_dtype, len(weight)

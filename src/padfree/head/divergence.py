@@ -60,10 +60,7 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """The logits [R, W] of the columns [start, end) of the vocabulary, minus the largest logit of each token.
-
-        The W columns must lie in one block.
-        """
+        """The logits [R, W] of the columns [start, end) of a block, minus the largest logit of each token."""
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:

@@ -70,10 +70,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """The sums of R tokens over K blocks (`peak`, `total`, `moment`), and the logit of each label.
-
-    The columns of [R, K] are contiguous in memory.
-    """
+    """Three sums per block (`peak`, `total`, `moment`) of R tokens over K blocks, and the logit of each label."""
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
@@ -102,10 +99,7 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each token. The log-probability of logit x is (x − peak) − log_total.
-
-    `peak` and `log_total` are separate, because their sum would lose digits.
-    """
+    """The softmax of each token, as two numbers: the log-probability of x is (x − peak) − log_total."""
 
     peak: Tensor  # [R]
     log_total: Tensor  # [R]
@@ -196,10 +190,7 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """The interface of a matmul that is fused with the elementwise work on its result.
-
-    `tiles.TiledMatmuls` and the module `matmuls` implement this interface.
-    """
+    """The interface of a matmul with the elementwise work on its result."""
 
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None

@@ -30,8 +30,8 @@ def full_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probability of the label and the entropy of each labelled token, [M] each.
 
-    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`, the
-    softmax of a token covers only its kept set.
+    Results are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`,
+    the softmax of a token covers only its kept set.
     """
     logits = full_logits(hidden, head, inverse_temperature)
     if kept is not None:
@@ -82,9 +82,6 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """Merge the entries marked in `is_rest` into one: log-probabilities [M, V] -> [M, V + 1].
-
-    The merged entries become -inf, and their total probability is appended.
-    """
+    """Merge the entries marked in `is_rest` into one, at the end: [M, V] -> [M, V + 1] log-probabilities."""
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

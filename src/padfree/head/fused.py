@@ -101,10 +101,7 @@ class _Terms:
         self.losses: list[Tensor] = []
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
-        """Call `token_loss` for one chunk, and check the type and shape of its losses.
-
-        `start` is the index of the chunk's first labelled token. The losses are also stored, detached.
-        """
+        """Call `token_loss` for the chunk at token `start`, check its losses, and store them detached."""
         end = start + len(logprobs)
         index = self.call.index
         positions = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
@@ -123,10 +120,7 @@ class _Terms:
         return losses
 
     def score_gradient(self, softmax: Softmax, start: int) -> Upstream:
-        """The gradient of the losses of a chunk with respect to its log-probabilities and entropies.
-
-        `start` is the index of the chunk's first labelled token.
-        """
+        """The gradient of the losses of the chunk at token `start` with respect to its scores."""
         with torch.enable_grad():
             leaves = [softmax.logprobs.detach().requires_grad_()]
             if softmax.entropy is not None:
@@ -193,10 +187,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """Return the gradients that forward stored, multiplied by the scalar `grad_loss`.
-
-    `name` is the name of the public function, for error messages.
-    """
+    """Return the gradients that forward stored, multiplied by the scalar `grad_loss`."""
     if ctx.gradients is None:
         raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")
     grad_hidden, grad_weight, grad_bias = ctx.gradients

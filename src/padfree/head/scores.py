@@ -68,7 +68,7 @@ def score(
 ) -> Scores:
     """Return the log-probability of each label, and on request the entropy. Differentiable in hidden, weight and bias.
 
-    hidden [N, D]: the hidden states of N tokens.
+    hidden [N, D] holds the hidden states of N tokens.
 
     weight: the weight [V, D] of the head, or the head of a model, `lm_head_of(model)`. hidden, weight and bias [V] have
     one dtype: bfloat16, float32 or float64.

@@ -64,10 +64,7 @@ class ScoringTask:
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """The hidden states of the labelled tokens [start, end).
-
-        `start` and `end` count labelled tokens.
-        """
+        """The hidden states of the labelled tokens [start, end). `start` and `end` count labelled tokens."""
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
 
@@ -99,10 +96,7 @@ class ScoringTask:
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """The implementation of the matmuls and of the elementwise work that this task uses.
-
-        `TiledMatmuls` allocates the memory of a tile for `num_rows` tokens.
-        """
+        """The implementation of the matmuls and of the elementwise work that this task uses."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
@@ -231,10 +225,7 @@ def tiled_gradients(
 
 
 def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
-    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...].
-
-    Other tokens get 0.
-    """
+    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...]."""
     values = values.to(task.hidden.dtype)
     if task.index is None:
         return values

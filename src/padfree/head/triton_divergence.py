@@ -34,7 +34,7 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointer arguments with arbitrary alignment. See `triton_elementwise.PER_ROW`."""
+"""Pointer arguments with arbitrary alignment, for which Triton must not compile a kernel again."""
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def divergence_gradient(
 ) -> None:
     """The same as `divergence.divergence_gradient`, as a Triton kernel.
 
-    `out` may be the stored logits of the student.
+    `out` may be the memory of the student's stored logits.
     """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)

@@ -347,10 +347,7 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same as `elementwise.gradient_from_stored`, as a Triton kernel.
-
-    `out` may be `stored` itself.
-    """
+    """The same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of `stored`."""
     num_rows, num_columns = stored.shape
     absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
@@ -380,10 +377,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """The same as `elementwise.scale_`. Does nothing if the factor is 1, which is usual.
-
-    The device checks the factor, so the host does not synchronise.
-    """
+    """The same as `elementwise.scale_`, but the device checks whether the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

@@ -161,19 +161,13 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [ROWS, COLUMNS] of zeros, which the compiler does not recognise as constant.
-
-    With a constant tile, the loop would wait for the tensor cores at every step. `done` is never negative.
-    """
+    """A tile [ROWS, COLUMNS] of zeros, which the compiler must not recognise as constant."""
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
 
 @triton.jit
 def _part(tile, part: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half.
-
-    Moves no data between threads.
-    """
+    """Part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half."""
     if PARTS == 1:
         result = tile
     else:

@@ -200,10 +200,7 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether the operators save more time on the GPU than their launches cost on the host.
-
-    A custom operator takes the host longer to launch than a kernel that the compiler has generated.
-    """
+    """Whether the operators save more time on the GPU than their launches cost on the host."""
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 
 

@@ -11,10 +11,7 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompilerWatch:
-    """A context manager that counts compilations.
-
-    `on_start` is called when a compilation begins.
-    """
+    """A context manager that counts compilations. `on_start` is called when a compilation begins."""
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:
         self.count, self.seconds = 0, 0.0

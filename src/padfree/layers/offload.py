@@ -58,10 +58,7 @@ class ActivationOffload:
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Wrap `call`, the function that runs layer `number`, so that its saved tensors are offloaded.
-
-        A layer that is not offloaded only keeps a record of the call.
-        """
+        """Wrap `call`, the function that runs layer `number`, so that its saved tensors are offloaded."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -76,10 +73,7 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """Copy each source tensor to its target on a copy stream.
-
-        The copies begin after the work queued on the current stream. Returns an event for their end.
-        """
+        """Copy each source tensor to its target on a copy stream. Returns an event for the end of the copies."""
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -165,10 +159,7 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Called when the backward pass reaches this layer.
-
-        Wait until the tensors of this layer are on the device, and prefetch those of the layer below.
-        """
+        """Called when backward reaches this layer: wait for its tensors, and prefetch those of the layer below."""
         self.prefetch()
         self._wait()
         self.copied = {}
@@ -200,10 +191,7 @@ class _LayerCall:
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    """Called when backward needs a saved tensor. Returns the tensor on the device.
-
-    The device memory of an offloaded tensor is freed after backward has used all its views.
-    """
+    """Called when backward needs a saved tensor. Returns the tensor on the device."""
     saved.call.begin_backward()
     if saved.tensor is not None:
         return saved.tensor

@@ -249,10 +249,7 @@ def _checked_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return the rewards [B] minus the mean of their group, and the group sizes [num_groups].
-
-    In a group of equal rewards, the differences are exactly 0.
-    """
+    """Return the rewards [B] minus the mean of their group, and the group sizes [num_groups]."""
     wide = checks.wide("rewards", rewards)
     counts = segment_sum(torch.ones_like(wide), groups, num_groups)
     mean = segment_sum(wide, groups, num_groups) / counts.clamp(min=1.0)

@@ -80,9 +80,9 @@ def batch_weights(
 ) -> Tensor:
     """The weights [T] (float32) of a packed batch, on its device.
 
-    For code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global batch.
-    `group_counts` [B] is the number of scored tokens in the group of each sample, for the mode 'group-mean'. `reduce`
-    sums over the ranks that hold parts of the same pack.
+    For code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global batch. The mode
+    'group-mean' needs `group_counts` [B], the number of scored tokens in each sample's group. `reduce` sums over the
+    ranks that hold parts of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -145,18 +145,12 @@ def weight_divisor(
 
 
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """The number of scored tokens of each of B samples, [B].
-
-    Scored tokens are all trained tokens except the first token of the sample.
-    """
+    """The number of scored tokens of each sample, [B]. The first token of a sample is not scored."""
     return _counts(*_scored(masks))
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """The number of scored tokens in the group of each sample, [B].
-
-    `counts` [B] are the numbers of scored tokens of the samples.
-    """
+    """The number of scored tokens in each sample's group, [B], from those of the samples, `counts`."""
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]
@@ -236,10 +230,7 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 
 
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
-    """Number the units in order of appearance, and return the number of each sample's unit, [B].
-
-    A sample whose unit is None is a unit by itself.
-    """
+    """Number the units in order of appearance, and return the unit of each sample, [B]."""
     if len(units) != num_samples:
         raise UserError(
             "units", f"has {len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"

@@ -36,10 +36,7 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 
 
 def result_type(*values: Tensor) -> torch.dtype:
-    """The dtype of a result that is computed from these tensors.
-
-    Their promoted dtype, or float32 if the promoted dtype is not a float.
-    """
+    """The dtype of a result that is computed from these tensors: their promoted dtype, or float32."""
     joined = values[0].dtype
     for other in values[1:]:
         joined = torch.promote_types(joined, other.dtype)
@@ -47,10 +44,7 @@ def result_type(*values: Tensor) -> torch.dtype:
 
 
 def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
-    """Return the values as int32 or int64, the index dtypes of torch.
-
-    If `size` is given, the values must be from 0 to size - 1.
-    """
+    """Return the values as int32 or int64. If `size` is given, they must be from 0 to size - 1."""
     need_tensor(name, values)
     if values.is_floating_point() or values.dtype == torch.bool:
         raise UserError(name, "is not an integer dtype", f"give integers, such as {name}.long()", value=values.dtype)

@@ -38,10 +38,7 @@ from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """The product of all corrections that depend on single tokens, [T].
-
-    `trainer` and `sampler` are the log-probabilities [T] of the tokens.
-    """
+    """The product of all corrections for single tokens, [T], from the log-probabilities [T]."""
     ratio = _ratio(trainer - sampler)
     factor = torch.ones_like(ratio)
     for correction in corrections:

@@ -1,4 +1,4 @@
-"""Policy losses on packed tokens.
+"""Policy losses: the loss of each token of a pack, from an objective, corrections, KL and entropy.
 
     loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or a user-defined one
                       · the corrections         `corrections.py`
@@ -26,10 +26,7 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The policy loss: the weighted sum over the tokens in `inputs`.
-
-    `reduce` sums tensors with one value per sample over the ranks that share a pack.
-    """
+    """The weighted sum of the policy loss over the tokens in `inputs`."""
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
@@ -67,10 +64,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """The values that the loss of a token depends on, apart from its log-probability and entropy.
-
-    Each field is [T], without gradient.
-    """
+    """The values that the loss of a token needs besides its log-probability and entropy, as tensors [T]."""
 
     weights: Tensor
     advantages: Tensor
@@ -141,10 +135,7 @@ def _token_losses(
     pack: LossInputs | None = None,
     reduce: Reduce = no_reduce,
 ) -> _Parts:
-    """Compute the losses [T] of tokens before weighting.
-
-    `pack` None: the objective is elementwise, and the tokens may be any part of a pack.
-    """
+    """Compute the losses [T] of tokens before weighting."""
     old = logprobs.detach() if settings.old_policy == "current" else terms.old
     tokens = ObjectiveInputs(
         logprobs=logprobs,

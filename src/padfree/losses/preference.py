@@ -64,10 +64,7 @@ def dpo_loss(
 
 
 def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses [P] of the pairs, and their derivatives [P] with respect to the chosen and the rejected answer.
-
-    `chosen` and `rejected` are the numbers that the loss compares: `x` in the module docstring.
-    """
+    """The losses [P] of the pairs, and their derivatives [P] with respect to `chosen` and `rejected`."""
     beta, smoothing = settings.beta, settings.label_smoothing
     difference = chosen - rejected
     if settings.variant == "hinge":
@@ -127,10 +124,7 @@ def reward_model_loss(
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
-    """Bools [T]: whether each token is the last one of its sample.
-
-    `lengths` [B] are the sample lengths.
-    """
+    """Bools [T]: whether each token is the last one of its sample. `lengths` [B] are the sample lengths."""
     lengths = checks.index("lengths", lengths)
     return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1
 

@@ -30,10 +30,7 @@ def no_reduce(values: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """The sum of the values [T, ...] of each sample, [B, ...] in float64.
-
-    Elements whose index is `num_samples` (the pad) are dropped.
-    """
+    """The sum of the values [T, ...] of each sample, without the pad: [B, ...] in float64."""
     need_whole("num_samples", num_samples, 0, "give the number of samples")
     values = checks.wide("values", values)
     sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
@@ -49,10 +46,7 @@ def spread(values: Tensor, sample_index: Tensor) -> Tensor:
 def segment_mean(
     values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """The mean of the values [T] that `mask` selects in each sample, [B] in float64.
-
-    The mean is 0 if the mask selects no token of the sample.
-    """
+    """The mean of the values [T] that `mask` selects in each sample, [B] in float64; 0 if there are none."""
     values, mask = checks.wide("values", values), checks.mask("mask", mask)
     sums = torch.stack([torch.where(mask, values, 0.0), mask.double()], dim=1)
     totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)

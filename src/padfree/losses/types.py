@@ -26,7 +26,7 @@ Statistics = dict[str, tuple[Tensor, Tensor]]
 
 
 TRAINED = ("logprobs", "entropy", "values")
-"""The fields of `LossInputs` that have a gradient."""
+"""The fields of `LossInputs` that may have a gradient."""
 
 
 GIVEN_BY = {
@@ -38,10 +38,7 @@ GIVEN_BY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """The tokens of one micro-batch, or of a context rank's part, with the values that a loss needs.
-
-    A missing field raises an error when a loss reads it.
-    """
+    """The tokens of one micro-batch, or of a context rank's part, with the values that a loss needs."""
 
     mask: Tensor  # [T] bool: whether the position has a label
     weights: Tensor  # [T] float32, 0 where the mask is False

@@ -38,6 +38,7 @@ from padfree.optim.adamw import AdamW
 from padfree.optim.muon import Muon
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.optim.rule import Group, UpdateRule
+from padfree.optim.state_format import rows_of
 
 RULES: Mapping[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
 
@@ -95,6 +96,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
         raise UserError(
             "model", f"{type(model).__name__} has no parameter that requires a gradient", "unfreeze some parameters"
         )
+    for group in groups:
+        for parameter in group["params"] if group.get("state", "float32") != "float32" else ():
+            rows_of(parameter)  # refuses parameters of which a rank holds parts of rows
     return Optimizer(groups)
 
 

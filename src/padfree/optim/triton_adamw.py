@@ -39,7 +39,7 @@ def update(rows: Rows, step: Step) -> None:
         rows.factors if step.scale is None else step.scale,
         rows.factors,
         rows.step,
-        rows.number * STRIDE & 0xFFFFFFFF,
+        rows.number,
         count,
         columns,
         *rows.range,
@@ -66,8 +66,8 @@ def _mix(x):
 
 
 @triton.jit
-def _random_bits(step, salt, row, column, columns):
-    key = _mix(_mix(step.to(tl.uint32) * _STRIDE) + salt.to(tl.uint32))
+def _random_bits(step, number, row, column, columns):
+    key = _mix(_mix(step.to(tl.uint32) * _STRIDE) + number.to(tl.uint32) * _STRIDE)
     index = row[:, None] * columns + column[None, :]
     return _mix(index.to(tl.uint32) + (index >> 32).to(tl.uint32) * _STRIDE + key)
 
@@ -103,7 +103,10 @@ def _encode(magnitude, bits, MOST: tl.constexpr, SQUARINGS: tl.constexpr):
     return code + up.to(tl.int32), share, scale
 
 
-@triton.jit(do_not_specialize=["salt", "count", "first", "inner", "outer"])
+@triton.jit(
+    do_not_specialize=["number", "count", "first", "inner", "outer"],
+    do_not_specialize_on_alignment=["finite", "grad_scale", "factors", "step"],
+)
 def _update(
     weight,
     gradient,
@@ -115,7 +118,7 @@ def _update(
     grad_scale,
     factors,
     step,
-    salt,
+    number,
     count,
     columns,
     first,
@@ -160,7 +163,7 @@ def _update(
     w = kept * w - rate * m / (tl.sqrt_rn(v) * correction + eps)
     tl.store(weight + place, w, mask=inside)
     global_row = first + row // inner * outer + row % inner
-    bits = _random_bits(tl.load(step), salt, global_row, column, columns)
+    bits = _random_bits(tl.load(step), number, global_row, column, columns)
     if INT8:
         code, share, scale = _encode(tl.abs(m), bits & 0xFFFF, 127, 2)
         code = tl.where(m < 0, -code, code)

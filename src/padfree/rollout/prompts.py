@@ -5,9 +5,9 @@
 
 A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
 `padfree.data.formats`. Depending on `prompt_format`, a prompt is rendered by the chat template with the generation
-prompt, or used unchanged. With `images` in the settings, the prompt may show images (`padfree.data.image_reader`), which
-are decoded again when a pack needs them. `Prompt.row` keeps all columns of the row, because the reward may need any of them. A column
-that is mapped to a field is stored under both names, such as `question` and `prompt` above.
+prompt, or used unchanged. With `images` in the settings, the prompt may show images (`padfree.data.image_reader`),
+which are decoded again when a pack needs them. `Prompt.row` keeps all columns of the row, because the reward may need
+any of them. A column that is mapped to a field is stored under both names, such as `question` and `prompt` above.
 
 The `max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. If a prompt and its longest response exceed
 `max_length`, the setting `overlong` decides. With "truncate", `max_new_tokens` is lowered to `max_length` minus the
@@ -165,7 +165,9 @@ class _Reader:
                 assert not isinstance(one, RowError)
                 placed = attempt(self._placed, found, one[1])
                 results.append(
-                    placed if isinstance(placed, RowError) else _PromptRead(found.tokens, {**row, **named}, prompt, *placed)
+                    placed
+                    if isinstance(placed, RowError)
+                    else _PromptRead(found.tokens, {**row, **named}, prompt, *placed)
                 )
         return results
 

@@ -107,8 +107,8 @@ def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tens
     """Compute each of R rows with its expert: rows [R, D] and experts [R] -> [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
-        # This rank received no rows. It computes one row of zeros, so that its weights get gradients of 0 and it takes
-        # part in the exchanges of backward.
+        # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the
+        # exchanges of backward.
         row = rows.sum(0, keepdim=True)
         first = experts.new_zeros(1, 1)
         return cast(Tensor, own_forward(cast(nn.Module, local), row, first, row.new_ones(1, 1)))[:0]

@@ -52,10 +52,7 @@ class Sizes:
 
 
 def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, str]]:
-    """Yield `count` word problems as rows with `prompt`, `response` and `answer`.
-
-    The number of steps of a problem has a log-normal distribution, cut off at `most_steps`.
-    """
+    """Yield `count` word problems of at most `most_steps` steps, as rows of `prompt`, `response` and `answer`."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         prompt, work, answer = _problem(rng, most_steps)

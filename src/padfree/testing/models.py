@@ -370,10 +370,7 @@ depend on the routes.
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Make a small model of architecture `name`, a key of `ARCHITECTURES`, in training mode.
-
-    `changes`: values of its config that replace the usual ones.
-    """
+    """Make a small model of architecture `name` in training mode. `changes` replace values of its config."""
     class_name, extra = ARCHITECTURES[name]
     model_class = getattr(transformers, class_name, None)
     if model_class is None:
@@ -400,10 +397,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedBatch:
-    """Return a pack of random samples of these lengths, followed by `pad` padding tokens.
-
-    Each sample starts with token id 0.
-    """
+    """Return a pack of random samples of these lengths, followed by `pad` padding tokens."""
     rng = np.random.default_rng(seed)
     tokens = [rng.integers(0, vocabulary, length) for length in lengths]
     for sample in tokens:

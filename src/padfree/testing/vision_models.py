@@ -226,10 +226,7 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **values: Any) -> PreTrainedModel:
-    """A tiny model with large weights, so that a wrong image changes the first digits of later logits.
-
-    `values` replace fields of the config.
-    """
+    """A tiny model with large weights, so that a wrong image changes the first digits of later logits."""
     prefix, usual = VISION_MODELS[name]
     values = {**usual, "text_config": {**usual["text_config"], "vocab_size": vocabulary}, **values}
     torch.manual_seed(seed)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.model import attach, hidden_states, lm_head_of
-from padfree.model.structure import check_vision
 from padfree.model.vision import prepare_sample
 from padfree.model.vision.families import FAMILIES, family_of
 from padfree.packing.collate import collate, pack

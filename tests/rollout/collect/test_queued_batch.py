@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from padfree.config.rollout import RolloutConfig
 from padfree.rollout import Prompt
 from padfree.rollout.collect.queued_batch import EpisodeOutcome, QueuedBatch, share_of_rank
 from padfree.rollout.group import RolloutGroup, overlong_penalty
-from padfree.train.run import train
-from tests.rollout.vllm.test_run import lines, make_config, model_folder
+from tests.rollout.vllm.test_run import model_folder
 
 __all__ = ["model_folder"]  # a fixture
 HERE = "tests.rollout.collect.test_queued_batch"
@@ -120,33 +118,3 @@ def test_the_overlong_penalty_grows_towards_max_new_tokens(length: int, lost: fl
     settings = RolloutConfig(max_new_tokens=8, overlong_buffer=4)
     assert overlong_penalty(length, 8, settings) == lost
     assert overlong_penalty(length, 8, RolloutConfig(max_new_tokens=8)) == 0.0
-
-
-def rarely(response: str, row: Mapping[str, Any]) -> float:
-    return float(response[:1].isdigit())
-
-
-def test_a_filtered_run_in_the_process(model_folder: Path, tmp_path: Path) -> None:
-    """Batches stay full, the metrics have the counts, and a resumed run makes the same steps."""
-    settings: dict[str, Any] = {
-        "engine": "in_process",
-        "reward": f"{HERE}:rarely",
-        "filter": "equal",
-        "oversample": 1.5,
-        "overlong_buffer": 3,
-    }
-    train(make_config(tmp_path / "whole", model_folder, steps=3, **settings))
-    train(make_config(tmp_path / "parts", model_folder, steps=2, **settings))
-    train(make_config(tmp_path / "parts", model_folder, steps=3, **settings))
-    whole, parts = lines(tmp_path / "whole"), lines(tmp_path / "parts")
-    for line, other in zip(whole, parts, strict=True):
-        assert (line["samples"], line["groups"]) == (12, 4)
-        assert line["groups_requested"] >= 6
-        assert line["raw_reward"] - line["reward"] == pytest.approx(line["overlong_penalty"], abs=1e-6)
-        for name in ("loss", "reward", "groups_requested", "groups_equal", "overlong_share"):
-            assert line[name] == other[name]
-    assert any(line["groups_equal"] > 0 for line in whole)
-    enough = [line["groups_requested"] - line["groups_equal"] >= 4 for line in whole]
-    kept = [line["groups_without_signal"] for line in whole]
-    assert all(has or requested["groups_requested"] == 12 for has, requested in zip(enough, whole, strict=True))
-    assert all(isinstance(count, int) for count in kept)

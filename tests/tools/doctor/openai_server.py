@@ -2,8 +2,8 @@
 
     with serving_openai(OpenAiService(model, tokenizer)) as url: ...
 
-It has the paths /v1/models, /v1/completions, /v1/chat/completions and /tokenize. Its answers also have vLLM's fields
-for token ids and prompt log-probabilities; `Abilities` can turn them off.
+The server has the paths /v1/models, /v1/completions, /v1/chat/completions and /tokenize. Its answers also have vLLM's
+fields for token ids and prompt log-probabilities; `Abilities` can turn these fields off.
 
 The server samples with a KV cache, one request at a time, and applies `processors` (transformers' logits processors) to
 every request.

@@ -15,9 +15,11 @@ therefore cast twice: by rows and by columns.
     float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
     float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
 
-R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added columns are 0. `largest` holds the
-largest absolute value of each column, found while the rows are cast. `after` is not read: it is a tensor of the
-backward pass, so that the compiler does not cast weights in forward and keep them until backward.
+R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added columns are 0. `largest` is the
+largest absolute value of each column.
+
+`after` is not read. It is a tensor of the backward pass, so that the compiler does not cast weights in forward and keep
+them until backward.
 
 A scale is a power of two, and the largest value of a row divided by its scale fits into float8 (at most 448).
 Multiplication by a power of two is exact, so all devices give the same bits. A row with an infinite or NaN value gets
@@ -45,7 +47,7 @@ WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
 """The mantissa of 448 = 1.75 · 2⁸, as bits of a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""This number minus the biased exponent of x is the biased exponent of 2⁸ / 2^exponent(x)."""
+"""Subtract the biased exponent of x from this number to get the biased exponent of 2⁸ / 2^exponent(x)."""
 NOT_FINITE = 255
 """The biased exponent of infinity and NaN."""
 
@@ -93,10 +95,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor.
-
-    `largest`: the bits of the largest absolute value. The factor is at most 2¹²⁶, so that the scale is not subnormal.
-    """
+    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor."""
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)

@@ -152,7 +152,7 @@ def _cast(value, q, ROUND: tl.constexpr):
 
 @triton.jit
 def _factors(largest):
-    """The same as `float8_linear.factors`."""
+    """The factor and the scale of `float8_linear.factors`, in a Triton kernel."""
     exponent = largest >> 23
     above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(262 - exponent - above, 253)

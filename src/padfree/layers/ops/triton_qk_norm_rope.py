@@ -92,10 +92,7 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return three tensors for ROWS head vectors, beginning with number `first`.
-
-    Returns the numbers of the head vectors, the columns of half a head vector, and a mask of the elements that exist.
-    """
+    """Return the numbers of ROWS head vectors from `first` on, the columns of half a head, and a mask."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < HALF)

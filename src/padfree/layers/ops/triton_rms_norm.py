@@ -68,10 +68,7 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [.., D], the sum x + added [.., D] and 1 / rms [..] of each token.
-
-    If `added` is None, the sum is an empty tensor.
-    """
+    """Return y [.., D], the sum x + added [.., D] (empty without `added`) and 1 / rms [..] of each token."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -140,10 +137,7 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce `dys` to at most three tensors, the number that the kernel takes.
-
-    Further tensors are added to the third, in float32.
-    """
+    """Reduce `dys` to the three tensors that the kernel takes: add all others to the third, in float32."""
     if len(dys) <= 3:
         return dys
     last = dys[2].float()

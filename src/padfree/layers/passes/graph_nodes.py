@@ -20,10 +20,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Whether a node calls the function or method `target` and has exactly `users` users.
-
-    `users` None: any number of users.
-    """
+    """Whether a node calls `target` and has exactly `users` users (None: any number)."""
     if not isinstance(node, fx.Node) or node.target != target:
         return False
     op = "call_method" if isinstance(target, str) else "call_function"

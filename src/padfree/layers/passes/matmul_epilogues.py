@@ -35,10 +35,7 @@ class _Matmul(NamedTuple):
 
 
 def matmul_epilogues_pass(graph: fx.Graph) -> int:
-    """Fuse each matmul with the SwiGLU, the backward of SwiGLU, or the add that follows it.
-
-    Changes the graph in place and returns the number of changes.
-    """
+    """Fuse each matmul with the SwiGLU, the backward of SwiGLU, or the add after it. Returns the number of changes."""
     count = 0
     for target, fuse in (
         (torch.ops.padfree.swiglu.default, _fuse_swiglu),
@@ -92,11 +89,7 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Let the backward of SwiGLU write dgate and dup over gate and up, if this graph computed them and does not read
-    them again.
-
-    Changes the graph in place and returns the number of changes.
-    """
+    """Let the backward of SwiGLU write over gate and up, if nothing reads them later."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.matmul_swiglu_backward.default):
         _, _, gate, up = arguments(node)
@@ -116,10 +109,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` may overwrite the tensor `matrix`.
-
-    It may if this graph computes `matrix` and only `node` and matmul_swiglu read it.
-    """
+    """Whether `node` may overwrite `matrix`, because no other node reads it."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
@@ -130,10 +120,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """Return the two factors of the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N].
-
-    Returns None if `node` is not such a result, or does not have `num_users` users.
-    """
+    """Return the factors of the matmul behind `node` [T, N] or [1, T, N], or None."""
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None

@@ -43,10 +43,7 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """Find the RoPE of the transposed result [1, H, T, d] of the norm of `heads` [1, T, H, d].
-
-    Returns None if there is no RoPE, or if the norm's result has another use.
-    """
+    """Find the only use of a norm of `heads` [1, T, H, d] as RoPE of its transpose [1, H, T, d], or None."""
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):
         return None

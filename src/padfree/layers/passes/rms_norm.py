@@ -52,10 +52,7 @@ class RMSNorm(NamedTuple):
 
 
 def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
-    """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm. Returns the number of replacements.
-
-    With `every`, replace every RMSNorm of hidden states, whatever reads its result.
-    """
+    """Replace each RMSNorm before a matmul (with `every`, each RMSNorm). Returns the number of changes."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
@@ -92,10 +89,7 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication of the normalised x by the weight, and return the RMSNorm, or None.
-
-    The rounding to the dtype of x may come before or after this multiplication.
-    """
+    """Match the multiplication of the normalised x by the weight, and return the RMSNorm, or None."""
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):
@@ -187,10 +181,7 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
-    """Find the add whose result, possibly reshaped, is `node`.
-
-    Returns None if there is no such add, or if its result has another user.
-    """
+    """Find the add whose result, possibly reshaped, is `node`, if nothing else reads it."""
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]

@@ -52,10 +52,7 @@ def swiglu_pass(graph: fx.Graph) -> int:
 
 
 def swiglu_overwrite_pass(graph: fx.Graph) -> int:
-    """Make the backward of SwiGLU overwrite dact, gate and up, if no other node reads them.
-
-    Returns the number of changes.
-    """
+    """Let the backward of SwiGLU overwrite dact, gate and up, if no other node reads them."""
     count = 0
     for backward in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
         dact, gate, up = backward.args

@@ -73,10 +73,7 @@ def traits_of(function: object) -> Traits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveInputs:
-    """The N tokens for which an objective computes losses. Each field is [N].
-
-    The dtype is float32, or float64 if the log-probabilities are float64.
-    """
+    """The N tokens for which an objective computes losses. Each field is [N], in float32 or float64."""
 
     logprobs: Tensor  # log-probabilities under the policy being trained, with gradient
     advantages: Tensor
@@ -89,10 +86,7 @@ class ObjectiveInputs:
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean of `values` [N] over the scored tokens of each token's sequence, [N] without gradient.
-
-        Context ranks may hold parts of the sequence.
-        """
+        """The mean of `values` [N] over the scored tokens of each token's sequence, [N] without gradient."""
         pack = self.pack
         if pack is None:
             raise UserError(

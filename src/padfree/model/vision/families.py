@@ -7,8 +7,9 @@
 
 The forward of each supported model embeds the tokens, puts the features in the places of the placeholder tokens and
 calls the language model; `features` does the same for packs. A `VisionFamily` therefore says only where the parts of
-the model are, what its tower reads, and whether positions depend on images. A tower reads the images of a pack in one call: patches of all images with
-cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image attends to another.
+the model are, what its tower reads, and whether positions depend on images. A tower reads the images of a pack in one
+call: patches of all images with cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image
+attends to another.
 
 A model that is not listed is refused: `why_refused` gives the reason, and the generated table of architectures has
 the reasons of all image-text models.

@@ -52,8 +52,15 @@ from padfree.optim.master_weights import compute_copies
 from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout.base import Response
 from padfree.rollout.collect.batch_report import BatchFiles, batch_metrics, queue_metrics
-from padfree.rollout.collect.queue_state import KnownEpisodes, dropped_reason, queue_state, stored_in
-from padfree.rollout.collect.queued_batch import EpisodeOutcome, Outcomes, QueuedBatch, merged, share_of_rank
+from padfree.rollout.collect.queue_state import dropped_reason, queue_state, stored_in
+from padfree.rollout.collect.queued_batch import (
+    EpisodeOutcome,
+    KnownEpisodes,
+    Outcomes,
+    QueuedBatch,
+    merged,
+    share_of_rank,
+)
 from padfree.rollout.collect.response_writer import make_writer
 from padfree.rollout.collect.sample_exchange import known_to_all, travelling_samples
 from padfree.rollout.environment.episode_policy import ChatTokenizer
@@ -169,12 +176,7 @@ class Collector:
         self.timings = {"weight_sync": time.perf_counter() - begin, **rest}
 
     def put(
-        self,
-        groups: Sequence[RolloutGroup],
-        *,
-        batch: int,
-        version: int,
-        cursor: Mapping[str, Any] | None = None,
+        self, groups: Sequence[RolloutGroup], *, batch: int, version: int, cursor: Mapping[str, Any] | None = None
     ) -> None:
         """Queue the episodes of a batch that will be trained after `version` optimizer steps.
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from padfree.config.rollout import RolloutConfig
 from padfree.errors import UserError
@@ -38,6 +39,7 @@ from padfree.record.file_names import FAILURES
 from padfree.rollout.base import Response
 from padfree.rollout.group import Play, Played, RolloutGroup
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.sampling_rng import response_keys
 
 _SPARE = 1 << 40  # added to the batch number, so that the order of spare prompts uses random keys of its own
@@ -60,6 +62,10 @@ class EpisodeOutcome:
 
 Outcomes = Mapping[int, EpisodeOutcome]
 """The outcomes of episodes, by episode number."""
+
+
+Stored = tuple[int, int, Played | Response]
+"""Batch number, episode number, and the finished episode or the partial response."""
 
 
 class QueuedBatch:
@@ -141,8 +147,8 @@ class QueuedBatch:
             for number, one in self.played.items()
         }
 
-    def stored(self) -> list[tuple[int, int, Played | Response]]:
-        """Return what a checkpoint stores of this rank's episodes, each with the batch and the episode number."""
+    def stored(self) -> list[Stored]:
+        """Return what a checkpoint stores of this rank's episodes."""
         begun = {number: partial for number, partial in self.partial.items() if len(partial.tokens)}
         known: dict[int, Played | Response] = {**self.played, **begun}
         return [(self.batch, number, one) for number, one in known.items()]
@@ -226,3 +232,50 @@ def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list
     dealt = [group for start in range(world) for group in by_length[start::world]]
     episodes = [(number, group) for group in dealt for number in group.numbers]
     return [episodes[index] for index in np.array_split(np.arange(len(episodes)), world)[rank]]
+
+
+class KnownEpisodes:
+    """Episodes and responses that were sampled before a resume, from the checkpoint and the response log."""
+
+    def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
+        """`oldest`: maximum age of a token, in steps. `continues`: whether the sampler continues partial responses."""
+        self._response_log, self._oldest, self._continues = response_log, oldest, continues
+        self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
+        self._dropped = self._from_log = 0  # number of groups, and number of responses
+
+    def restore(self, stored: Iterable[Stored]) -> None:
+        self.restored = {(batch, number): one for batch, number, one in stored}
+
+    def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
+        """Return the known episodes and responses of a group, keyed by episode number.
+
+        `version`: the policy version at which the group is trained. If some of the tokens would then be too old, the
+        group is counted as dropped and the result is empty.
+        """
+        found: dict[int, Played | Response] = {}
+        for number in group.numbers:
+            stored = self.restored.pop((batch, number), None)
+            logged = None if self._response_log is None else self._response_log.find(batch, number, group.prompt.tokens)
+            if logged is not None and not self._continues and not logged.is_whole(group.prompt.max_new_tokens):
+                logged = None
+            if logged is not None and (
+                stored is None or (isinstance(stored, Response) and len(logged.tokens) > len(stored.tokens))
+            ):
+                stored = logged
+                self._from_log += 1
+            if stored is not None:
+                found[number] = stored
+        if any((version - _versions(stored) > self._oldest).any() for stored in found.values()):
+            self._dropped += 1
+            return {}
+        return found
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return the numbers of dropped groups and of responses from the log since the last call."""
+        counts = self._dropped, self._from_log
+        self._dropped = self._from_log = 0
+        return counts
+
+
+def _versions(one: Played | Response) -> NDArray[np.int64]:
+    return one.versions if isinstance(one, Played) else one.token_versions

@@ -24,6 +24,11 @@ MAIN = "packed"
 """The name of the main check. The other checks vary the layout of the samples or the tokens around a sample."""
 
 
+FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
+
+HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
     """The result of one comparison between packed training and the reference."""
@@ -191,10 +196,6 @@ class CheckReport:
             for each in self.float8
         ]
         return {**asdict(self), "rows": rows, "float8": float8, "passed": self.passed, "verdict": self.verdict}
-
-
-FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
-HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
 
 
 def _number(value: float) -> str:

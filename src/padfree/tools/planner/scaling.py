@@ -58,6 +58,9 @@ WORTHWHILE_SPEEDUP = 1.5
 """Twice as many devices are worthwhile if steps get at least this many times as fast."""
 
 
+PARTS = ("even", "waiting", "fixed", "weights", "context")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     """Bandwidth of a device in bytes per second: to devices on the same host, and to other hosts."""
@@ -220,9 +223,6 @@ class Scaling:
         yield f"{'':<12}except the first gather and the last reduce; context ranks have equal work"
         yield f"{'measured' if self.compute.measured else 'assumed':<12}compute: {self.compute.source}"
         yield f"{'counted':<12}bytes sent, from the shapes of the model and the plan"
-
-
-PARTS = ("even", "waiting", "fixed", "weights", "context")
 
 
 def plan_scaling(

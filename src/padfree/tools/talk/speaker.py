@@ -35,11 +35,13 @@ from padfree.rollout.truncation import WHOLE, Truncation
 from padfree.tasks.reading import read_template
 from padfree.tools.talk.find_model import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.tools.talk.text_stream import TextStream
-from padfree.train.limits import ModelLimits
+from padfree.train.check_data import ModelLimits
 from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
 """The number of answers generated at the same time."""
+
+MOST_TOKENS = 1_000_000
 
 End = Literal["stop", "length", "context", "interrupted"]
 """Why an answer ended: a stop token, `max_new_tokens`, the model's context length, or the user."""
@@ -235,9 +237,6 @@ class _CollectedAnswer:
             logprobs=np.array(self._logprobs, np.float32),
             end=end,
         )
-
-
-MOST_TOKENS = 1_000_000
 
 
 def check_sampling(temperature: float, seed: int, truncation: Truncation) -> None:

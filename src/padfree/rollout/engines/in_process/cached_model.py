@@ -6,8 +6,9 @@
 A slot holds one response that is being sampled. In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with
 explicit positions. This works because all layers but attention treat tokens independently, which `padfree.model.probe`
 verifies. Prompts with images are prefilled as the trainer runs packs with images: features of the vision tower at the
-placeholders, rotary positions of the model. Attention gets its context (cache, slots, packs) as an argument of the forward pass, never as a global. Before
-each layer the context is narrowed to that layer, outside of compiled code, so that all layers share one compiled graph.
+placeholders, rotary positions of the model. Attention gets its context (cache, slots, packs) as an argument of the
+forward pass, never as a global. Before each layer the context is narrowed to that layer, outside of compiled code, so
+that all layers share one compiled graph.
 
 With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): decode steps and prefill are compiled
 as the layers of the trainer are, and decode attention is the trainer's kernel with one query per slot.

@@ -82,8 +82,8 @@ class InProcessSampler:
         If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
         `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used for models with a
-        vision tower, and on a GPU for all models that it supports. `records_routes`: whether responses have `routes`. `exact`: whether the `Decoder`
-        computes log-probabilities with the bits of the trainer;
+        vision tower, and on a GPU for all models that it supports. `records_routes`: whether responses have `routes`.
+        `exact`: whether the `Decoder` computes log-probabilities with the bits of the trainer;
         `padfree.rollout.engines.in_process.exact_operators.problem` must have found no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
