@@ -18,7 +18,7 @@ from padfree.model.named_tensors import named_tensors
 from padfree.optim.optimizer import Optimizer, make_optimizer, state_bytes
 from padfree.optim.optimizer_settings import OptimizerConfig, StateFormat
 from padfree.optim.pieces import BLOCK
-from padfree.optim.rounded_adamw import Moment, Rows, Step, update_reference
+from padfree.optim.reference_adamw import Moment, Rows, Step, update_reference
 from padfree.optim.state_format import INT8, RowRange, decode_int8, new_state
 from tests.interpreter import DEVICE, needs_kernels
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from padfree.optim.rounded_adamw import Rows, Step
+from padfree.optim.reference_adamw import Rows, Step
 from padfree.optim.state_format import BLOCK, LARGEST_SCALE, MULTIPLIERS, SMALLEST_SCALE, STRIDE
 
 TILE = 2048
