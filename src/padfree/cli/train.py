@@ -140,6 +140,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.batch_preparer import distinct
     from padfree.train.data_rows import source_shares
     from padfree.train.disk import check_disk, disk_line
+    from padfree.train.image_settings import image_share
     from padfree.train.microbatch import plan_samples
     from padfree.train.preflight import preflight
     from padfree.train.resolve_auto import device_memory, resolve_auto
@@ -188,6 +189,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         "longest": int((-(-plan.computed_tokens // widths)).max()),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
         "copied_keys": copied_keys(config.batch, config.loss, config.rollout, source.samples, model),
+        "image_share": image_share(config.model, source.samples),
     }
     resolved = resolve_auto(
         config,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from padfree.config import DataConfig, ModelConfig
@@ -18,6 +19,7 @@ from padfree.model.structure import skeleton
 from padfree.model.vision import prepare_sample
 from padfree.model.vision.families import need_family
 from padfree.sample import Sample
+from padfree.tasks.reading import Samples
 
 
 class PrepareSample:
@@ -58,3 +60,17 @@ def image_settings(model: ModelConfig, data: DataConfig) -> ImageSettings | None
 @lru_cache(maxsize=4)
 def _skeleton(path: str, trust_remote_code: bool) -> PreTrainedModel:
     return skeleton(path, trust_remote_code=trust_remote_code, vision=True)
+
+
+MOST_LOOKED_AT = 1000
+"""The maximum number of samples that `image_share` reads."""
+
+
+def image_share(model: ModelConfig, samples: Samples) -> float:
+    """Return the largest share of a sample's tokens that stand for images, over evenly spread samples."""
+    if not model.vision:
+        return 0.0
+    chosen = np.unique(np.linspace(0, len(samples) - 1, MOST_LOOKED_AT, dtype=np.int64)).tolist()
+    found = (samples[index] for index in chosen)
+    shares = (sum(len(image.positions) for image in one.images) / len(one) for one in found)
+    return max(shares, default=0.0)
