@@ -175,14 +175,15 @@ def write_model(folder: Path, shape: tuple[int, ...], layers: int, *, weights: b
         num_key_value_heads=key_heads, head_dim=head_size, vocab_size=vocabulary, tie_word_embeddings=hidden < 4096,
         max_position_embeddings=65_536, dtype="bfloat16",
     )  # fmt: skip
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     tiny_tokenizer().save_pretrained(folder)
     if not weights:
         config.architectures = ["Qwen3ForCausalLM"]
         config.save_pretrained(folder)
         return
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+    model.save_pretrained(folder)
 
 
 def write_rows(path: Path, command: str, rng: np.random.Generator, longest: int, count: int) -> None:
@@ -217,7 +218,11 @@ def measured(folder: Path, seed: int, device: str, *, tiny: bool) -> dict[str, A
     config = load_config(RECIPES[command], overrides)
     setting = " ".join([command, *(each for each in overrides if str(folder) not in each)])
     budget = budget_of(config, seed, device)
-    resolve_auto.device_memory = lambda _: budget  # the dry run, and `auto` in the run
+
+    def device_memory(device: torch.device) -> float:
+        return budget
+
+    resolve_auto.device_memory = device_memory  # for the dry run, and for `auto` in the run
     lines = list(description(config))
     (about,) = (re.search(r"memory: about ([\d.]+) ([GM])iB", line) for line in lines if line.startswith("memory:"))
     assert about is not None

@@ -51,10 +51,11 @@ from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
 from padfree.sharding.parallelize import inside, parallelize, transformations
-from padfree.train.engine import Engine, LossSettings, StepReport
+from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
-from padfree.train.step_metrics import step_metrics
+from padfree.train.step import StepReport
+from padfree.train.step_pipeline import step_metrics
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,

@@ -31,10 +31,11 @@ from padfree.model.structure import skeleton
 from padfree.sample import Sample, with_arrays
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.train import train
+from padfree.train.batcher import make_batcher
 from padfree.train.engine import Engine
 from padfree.train.resolve_auto import device_memory, resolve_auto
 from padfree.train.setup import build_engine
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 
 SET_UP = 5
 

@@ -55,8 +55,8 @@ from padfree.distributed import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
 from padfree.sample import with_arrays
-from padfree.train.engine import PendingStep
 from padfree.train.microbatch import PackSettings, make_micro_batch
+from padfree.train.step import PendingStep
 
 SECTIONS = ("gradients", "update", "head", "compile")
 SIZES: dict[str, dict[str, int]] = {

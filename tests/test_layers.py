@@ -417,7 +417,7 @@ for name in {modules!r}:
 TAKE_SECTIONS = ("train", "tasks", "rollout", "tools", "estimate")
 TAKE_CONFIG = {
     # They start, check, build or resume a whole run.
-    "train/count_steps.py",
+    "train/batcher.py",
     "train/disk.py",
     "train/finished.py",
     "train/preflight.py",

@@ -26,14 +26,14 @@ from padfree.tasks.kto import LabelledDataset, LabelTokenizer, kto_loss, mismatc
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
 from padfree.testing.vision_models import build_vision, picture, shown
+from padfree.train.batcher import make_batcher
 from padfree.train.run import mesh_of, train
 from padfree.train.setup import build_engine, build_reference
-from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.train.cases import weights_of
-from tests.train.trainer_cases import lines
+from tests.train.trainer_cases import begin, lines
 
 KTO = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75}
 RECIPE = "kto"
@@ -76,9 +76,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     source = load_training_data(config, load_tokenizer(config))
     engine = build_engine(config, mesh)
-    return begin_run(
-        config, engine, make_batcher(config, source.samples), reference=build_reference(config, mesh, engine)
-    )
+    return begin(config, engine, make_batcher(config, source.samples), reference=build_reference(config, mesh, engine))
 
 
 @torch.no_grad()

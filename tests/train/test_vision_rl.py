@@ -17,8 +17,8 @@ from padfree.data import RolloutDataSettings
 from padfree.errors import UserError
 from padfree.model.vision import families
 from padfree.rollout import Prompts, read_prompts
-from padfree.train.image_settings import image_share
 from padfree.train.run import evaluate, train
+from padfree.train.training_data import image_share
 from tests.data.vision import (
     asked,
     images_of,

@@ -10,11 +10,13 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import build
+from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.batch_times import PARTS
+from padfree.train.batcher import Batcher, make_batcher
+from padfree.train.engine import Engine
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import make_batcher
 from tests.train.cases import VOCABULARY, make_samples
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
@@ -99,13 +101,28 @@ class FromFunction:
     state = metrics
 
 
+def begin(config: Config, engine: Engine, batcher: Batcher, **options: Any) -> Trainer:
+    """Begin a run. `options`: of `BatchPreparer` and of `begin_run`."""
+    models = {name: options.pop(name) for name in ("reference", "critic", "rollouts", "end_tokens") if name in options}
+    batches = BatchPreparer(
+        engine,
+        batcher,
+        loss=config.loss,
+        data=config.data,
+        rollout=config.rollout,
+        seed=config.run.seed,
+        **models,
+    )
+    return begin_run(config, batches, **options)
+
+
 def make_trainer(
     config: Config, mesh: Mesh, found: list[Sample] | None = None, make_samples: Any = None, **options: Any
 ) -> Trainer:
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)
     if make_samples is not None:
         options["rollouts"] = FromFunction(make_samples)
-    return begin_run(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
+    return begin(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

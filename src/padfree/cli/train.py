@@ -138,14 +138,13 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.packing.collate import prefixes_of
     from padfree.packing.context_sizes import context_sizes
     from padfree.train.batch_preparer import distinct
-    from padfree.train.data_rows import source_shares
+    from padfree.train.batcher import make_batcher, source_shares
     from padfree.train.disk import check_disk, disk_line
-    from padfree.train.image_settings import image_share
     from padfree.train.microbatch import plan_samples
     from padfree.train.preflight import preflight
     from padfree.train.resolve_auto import device_memory, resolve_auto
     from padfree.train.shared_turns import copied_keys, run_cost
-    from padfree.train.training_data import make_batcher
+    from padfree.train.training_data import image_share
 
     processes, replicate = processes_of(meet=False).world, config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context

@@ -4,8 +4,8 @@
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
 `READ_BY` has an entry for every setting or table. The entry is None if every run reads the setting. Otherwise it is a
-function that takes the `Config` and returns the reason why this run does not read the setting, or None if it does. Only
-settings that the user has given are reported.
+function of the `Config` that returns why this run does not read the setting, or None if it does. Only settings that the
+user has given are reported.
 """
 
 from __future__ import annotations

@@ -80,9 +80,9 @@ def batch_weights(
 ) -> Tensor:
     """The weights [T] (float32) of a packed batch, on its device.
 
-    For code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global batch.
-    `group_counts` [B] is the number of scored tokens in the group of each sample, for the mode 'group-mean'. `reduce`
-    sums over the ranks that hold parts of the same pack.
+    For code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global batch. The mode
+    'group-mean' needs `group_counts` [B], the number of scored tokens in each sample's group. `reduce` sums over the
+    ranks that hold parts of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")

@@ -56,17 +56,13 @@ from padfree.rollout.engines.in_process.sampler import check_samples_images
 from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.tasks.reading import TrainingData
-from padfree.train.check_data import check_lengths, check_source, untrained_samples
-from padfree.train.count_steps import count_steps
-from padfree.train.data_rows import check_shown, lengths_of
-from padfree.train.end_record import check_can_continue
-from padfree.train.limits import ModelLimits
-from padfree.train.resume import check_newest, data_day
+from padfree.train.batcher import check_shown, count_steps, groups_of, lengths_of
+from padfree.train.check_data import ModelLimits, check_lengths, check_source, untrained_samples
+from padfree.train.finished import check_can_continue, check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement, check_reward_model
 from padfree.train.training_data import (
     check_rollouts,
-    groups_of,
     load_held_out,
     load_tokenizer,
     load_training_data,

@@ -39,15 +39,14 @@ from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.count_steps import planned_steps
+from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.batcher import make_batcher, planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
-from padfree.train.end_record import check_can_continue
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
-from padfree.train.finished import finished_step
-from padfree.train.image_settings import image_share
+from padfree.train.finished import check_can_continue, finished_step
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.preflight import Preflight, check_folder_usable, preflight
 from padfree.train.resolve_auto import resolve_auto_on
@@ -68,7 +67,7 @@ from padfree.train.shared_turns import copied_keys
 from padfree.train.start_run import begin_run, check_on_first_rank
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
-from padfree.train.training_data import longest_of, make_batcher
+from padfree.train.training_data import image_share, longest_of
 
 
 def train(
@@ -177,16 +176,22 @@ def _train(
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
-        batcher = make_batcher(config, samples, source.parts)
-        trainer = begin_run(
-            config,
+        batches = BatchPreparer(
             engine,
-            batcher,
+            make_batcher(config, samples, source.parts),
+            loss=config.loss,
+            data=config.data,
+            rollout=config.rollout,
+            seed=config.run.seed,
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
             rollouts=collector,
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
+        )
+        trainer = begin_run(
+            config,
+            batches,
             on_step=SamplerAgreement(on_step, on_note) if config.rollout.exact is True else on_step,
             on_note=on_note,
             on_activity=report_activity,

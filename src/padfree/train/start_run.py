@@ -23,15 +23,13 @@ from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
 from padfree.record.run_folder import mark_run_folder
-from padfree.rollout.collect.collector import Collector
 from padfree.rollout.response_log import ResponseLog
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
-from padfree.train.critic import Critic
 from padfree.train.determinism import restore_random_state
-from padfree.train.end_record import remove_end
 from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
+from padfree.train.finished import remove_end
 from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY, GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
@@ -41,19 +39,12 @@ from padfree.train.rl.run_response_log import RunResponseLog
 from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import Best, OnNote, RunPosition, Trainer
-from padfree.train.training_data import Batcher
 
 
 def begin_run(
     config: Config,
-    engine: Engine,
-    batcher: Batcher,
+    batches: BatchPreparer,
     *,
-    reference: ReferenceModel | None = None,
-    teacher: Scorer | None = None,
-    critic: Critic | None = None,
-    rollouts: Collector | None = None,
-    end_tokens: tuple[int, ...] = (),
     on_step: OnStep | None = None,
     on_note: OnNote | None = None,
     on_activity: OnActivity | None = None,
@@ -66,26 +57,13 @@ def begin_run(
 ) -> Trainer:
     """Create a `Trainer` that starts from the newest checkpoint of the run folder, if there is one.
 
-    `data`: the `data_record` of the batcher's samples; without it, a resume does not compare the data. `teacher` gives
-    the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the
-    batcher's prompts. `images`: the images of these prompts by digest. `end_tokens`: token ids that end a response.
+    `data`: the `data_record` of the samples; without it, a resume does not compare the data. `images`: the images of
+    the prompts by digest, if the policy generates the samples.
     """
+    engine = batches.engine
     mesh, note = engine.mesh, on_note or (lambda line: None)
     check_on_first_rank(mesh, mark_run_folder, config)
     check_on_first_rank(mesh, remove_end, Path(config.run.folder))
-    batches = BatchPreparer(
-        engine,
-        batcher,
-        loss=config.loss,
-        data=config.data,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        reference=reference,
-        teacher=teacher,
-        critic=critic,
-        rollouts=rollouts,
-        end_tokens=end_tokens,
-    )
     checkpointer = Checkpointer(
         Path(config.run.folder) / CHECKPOINTS,
         keep_last=config.checkpoint.keep,
@@ -95,8 +73,8 @@ def begin_run(
         config,
         engine.model.config,
         data=data,
-        reference=_reference_record(reference, checkpointer),
-        teacher=_teacher_fingerprint(engine, teacher, checkpointer),
+        reference=_reference_record(batches.reference, checkpointer),
+        teacher=_teacher_fingerprint(engine, batches.teacher, checkpointer),
     )
     check_ranks_agree(record, mesh.loss.group)
     torch.manual_seed(config.run.seed + mesh.loss.rank)
@@ -112,7 +90,7 @@ def begin_run(
     run_log: RunResponseLog | None = None
     if response_log is not None:
         run_log = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
-        line = run_log.begin(position.step, after=batcher.step, resume=config.checkpoint.resume)
+        line = run_log.begin(position.step, after=batches.last_batch_number, resume=config.checkpoint.resume)
         if line is not None:
             note(line)
     return Trainer(

@@ -25,9 +25,10 @@ from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.sample_exchange import arrived, facts_of, placeholder_leaves, whole
 from padfree.rollout.group import Leaf, Played
+from padfree.train.batcher import make_batcher
 from padfree.train.microbatch import plan_samples
 from padfree.train.run import train
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.train.test_rollouts_run import lines, make_config, model_folder
 

@@ -67,7 +67,7 @@ def test_mistakes_of_each_loss_are_found(folder: Path, monkeypatch: pytest.Monke
         planted.setattr("padfree.train.microbatch.at_ends", shifted)
         assert ("packed", "loss") in failed("reward")
     with monkeypatch.context() as planted:
-        planted.setattr("padfree.train.value_loss.value_loss", unclipped)
+        planted.setattr("padfree.train.critic.value_loss", unclipped)
         assert ("packed", "loss") in failed("value")
     with monkeypatch.context() as planted:
         planted.setattr("padfree.losses.preference.softplus", torch.nn.functional.relu)

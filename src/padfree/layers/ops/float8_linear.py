@@ -15,9 +15,11 @@ therefore cast twice: by rows and by columns.
     float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
     float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
 
-R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added columns are 0. `largest` holds the
-largest absolute value of each column, found while the rows are cast. `after` is not read: it is a tensor of the
-backward pass, so that the compiler does not cast weights in forward and keep them until backward.
+R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added columns are 0. `largest` is the
+largest absolute value of each column.
+
+`after` is not read. It is a tensor of the backward pass, so that the compiler does not cast weights in forward and keep
+them until backward.
 
 A scale is a power of two, and the largest value of a row divided by its scale fits into float8 (at most 448).
 Multiplication by a power of two is exact, so all devices give the same bits. A row with an infinite or NaN value gets

@@ -176,12 +176,7 @@ class Collector:
         self.timings = {"weight_sync": time.perf_counter() - begin, **rest}
 
     def put(
-        self,
-        groups: Sequence[RolloutGroup],
-        *,
-        batch: int,
-        version: int,
-        cursor: Mapping[str, Any] | None = None,
+        self, groups: Sequence[RolloutGroup], *, batch: int, version: int, cursor: Mapping[str, Any] | None = None
     ) -> None:
         """Queue the episodes of a batch that will be trained after `version` optimizer steps.
 

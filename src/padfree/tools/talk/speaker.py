@@ -35,7 +35,7 @@ from padfree.rollout.truncation import WHOLE, Truncation
 from padfree.tasks.reading import read_template
 from padfree.tools.talk.find_model import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.tools.talk.text_stream import TextStream
-from padfree.train.limits import ModelLimits
+from padfree.train.check_data import ModelLimits
 from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
