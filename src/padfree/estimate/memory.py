@@ -13,6 +13,8 @@
                                     one layer, with its activations if they are recomputed, less the activations that
                                     the layers above it have freed by then
     reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
+    sent weights                    the weights of the last weight sync, in host memory, if weight syncs send
+                                    differences
     cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
                                     sampling on the CPU
 
@@ -48,7 +50,7 @@ from padfree.estimate.activations import (
     outside_bytes,
 )
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
-from padfree.model.lora import add_adapters
+from padfree.model.lora import add_adapters, needs_merging
 from padfree.model.parts import freeze
 from padfree.model.split_weight import storage_bytes
 from padfree.model.stacked_experts import stacked_experts, undivided
@@ -87,6 +89,7 @@ class MemoryEstimate:
     reference: int
     reference_offloaded: bool
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
+    sent_weights: int  # in host memory
     cache: int  # KV cache
     cache_stays: bool  # if False, the KV cache exists only while the sampler generates
     parameters: int
@@ -108,7 +111,7 @@ class MemoryEstimate:
     @property
     def host(self) -> int:
         states = (self.states if self.offloaded else 0) + (self.reference if self.reference_offloaded else 0)
-        return states + self.offloaded_activations
+        return states + self.offloaded_activations + self.sent_weights
 
 
 def estimate_memory(
@@ -202,11 +205,26 @@ def estimate_memory(
         reference=reference,
         reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
+        sent_weights=_sent_weights(config, model, shards, size, device_type=device_type),
         cache=cache,
         cache_stays=device_type != "cpu",
         parameters=counts.parameters,
         trained=counts.trained_parameters,
     )
+
+
+def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: int, *, device_type: str) -> int:
+    """The bytes of the weights of the last weight sync that a process keeps; 0 if weight syncs send no differences.
+
+    Each shard is a tensor in host memory. With a GPU, this memory is pinned, and torch rounds the size of every pinned
+    tensor up to a power of two.
+    """
+    only_adapters = config.lora.rank > 0 and not needs_merging(model)
+    if only_adapters or not config.rollout.keeps_sent_weights(config.model.dtype):
+        return 0
+    divided = shards.divided(model)
+    parts = [shards.share(parameter, divided) * size for parameter in model.parameters()]
+    return sum(1 << (part - 1).bit_length() if device_type == "cuda" and part else part for part in parts)
 
 
 def _cache(
