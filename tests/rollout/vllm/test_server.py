@@ -34,7 +34,7 @@ from padfree.rollout.engines.servers.server_api import ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
 from padfree.rollout.engines.servers.start import check_servers, served_model
 from padfree.rollout.engines.servers.weight_stream import SentWeights, WeightStream
-from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightSync
+from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, SyncOutcome, WeightSync
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from padfree.sample import Sample
@@ -283,12 +283,12 @@ def test_differences_have_the_bits_of_a_full_sync(server: VllmServer, folder: Pa
             assert scored["differences"] == scored["full"], "the same bits on the same server"
             update(trained, 6)
             with pytest.warns(PadfreeWarning, match=r"receives all weights: it has policy version 100, and version 5"):
-                assert sync.send(trained, 6).num_bytes == full
+                assert sync.send(trained, 6) == SyncOutcome(num_bytes=full)
             with torch.no_grad():
                 trained.model.norm.weight[0] += 1
             sent._bits["model.norm.weight"].view(torch.float32)[0] += 1  # so this change is not sent
             with pytest.warns(PadfreeWarning, match=r"receives all weights: .*the checksum of model.norm.weight"):
-                assert not sync.send(trained, 7).failed
+                assert not sync.send(trained, 7).failed, "the server receives all weights in the same weight sync"
             loop.run(score("corrected"))
             other.send(trained, 101)
             loop.run(score("full again"))

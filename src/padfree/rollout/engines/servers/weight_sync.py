@@ -281,17 +281,14 @@ class WeightSync:
 
     async def _begin(self, server: ServerApi) -> None:
         await server.pause()
-        found = await server.version()
+        found, confirmed = await server.version(), self._confirmed.get(server.url)
+        self._behind.pop(server.url, None)
+        if confirmed is None or found != str(confirmed):
+            self.transport.forget(server)  # reconnect: the server process is new, or another run used the server
         if found is None:
-            self.transport.forget(server)  # a new server process runs at this address, so reconnect
-        if self.sent is not None:
-            self._behind.pop(server.url, None)
-            if found is None:
-                self._behind[server.url] = "it has no weights of this run"
-            elif found != str(self.sent.version) or self._confirmed.get(server.url) != self.sent.version:
-                self._behind[server.url] = (
-                    f"it has policy version {found}, and version {self.sent.version} was sent last"
-                )
+            self._behind[server.url] = "it has no weights of this run"
+        elif self.sent is not None and (found != str(confirmed) or confirmed != self.sent.version):
+            self._behind[server.url] = f"it has policy version {found}, and version {self.sent.version} was sent last"
         await self.transport.connect(server)
         await server.begin()
 
