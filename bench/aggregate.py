@@ -3,11 +3,11 @@
     loop        Σᵢ mean over the scored tokens of sample i: split by lengths, one masked mean each, sum
     weighted    (weights * losses).sum(); the weights are computed once per global batch
 
-The same number of tokens is divided into 64 to 4,096 samples. `make` is the time to compute the token weights, which a
-run does once per step:
-on the host from the masks of all samples (`token_weights`), or on the device from labels (`batch_weights`). `compat` is
-`padfree.compat.slime.sum_of_sample_mean`, which keeps the loop's signature (lists of masks) and computes its weights in
-every call. Times are medians of single synchronised calls. Every result is checked against float64.
+The same number of tokens is divided into 64 to 4,096 samples. Every result is checked against float64. Times are
+medians of single synchronised calls:
+
+    make      computing the token weights, once per step
+    compat    `padfree.compat.slime.sum_of_sample_mean`, which has the signature of the loop
 
     PYTHONPATH=src python bench/aggregate.py --device cpu
 """

@@ -11,7 +11,7 @@
     PYTHONPATH=src python bench/attention.py --device cpu
     PYTHONPATH=src python bench/attention.py --device cuda --section kernels --json attention.json
 
-Times are medians after a warm-up; all alternatives are measured in one run.
+Times are medians after a warm-up. All alternatives are measured in one run.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def length_mixes() -> dict[str, list[int]]:
 
 
 def long_packs(total: int) -> dict[str, list[int]]:
-    """Three mixes of lengths, similar to `length_mixes`, each filling one pack of `total` tokens."""
+    """Three mixes of lengths, each filling one pack of `total` tokens."""
     rng = np.random.default_rng(0)
     return {
         "log-normal": log_normal(rng, total, 1024),
@@ -238,7 +238,7 @@ class Inputs:
 
 
 def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1, ahead: bool = False) -> list[float]:
-    """Median milliseconds of each function. `ahead`: let the host run ahead, which excludes launch latency."""
+    """Median milliseconds of each function. `ahead`: the host runs ahead, so that launch latency is not measured."""
     cycles = AHEAD_CYCLES if ahead else 0
     times = median_event_seconds(*functions, repeats=repeats, calls=calls, warmup=3, sleep_cycles=cycles)
     return [1e3 * seconds for seconds in times]
@@ -429,9 +429,9 @@ def context_section(total: int, layouts: Sequence[LayoutKind]) -> list[Row]:
 
 
 def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
-    """Milliseconds of one rank's forward and backward, including the copies of keys; warm and cold.
+    """Milliseconds of one rank's forward and backward with the copies of keys, warm and cold.
 
-    The rank's own keys are in place. Keys of other ranks are copied from the whole pack, as if they were received.
+    Keys of other ranks are copied from the whole pack, as if they were received.
     """
     from padfree.cp.allgather import local_attention
     from padfree.cp.keys import prepare_keys

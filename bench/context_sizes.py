@@ -1,6 +1,6 @@
-"""How long ranks wait for each other if the number of context ranks is chosen for each pack, or is fixed.
+"""How long ranks wait for each other, with a fixed number of context ranks or with one per pack.
 
-The script plans steps and does not run them. Terms:
+The script plans steps and does not run them. Its terms are:
 
     lengths    log-normal: median 2,500, sigma 1.3, cut at 131,072, and one sample of 131,072 tokens
     cost       FLOPs of an 8B model, from its sizes; the cost of a pack is divided among the ranks that share it

@@ -1,4 +1,4 @@
-"""Experts in decode steps, and routing replay, on a GPU, with the sizes of Qwen3-30B-A3B and 12 of its 48 layers.
+"""Experts in decode steps, and routing replay, with the sizes of Qwen3-30B-A3B and 12 of its 48 layers.
 
     kernel     the grouped matmuls of a decode step compared with a loop over the experts, and their speed
     decode     tokens/s of the in-process sampler: experts of transformers without CUDA graphs, padfree's experts
@@ -10,8 +10,8 @@
     PYTHONPATH=src python bench/decode_experts.py
     PYTHONPATH=src python bench/decode_experts.py --section kernel
 
-Weights are random, and no token ends a response. Kernels are compiled and graphs are captured before timing. Responses
-without graphs have 32 tokens, because these steps are slow; with graphs they have 128 tokens.
+Weights are random, and no token ends a response. Kernels are compiled and graphs captured before timing. Responses have
+32 tokens without graphs and 128 with graphs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def make_model(shape: dict[str, Any], device: torch.device) -> Any:
 
 
 def kernel(shape: dict[str, Any], device: torch.device) -> dict[int, dict[str, float]]:
-    """Compare the two grouped matmuls of the experts of one layer with the reference, and time them."""
+    """Time the two grouped matmuls of the experts of a layer, and compare them with the reference."""
     hidden, inner, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     top, dtype = shape["num_experts_per_tok"], torch.bfloat16
     found = {}

@@ -1,16 +1,15 @@
-"""The distillation loss: padfree, full logits of both models, and Liger's fused JSD, relative to a floor.
+"""The distillation loss: padfree, full logits, and Liger's fused JSD, relative to a floor.
 
     PYTHONPATH=src python bench/distill.py --device cuda --json distill.json
 
-Forward and backward for N labelled tokens of a student (hidden size D) and a teacher (hidden size E) with one
-vocabulary, all in one run. The floor is the time of the four matmuls: the logits of both models, and the two matmuls
-that turn an [N, V] gradient into gradients of hidden states and weight. Columns:
+The floor is the time of the four matmuls for N labelled tokens: the logits of both models, and the gradients of the
+student's hidden states and weight. Columns:
 
     ms, × floor     the median, and its ratio to the floor
     GiB             the peak of allocated memory, minus the inputs and the returned gradients
     errors          relative distance ‖x − exact‖ / ‖exact‖ of the gradients from float64, for fewer tokens
 
-The run fails if padfree's error exceeds that of full logits in the same dtype, or if padfree exceeds its memory budget.
+The run fails if padfree's error exceeds that of full logits, or if padfree exceeds its memory budget.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Inputs:
         )
 
     def first(self, num_rows: int, dtype: torch.dtype) -> Inputs:
-        """These inputs with only the first `num_rows` tokens, in `dtype`."""
+        """The inputs with only the first `num_rows` tokens, in `dtype`."""
         return Inputs(
             hidden=self.hidden[:num_rows].detach().to(dtype, copy=True).requires_grad_(),
             weight=self.weight.detach().to(dtype, copy=True).requires_grad_(),
@@ -166,7 +165,7 @@ def methods() -> list[Method]:
 
 
 def time_floor(inputs: Inputs, device: torch.device, repetitions: int) -> float:
-    """Milliseconds of four matmuls into preallocated memory, with values of the magnitude found in training."""
+    """Milliseconds of the four matmuls, with values as large as in training."""
     with torch.no_grad():
         logits = inputs.hidden @ inputs.weight.T
         taught = torch.empty_like(logits)

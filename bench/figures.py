@@ -7,7 +7,7 @@ docs/experiments/figures.toml has every figure once, with its machine, versions,
     unit = "times as fast"             README.md    between <!-- figures --> and <!-- /figures -->
     ...                                             | `fill`, 1,000,000 samples | 183 times as fast as ... |
 
-Lines of the README's table are templates with the keys of figures, so that the README has no figure without a source.
+Lines of the README's table are templates with the keys of figures, so the README has no figure without a source.
 
     python bench/figures.py            # write both
     python bench/figures.py --check    # exit with 1 if one of them is out of date
@@ -75,9 +75,8 @@ def figures_page(content: dict[str, Any]) -> str:
     lines = [
         "# Current figures",
         "",
-        "`python bench/figures.py` generates this page from `figures.toml`. The column commit has the commit that was",
-        'measured. If this commit is not known, the column says "recorded in" and names the commit that added the',
-        "figure to the documentation. The date is the date of the commit in this column.",
+        "`python bench/figures.py` generates this page from `figures.toml`. A figure has the commit that was measured",
+        'or, if it is unknown, "recorded in" and the commit that added the figure. The date is that of the commit.',
     ]
     for (hardware, versions), group in groups.items():
         body = [

@@ -1,4 +1,4 @@
-"""Float8 linear layers on a GPU: their speed in a decoder layer, and the speed of their matmuls and casts alone.
+"""Float8 linear layers on a GPU: the speed of a decoder layer, and of its matmuls and casts.
 
     check      casts compared bit by bit with plain torch; matmuls and a linear layer compared with a reference
     layers     forward and backward of one compiled decoder layer with the sizes of Qwen3-8B and Qwen3-4B, in bfloat16
@@ -9,9 +9,9 @@
     PYTHONPATH=src python bench/float8.py
     PYTHONPATH=src python bench/float8.py --section layers
 
-The time of a layer includes the casts, but not the optimizer. The bytes of a cast are those that it must read and write
-at least: 3 per element, and 2 to find the largest value of each column. The distance between two gradients is the norm
-of their difference divided by the norm of the bfloat16 gradient.
+The time of a layer includes the casts, but not the optimizer. A cast must move at least 3 bytes per element, and 2 to
+find the largest value of each column. The distance between two gradients is the norm of their difference divided by the
+norm of the bfloat16 gradient.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Rows of very different sizes, with columns that are larger than the others."""
+    """Rows of very different sizes, some of them with large columns."""
     generator = torch.Generator(x.device).manual_seed(1)
     exponents = torch.randint(-20, 4, (x.shape[0], 1), generator=generator, device=x.device)
     x = x.float() * torch.exp2(exponents.float())
@@ -120,7 +120,7 @@ def check(device: torch.device) -> None:
 
 
 def check_casts(shape: tuple[int, int], device: torch.device) -> None:
-    """Compare with plain torch. A row or column with a value that is not finite needs a scale that is NaN, no more."""
+    """Compare with plain torch. For a row or column with NaN or infinity, the scale must be NaN."""
     x = spread(random(*shape, device=device))
     if shape[0] > 3:
         x[0] = 0
@@ -158,7 +158,7 @@ def matmul_error(tokens: int, device: torch.device) -> float:
 
 
 def linear_errors(tokens: int, device: torch.device) -> dict[str, float]:
-    """Relative distances of output and gradients of a float8 linear layer from those on the CPU."""
+    """Relative distances of output and gradients of a float8 linear layer on the GPU from those on the CPU."""
     x, weight, gradient = (
         random(2, tokens, 512, device=device),
         spread(random(768, 512, device=device, seed=2)),

@@ -1,12 +1,12 @@
-"""The gateway (the server for agents) under load: the same run with and without an attack, each in its own process.
+"""The server for agents under load: a run with and without an attack, each in its own process.
 
     python bench/gateway_load.py                      2,000 idle connections, 50 slow peers, 10,000 malformed requests
     python bench/gateway_load.py --steps 5 --idle 300 --slow 10 --malformed 1000
 
-The environment is a program that makes two HTTP calls per episode. The attack comes from a third process, on the
-loopback address only, and is bounded in connections, requests and time. Half of the attacker's requests use the secret
-of an episode. The benchmark compares the number of steps, whether all training metrics are equal, seconds per step, and
-the peak resident memory. In both runs the attacker's process keeps one core busy; without an attack it sends nothing.
+The environment is a program that makes two HTTP calls per episode. The attack comes from another process on the
+loopback address. Half of its requests use the secret of an episode. The benchmark compares the number of steps, all
+training metrics, seconds per step, and peak memory. Without an attack, the attacker's process keeps one core busy but
+sends nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def call(url: str, prompt: str) -> str:
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """An episode with two calls of a program. Writes the address of the gateway to a file."""
+    """An episode with two calls of a program. Writes the address of the server to a file."""
     url = await policy.base_url()
     path = Path(os.environ[ADDRESS])
     new = path.with_name(f"{path.name}.{id(policy)}")

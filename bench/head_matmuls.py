@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/head_matmuls.py
 
-For both shapes of `bench/head.py`, all tokens at once, on a Hopper GPU. Printed lines:
+For both shapes of `bench/head.py` on a Hopper GPU. Printed lines:
 
     mm, bfloat16       hidden @ weight.T rounded to bfloat16, as in the floor
     mm, float32        the same in float32, as needed if the elementwise work is a separate kernel
@@ -15,7 +15,7 @@ Lines for each configuration of `padfree.head.matmuls`:
     reduce             sums with entropy only
     gradient           the gradient of the same number of logits
 
-If a configuration cannot be compiled or launched, the error is printed and the next one is tried.
+If a configuration cannot be compiled or launched, the script prints the error and tries the next one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def bench_shape(shape: tuple[int, int, int], clock: Clock) -> None:
 
 
 def check(shape: tuple[int, int, int]) -> None:
-    """Compare sums and gradients of every configuration with a matmul and separate kernels, for a few tokens."""
+    """Compare sums and gradients of every configuration with those of separate kernels, for a few tokens."""
     device = torch.device("cuda")
     hidden, weight, labels = (tensor.detach() for tensor in make_inputs(shape, torch.bfloat16, device))
     rows = LabelledRows(labels=labels, inverse_temperature=torch.ones(len(labels), device=device))

@@ -10,9 +10,8 @@
     layout ms  time of make_layout, the minimum of several calls
     plan ms    time of the rest of `shard` on the host, for one rank
 
-The packs: many short documents; log-normal lengths (median 490, sigma 1, cut at 8192); one document of 16k and short
-ones; GSM8K's questions with model-written solutions, with lengths in words, digits and punctuation (skipped without the
-data: set PADFREE_GSM8K to its folder).
+The packs: many short documents; log-normal lengths; one document of 16k among short ones; and GSM8K solutions (only if
+PADFREE_GSM8K names their folder).
 
     PYTHONPATH=src python bench/layout.py
     PYTHONPATH=src python bench/layout.py --tokens 131072 --world 8 --json layout.json

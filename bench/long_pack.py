@@ -1,4 +1,4 @@
-"""One long sample over all context ranks of a machine: the time of one rank, and a projection of the whole step.
+"""One long sample over all context ranks of a machine: the time of one rank, and a projection of the step.
 
     pack         one sample of 1,048,576 tokens, 8 context ranks of 131,072 each, Qwen3-8B's shape, bfloat16
     simulated    only the rank with the most work runs; data from other ranks is replaced by data of the right size
@@ -58,17 +58,17 @@ STATE_BYTES = 16  # float32 weights, gradients and two moments
 CHECKED = 6
 """The number of queries whose attention is compared with float64."""
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative to the largest output; bfloat16 has 8 bits."""
+"""Largest accepted error, relative to the largest output. bfloat16 has 8 bits."""
 WARM_UP_TOKENS = 1 << 15
 FEW_IDS = 512
-"""Vocabulary of the embedding here; the time of a lookup does not depend on it."""
+"""Vocabulary of the embedding here; it does not affect the time of a lookup."""
 GB = 1e9
 
 Row = dict[str, Any]
 
 
 class PlayedGroup:
-    """A substitute for a process group, with the methods that `shard` needs, for a single simulated rank."""
+    """A substitute for the process group of a single simulated rank."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -81,7 +81,7 @@ class PlayedGroup:
 
 
 def made_up_exchange(rows: Tensor, send: Any, receive: Any, group: Any) -> Tensor:
-    """Data of the size that other ranks would send: copies of what this rank sends, or zeros."""
+    """Data of the size that other ranks would send."""
     wanted = sum(receive)
     received = rows.new_zeros(wanted, *rows.shape[1:])
     if len(rows):
@@ -236,7 +236,7 @@ def attention_times(
 
 
 class _Forgetful:
-    """A ring for gradients to which peers add nothing. Unlike `PlayedRing`, it does not keep the gradients."""
+    """A ring for gradients to which other ranks add nothing, and which does not keep the gradients."""
 
     def post(self, *tensors: Tensor) -> None:
         self._posted = tensors
@@ -246,7 +246,7 @@ class _Forgetful:
 
 
 def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, scale: float) -> float:
-    """The largest error over some queries, including the rank's first and last, relative to the largest output."""
+    """The largest error of some queries, relative to the largest output."""
     groups = q.shape[1] // k.shape[1]
     worst = 0.0
     for place in np.linspace(0, len(plan.own) - 1, CHECKED).astype(int).tolist():
@@ -265,7 +265,7 @@ def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, sca
 def layer_times(
     batch: PackedBatch, kind: LayoutKind, rank: int, shape: Row, device: torch.device, dtype: torch.dtype, layers: int
 ) -> Row:
-    """Forward and backward of `layers` decoder layers on one rank, each recomputed for backward."""
+    """Forward and backward of `layers` decoder layers on one rank, with recomputation."""
     torch.manual_seed(0)
     sizes = {**shape, "num_hidden_layers": layers, "vocab_size": FEW_IDS}
     rope = {"rope_type": "yarn", "factor": batch.num_tokens / 40_960, "original_max_position_embeddings": 40_960}

@@ -1,11 +1,10 @@
-"""Matmuls with epilogues compared with a matmul and a separate kernel, on a Hopper GPU under sustained load.
+"""Matmuls with epilogues, compared with a matmul and a separate kernel, on a hot Hopper GPU.
 
     PYTHONPATH=src python bench/matmul_epilogues.py [--tiles]
 
 Hidden states are [T, D] = [14918, 2560] and the MLP has F = 9,728 columns, in bfloat16. The script times the tile
-shapes that `padfree.layers.ops.quack_matmul_epilogues` uses; with `--tiles`, all tile shapes of `quack-kernels`. A GPU
-lowers its clock after a second of work, so the alternatives take turns of `TURN` seconds and run at the same clock.
-Times are medians of the turns.
+shapes that padfree uses, or with `--tiles` all of `quack-kernels`. A GPU lowers its clock after a second of work, so
+the alternatives take turns of `TURN` seconds. Times are medians of the turns.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def comparisons(*, every_tile: bool) -> dict[str, Ways]:
     out = torch.empty_like(x)
 
     def tiles(chosen: str, run: Callable[[], None]) -> Ways:
-        """Calls of `run` with the module's tile of the name `chosen`, and with the other tiles."""
+        """Calls of `run` with the tile named `chosen`, and with the other tiles."""
         return {
             label(tile, "chosen" if tile == getattr(kernels, chosen) else ""): with_tile(chosen, tile, run)
             for tile in (TILES if every_tile else [getattr(kernels, chosen)])

@@ -1,13 +1,12 @@
-"""Gradients of a hybrid model with the sizes and layer types of Qwen3.5-4B, computed in three ways in one run.
+"""Gradients of a hybrid model with the sizes and layer types of Qwen3.5-4B, computed in three ways.
 
     padfree, fast                       flash-linear-attention and the convolution get the segment boundaries
     transformers                        its own packing, with flash-linear-attention if it is installed
     padfree, one sample at a time       the mixer's plain PyTorch code on each segment: the definition of correct
 
-transformers passes the sample boundaries (`cu_seq_lens_q`) to the recurrence but not to the convolution, whose taps
-then reach into the previous sample. Without flash-linear-attention, neither the recurrence nor the convolution gets the
-boundaries. The attention of transformers is `sdpa` with a mask from position ids; `--more` adds a variant with
-variable-length attention.
+transformers does not pass the sample boundaries to the convolution, so it mixes tokens of neighbouring samples. Without
+flash-linear-attention, the recurrence does not get the boundaries either. The attention of transformers is `sdpa`;
+`--more` adds variable-length attention.
 
     PYTHONPATH=src python bench/mixers.py --device cuda
     PYTHONPATH=src python bench/mixers.py --device cpu
@@ -80,7 +79,7 @@ def main() -> None:
         report |= {"ways": rows, "times as fast": show_ratios(rows, FAST)}
     assert_same_losses(rows)
     slow = next(row for row in rows if row["way"] == SLOW)
-    # In bfloat16 the two gradients differ by rounding, which grows with the number of layers; tests compare both with
+    # In bfloat16 the gradients differ by rounding, which grows with the number of layers. Tests compare them with
     # float32.
     assert dtype != torch.float32 or slow["apart"] < 1e-4, "the two alternatives of padfree differ"
     if arguments.json:
@@ -100,12 +99,12 @@ def _note() -> str:
 
 
 def stock(model: Any, setting: Setting) -> Gradients:
-    """transformers with packing by position ids, and cumulative lengths for kernels that take them."""
+    """transformers with packing by position ids, and with cumulative lengths for kernels that take them."""
     return packed_by_hf(model, setting, **(_lengths(setting) if find_spec("fla") is not None else {}))
 
 
 def varlen(model: Any, setting: Setting) -> Gradients:
-    """transformers as in `stock`, with PyTorch's variable-length attention instead of a mask."""
+    """transformers with PyTorch's variable-length attention instead of a mask."""
     AttentionInterface.register("bench_varlen", partial(public_attention, built_in))
     AttentionMaskInterface.register("bench_varlen", lambda *args, **kwargs: None)
     model.set_attn_implementation("bench_varlen")

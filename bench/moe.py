@@ -1,11 +1,11 @@
-"""Gradients of a mixture of experts with the sizes of Qwen3-30B-A3B, with padfree and with transformers in one run.
+"""Gradients of a mixture of experts with the sizes of Qwen3-30B-A3B, with padfree and with transformers.
 
     transformers      packed by position ids (`sdpa`), experts with its `grouped_mm`
     padfree           the same experts in compiled layers, fused head
     floor             only the grouped matmuls of the experts, forward and backward, on tokens sorted by expert
 
-In the floor, tokens are routed at random to all experts equally. The printed share is the time of the floor divided by
-the time of padfree's step; the rest of the step is attention, router, sorting, norms and the head.
+The floor is the time of the matmuls of the experts, with tokens routed at random. The printed share is the floor
+divided by the time of padfree's step.
 
     PYTHONPATH=src python bench/moe.py --device cuda
     PYTHONPATH=src python bench/moe.py --device cpu
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def experts_floor(shape: dict[str, Any], setting: Setting, repeats: int) -> float:
-    """Seconds of the grouped matmuls of the experts: two in forward and four in backward."""
+    """Seconds of the matmuls of the experts: two in forward and four in backward."""
     hidden, inner, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     tokens = sum(len(sample) for sample in setting.samples)
     make = partial(torch.randn, device=setting.device, dtype=setting.dtype)

@@ -1,8 +1,8 @@
-"""Sampling tokens on the CPU: `gumbel_argmax` compared with noise for every token, on the same log-probabilities.
+"""Sampling tokens on the CPU: `gumbel_argmax` compared with noise for every token.
 
     PYTHONPATH=src python bench/noise.py [--slots 250] [--vocabulary 49152] [--repeats 5]
 
-Both methods are timed in one run and must give the same tokens. Logits are normal with the given standard deviation.
+Both methods must give the same tokens. Logits are normal with the given standard deviation.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Packing: `fill`, `balance`, `plan_step` and `pack` compared with common alternatives, on log-normal and real lengths.
+"""Packing: `fill`, `balance`, `plan_step` and `pack` compared with common alternatives.
 
     PYTHONPATH=src python bench/packing.py [--quick] [--gsm8k ../shared/data/gsm8k] [--json results.json]
 
-All numbers are measured in one run. The script checks every timed result: each sample occurs once, no bin, part or
-micro-batch exceeds its capacity, and there are no more bins than with best-fit decreasing. The alternatives are:
+The script checks every result: each sample occurs once, and no bin, part or micro-batch exceeds its capacity. The
+alternatives are:
 
     TRL       `trl.pack_dataset(strategy="bfd")`, on one-byte tokens, so that copying them costs little
     BFD, FFD  best-fit and first-fit decreasing, one sample at a time
     KK        textbook Karmarkar-Karp: a heap of k-way partial partitions, as RL frameworks use to balance ranks
     lists     packs built from Python lists and `torch.tensor`, as in frameworks that keep rollouts in lists
 
-Lengths: log-normal (median 490, sigma 1, cut at 8192), and gsm8k: question and answer, counted in words and punctuation
-marks, which is close to tokens.
+Lengths are log-normal (median 490, sigma 1, cut at 8192), or those of GSM8K in words and punctuation marks.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ def first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 
 def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
-    """Largest differencing: merge the two partial partitions with the widest spread, heavy with light parts."""
+    """Largest differencing: merge the two partial partitions with the widest spread, heavy parts with light ones."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths):
         heap.append((-length, index, [(length, [index]), *((0, []) for _ in range(k - 1))]))
@@ -179,7 +178,7 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
 def lists_to_tensors(
     rows: Sequence[tuple[list[int], list[bool]]], parts: Sequence[Sequence[int]], weight: float
 ) -> list[tuple[torch.Tensor, ...]]:
-    """The output of `pack`, built from lists: ids, positions, labels, weights, sample index, cu_seqlens per pack."""
+    """The output of `pack`, built from Python lists."""
     packs = []
     for part in parts:
         ids: list[int] = []
@@ -205,7 +204,7 @@ def lists_to_tensors(
 
 
 def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
-    """Seconds and number of bins of TRL's packing of one-byte tokens, without the time to build the data set."""
+    """Seconds and number of bins of TRL's packing, without the time to build the data set."""
     import datasets
     from trl import pack_dataset
 
@@ -221,7 +220,7 @@ def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
 
 
 def peak_memory(function: Callable[[], T]) -> tuple[int, T]:
-    """The growth of the peak resident memory during the call, in bytes, and the result of the call."""
+    """The growth of the peak memory during the call, in bytes, and the result of the call."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -321,7 +320,7 @@ def bench_balance(report: Report, data: str, lengths: Lengths, k: int, sizes: Si
 
 
 def bench_caps(report: Report, sizes: Sizes) -> None:
-    """For random inputs with a cap slightly above the mean, count how often each method exceeds the cap."""
+    """Count how often each method exceeds a cap slightly above the mean, for random inputs."""
     for count, k, slack in ((256, 16, 1.0002), (128, 16, 1.003)):
         refused = exceeded = kk_exceeded = 0
         for draw in range(sizes.draws):

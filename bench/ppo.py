@@ -1,12 +1,12 @@
-"""PPO with a critic compared with GRPO on the demo's task: rewards, value loss and explained variance on one page.
+"""PPO with a critic compared with GRPO on the demo's task: rewards, value loss and explained variance.
 
     python bench/ppo.py --folder runs/ppo            about ten minutes on two cores; --steps for more or fewer
 
     runs/ppo/ppo.html    the report of both runs
     runs/ppo/ppo.svg     a plot of both rewards and the value loss
 
-Both start from the demo's fine-tuned model, with the same prompts in the same order and the same seeds. They differ in
-the advantages: rewards minus the mean of their group, or GAE with the values of a critic.
+PPO and GRPO start from the demo's fine-tuned model, with the same prompts and seeds. They differ only in the
+advantages: from the rewards of a group, or GAE with a critic.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def panel(left: float, title: str, curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """A plot of curves (values by step), each with its name at its end. The value axis starts at 0."""
+    """A plot of curves (values by step), each with its name at its end."""
     highest = 1.05 * max(max(values) for values in curves.values()) or 1.0
     yield f'<text x="{left}" y="{TOP - 10}">{title}</text>'
     yield f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'

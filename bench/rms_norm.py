@@ -1,8 +1,8 @@
-"""Kernels of RMSNorm and QK-norm with RoPE: configurations compared with each other, torch.compile and the bandwidth.
+"""Kernels of RMSNorm and QK-norm with RoPE, compared with torch.compile and the memory bandwidth.
 
     PYTHONPATH=src python bench/rms_norm.py
 
-The kernels run for some shapes in bfloat16 on a GPU. The floor of each line is the time to move its bytes at 4.3 TB/s:
+The floor of each line is the time to move its bytes at 4.3 TB/s:
 
     forward            x -> y, rstd
     forward, add       a, b -> y, a + b, rstd
@@ -10,10 +10,9 @@ The kernels run for some shapes in bfloat16 on a GPU. The floor of each line is 
     qk_norm_rope       x [T, H, d], cos, sin [T, d] -> y, rstd
     its backward       dy, x, rstd, cos, sin -> dx, dweight
 
-`compiled` is torch.compile of the same function in plain torch, for a fixed shape. If a configuration cannot be
-compiled or launched, the script prints the error and tries the next one. It first compares the results of every
-configuration with plain torch. It times all configurations for the first shape of each kernel, and only the three best
-of them for the other shapes.
+`compiled` is torch.compile of the same function. The script compares every configuration with plain torch, times all of
+them for the first shape, and only the three best for the other shapes. A configuration that cannot be compiled is left
+out.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
 from padfree.layers.ops.triton_rms_norm import Choice, LaunchConfiguration, backward, choose, forward
 
 SHAPES = {(14_918, 2560): 18.0, (14_918, 1024): 11.0, (8192, 4096): 11.0}
-"""T and D, and seconds after which only the chosen configuration is timed. Most of the time is compilation."""
+"""T and D, and the seconds after which only the chosen configuration is timed."""
 
 QK_NORM_ROPE_SHAPES = {(14_918, 32, 128): 14.0, (14_918, 8, 128): 8.0}
 """T, H and d, and the time limit in seconds."""
@@ -309,7 +308,7 @@ def check_configurations(
     expected: tuple[Tensor, ...],
     configurations: list[LaunchConfiguration],
 ) -> None:
-    """Print the largest relative distance from plain torch in float64 for every configuration."""
+    """Print the largest relative distance of every configuration from plain torch in float64."""
 
     def error(configuration: LaunchConfiguration) -> float:
         pairs = zip(call(configuration), expected, strict=True)

@@ -1,12 +1,11 @@
-"""In-process rollouts: whether a random model learns a task from rewards alone, and the speed of sampling.
+"""In-process rollouts: whether a random model learns a task from rewards, and the speed of sampling.
 
     PYTHONPATH=src python bench/rollout.py [--seeds 0 1 2] [--steps 40] [--json rollout.json]
     PYTHONPATH=src python bench/rollout.py --shape 0.6b --device cuda [--json sampling.json]      see bench/sampling.py
 
-The prompt has one to four digits. The response has three tokens and should repeat the last digit three times: `4 1 5`
--> `555`. Each correct character earns a third of the reward. The model is a two-layer Qwen3 with random weights and a
-tokenizer of single characters, trained with GRPO and 8 responses per prompt. Each seed has its own weights, prompts and
-noise. The run fails if the reward of a seed starts above START or ends below END.
+The prompt has one to four digits. The response should repeat the last digit three times: `4 1 5` -> `555`. Each correct
+character earns a third of the reward. The model is a two-layer Qwen3 with random weights, trained with GRPO and 8
+responses per prompt. The run fails if the reward of a seed starts above START or ends below END.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def rewards_of(config: Config) -> list[float]:
 
 
 def sampling(arguments: argparse.Namespace) -> None:
-    """Measure the sampler."""
+    """Measure the speed of the in-process sampler."""
     from sampling import measure  # imports the shapes of another benchmark
 
     found = measure(

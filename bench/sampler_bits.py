@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampler compared with those of the trainer, bit by bit, on a GPU in bfloat16.
+"""The bits of log-probabilities in sampler and trainer, on a GPU in bfloat16.
 
     operators     each operator of a decoder layer and the head: does a matrix row keep its bits if the call has fewer
                   rows? attention: does one query alone keep the bits that it has in a pack?
@@ -11,9 +11,8 @@
     PYTHONPATH=src python bench/sampler_bits.py --section end-to-end
 
 The model has random weights and the sizes of Qwen3-0.6B. The script reports differences and does not stop at them: on
-an H200 the operators of `rollout.exact` have equal bits, but not all log-probabilities do. Two comparisons are with
-kernels that `rollout.exact` does not use, and differ: PyTorch's RMSNorm against padfree's, and the sampler's own decode
-attention against fa4. `padfree check --sampler` compares a given model, and names the first operator that differs.
+an H200 the operators of `rollout.exact` have equal bits, but not all log-probabilities do. PyTorch's RMSNorm and the
+sampler's own decode attention are also compared, and differ. `padfree check --sampler` tests a given model.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def operators(device: torch.device) -> dict[str, str]:
 
 
 def rows_that_differ(call: Callable[[int], Sequence[Tensor]], rows: int = ROWS) -> str:
-    """Compare the results of calls with the first rows of the input with a call with all rows."""
+    """Compare calls with only the first rows of the input with a call with all rows."""
     full = call(rows)
     differing = [
         count
@@ -185,7 +184,7 @@ def elementwise(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def attention(device: torch.device) -> Iterator[tuple[str, str]]:
-    """One query with its keys, contiguous and in pages, compared with the same query in a pack."""
+    """Compare one query, with its keys contiguous and in pages, with the same query in a pack."""
     from padfree.rollout.engines.in_process.triton_decode_attention import attend  # needs triton
 
     segments = Segments.from_lengths(PACK, device=device)
@@ -274,7 +273,7 @@ def negative(logprobs: Tensor, *_: object) -> Tensor:
 
 
 def attention_times(keys: int, device: torch.device, slots: int = 256) -> dict[str, float]:
-    """Microseconds for `slots` slots with `keys` earlier keys each, in a CUDA graph of `CALLS` calls."""
+    """Microseconds of attention for `slots` slots with `keys` earlier keys each, in a CUDA graph."""
     from padfree.rollout.engines.in_process.triton_decode_attention import attend  # needs triton
 
     heads, kv_heads, size = HEADS[0]

@@ -3,8 +3,8 @@
     equal lengths     256 responses of 256 tokens, 8 per prompt          padfree, and HF generate (sampling, batch 256)
     random lengths    1,024 responses, log-normal with mean 256, at most 2,048 tokens; 256 slots        padfree
 
-Weights are random, and no token ends a response, so each response has `max_new_tokens` tokens. Kernels are compiled and
-graphs are captured before timing. Then a profiler measures the parts of a decode step.
+Weights are random, and no token ends a response. Kernels are compiled and graphs captured before timing. Then a
+profiler measures the parts of a decode step.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def make_requests(max_new_tokens_each: Sequence[int], prompt_tokens: int, vocabu
 
 
 def drawn_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Log-normal lengths, cut at `longest` and scaled so that the mean is right after the cut."""
+    """Log-normal lengths with the given mean, cut at `longest`."""
     values = np.random.default_rng(1).lognormal(0.0, SPREAD, count)
     factor = mean / values.mean()
     for _ in range(20):
@@ -155,7 +155,7 @@ def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dic
 
 
 def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, float]:
-    """Milliseconds of the parts of a decode step, averaged over the first 32 tokens of a few responses."""
+    """Milliseconds of the parts of a decode step, averaged over 32 tokens."""
     short = [SamplingRequest(tokens=request.tokens, max_new_tokens=32, key=request.key) for request in requests]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.sample(short)

@@ -2,9 +2,8 @@
 
     PYTHONPATH=src python bench/sft.py [--steps 8] [--samples 64] [--gsm8k ../shared/data/gsm8k] [--json sft.json]
 
-The model is a Qwen3 with random weights in float32, trained with AdamW; the BPE tokenizer is trained on the data.
-Questions are prompts, answers are trained. Both variants use the same seed and the same global batches in the same
-order. The script fails if their losses in a step differ by more than 1e-5.
+The model is a Qwen3 with random weights in float32, trained with AdamW. Both variants use the same seed and the same
+batches in the same order. The script fails if their losses in a step differ by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def packed_way(model: Any, device: torch.device, arguments: argparse.Namespace) 
 
 
 def padded_way(model: Any, device: torch.device, arguments: argparse.Namespace) -> Step:
-    """Plain transformers: samples padded to the longest of their micro-batch, token mean over the whole batch."""
+    """Plain transformers: samples padded to the longest of their micro-batch."""
     optimizer = make_optimizer(model, OptimizerConfig(lr=LR, eps=EPS))
 
     def step(batch: Sequence[Sample]) -> float:

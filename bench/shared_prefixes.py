@@ -1,4 +1,4 @@
-"""The gain of shared prefixes: an update and a scoring pass of the same samples, with and without sharing, in one run.
+"""The gain of shared prefixes: an update and a scoring pass with and without sharing.
 
     python bench/shared_prefixes.py [OPTIONS]
 
@@ -11,10 +11,8 @@
     --device cuda --context 8                    context ranks of a pack of 128k tokens, simulated one after the other
 
 A group has G responses of R tokens to a prompt of P tokens. ρ = G (P + R) / (P + G R) is the number of tokens without
-sharing divided by the number with sharing. `gain` is the same ratio for time, and `work` for FLOPs. `work` is smaller
-than ρ, because responses still attend to their whole prompt and the head scores as many tokens as without sharing.
-`head` is the time of copying entries, head and loss, forward and backward, for all packs. Updates overlap as in a run.
-On a GPU the model has float32 weights and computes in bfloat16, as in the recipes.
+sharing divided by the number with sharing. `gain` is the same ratio for time, and `work` for FLOPs, which is smaller
+than ρ. `head` is the time of copying entries, head and loss. Updates overlap as in a run.
 """
 
 from __future__ import annotations
@@ -53,10 +51,11 @@ from padfree.packing import collate
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory, calculator, rehearse
 from padfree.sharding.parallelize import inside, parallelize, transformations
-from padfree.train.engine import Engine, LossSettings, StepReport
+from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
-from padfree.train.step_metrics import step_metrics
+from padfree.train.step import StepReport
+from padfree.train.step_pipeline import step_metrics
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -109,7 +108,7 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
 def compare(
     engine: Engine, samples: list[Sample], repeats: int, *, first: list[Sample] | None = None
 ) -> dict[str, float]:
-    """Compare times with and without sharing. The warm-up uses `first` (default: `samples`)."""
+    """Compare times with and without sharing. The warm-up uses `first`, by default `samples`."""
     first = samples if first is None else first
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
@@ -149,7 +148,7 @@ def tera_flops(engine: Engine, report: StepReport) -> float:
 
 
 def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
-    """Seconds from random hidden states of the packs to the loss and back to their gradients."""
+    """Seconds of the head: from random hidden states to the loss and back."""
     model, settings = engine.model, engine.settings
     assert isinstance(settings.loss, PolicySettings)
     dtype = torch.bfloat16 if engine.mesh.device.type == "cuda" else torch.float32
@@ -181,7 +180,7 @@ MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verificat
 
 
 def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
-    """The solutions of four models to each question; one byte is one token."""
+    """The solutions of four models to each question, as one token per byte."""
     samples = []
     lines = (folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]
     for number, line in enumerate(lines):
@@ -213,7 +212,7 @@ class ByteTokenizer:
 
 
 async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
-    """The calculator environment, with a branch after each of its results that asks for the final answer."""
+    """The calculator environment, with a branch after each result that asks for the final answer."""
     while True:
         turn = await policy.generate()
         question = calculator.QUESTION.search(turn.text)
@@ -226,7 +225,7 @@ async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sample]:
-    """The solutions as episodes: a turn up to each request to the calculator, and a last turn to the end."""
+    """The solutions as episodes, with a turn up to each request to the calculator."""
     samples = []
     for number, line in enumerate((folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]):
         row = json.loads(line)
@@ -260,7 +259,7 @@ def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sa
 
 
 def play_context(world: int, device: torch.device, repeats: int) -> None:
-    """Attention of each rank of a pack with 8k prompts, forward and backward, relative to an equal share."""
+    """Attention time of each rank for a pack with 8k prompts, relative to an equal share."""
     tokens = (1 << 17) if device.type == "cuda" else 1 << 11
     prompt, response, size = (8192, 512, 16) if device.type == "cuda" else (128, 16, 8)
     samples: list[Sample] = []
@@ -304,7 +303,7 @@ def both_passes(attend: Callable[[], torch.Tensor], dout: torch.Tensor) -> None:
 
 
 def compare_attention(device: torch.device, lengths: Sequence[Lengths], size: int, repeats: int) -> None:
-    """Time one layer's attention, forward and in total, with the prompt's keys copied and with prefix attention."""
+    """Time one layer's attention with the prompt's keys copied, and with prefix attention."""
     heads, key_heads, dim = (32, 8, 128) if device.type == "cuda" else (8, 4, 32)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for prompt, response in lengths:

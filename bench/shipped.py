@@ -1,11 +1,11 @@
-"""The speed of a command relative to the speed of the training engine alone on the same global batches.
+"""The speed of a command relative to that of the training engine alone on the same batches.
 
     run       `padfree sft` or `padfree rl` with a recipe: tokens/s after the first steps, compilations, memory
     engine    then, with the same batches and settings, consecutive updates and nothing else
 
     PYTHONPATH=src python bench/shipped.py sft model.path=my-model 'data.path=["train.jsonl"]' --steps 60
 
-The first steps of both are not counted, because they compile and allocate memory.
+The first steps are not counted, because they compile and allocate memory.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from padfree.model.structure import skeleton
 from padfree.sample import Sample, with_arrays
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.train import train
+from padfree.train.batcher import make_batcher
 from padfree.train.engine import Engine
 from padfree.train.resolve_auto import device_memory, resolve_auto
 from padfree.train.setup import build_engine
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 
 SET_UP = 5
 
@@ -75,7 +76,7 @@ def measured_run(config: Config) -> dict[str, Any]:
 
 
 def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
-    """Run the updates of the run's first batches, each prepared while the previous one is computed."""
+    """Run the updates of the first batches, each prepared while the previous one is computed."""
     with distributed(device=config.run.device) as device:
         mesh = make_mesh(device)
         batcher = make_batcher(config, load_training_data(config, load_tokenizer(config)).samples)

@@ -1,8 +1,8 @@
 """Compare several ways to compute the gradients of a model with random weights, for `bench/mixers.py` and
 `bench/moe.py`.
 
-Each way builds the model from the same seed and computes the gradients of one batch. The script prints for each way its
-time, its loss, and the relative distance between its gradients of the first layer and those of the first way.
+Each way builds the model from the same seed and computes the gradients of one batch. The script prints the time and the
+loss of each way, and how much its gradients of the first layer differ from those of the first way.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _show(row: Row, note: str) -> None:
 
 
 def ratio(rows: list[Row], way: str, other: str) -> float | None:
-    """How many times as fast `way` is as `other`; None if one of them failed."""
+    """How many times as fast `way` is as `other`, or None if one of them failed."""
     seconds = {row["way"]: row.get("seconds") for row in rows}
     one, two = seconds.get(way), seconds.get(other)
     return None if not one or not two else two / one

@@ -4,11 +4,10 @@
     separate        float32 master and bfloat16 copy: 6 bytes per weight      AdamW, then copies are written
     split           bfloat16 copy and the missing bits: 4 1/8 bytes           AdamW joins and splits blocks of weights
 
-Both ways start from the same weights, of which every seventh lies half-way between two bfloat16 numbers, and take the
-same five steps with the same gradients; one step is skipped, as for a gradient that is not finite. Afterwards all bits
-of masters, copies and optimizer state must agree. They are compared through sums that depend on every bit, so that both
-ways do not have to be in memory at the same time. Then whole optimizer steps are timed. The shape "135m" has 0.28B
-weights, "0.6b" 0.71B and "4b" 4.02B, because all have 32 query heads and 8 heads of keys with a head size of 128.
+Both ways take the same five steps from the same weights. Afterwards all bits of masters, copies and optimizer state
+must agree, which is checked by sums over all bits. Then whole optimizer steps are timed. Every seventh weight lies
+half-way between two bfloat16 numbers, and one step is skipped. The shapes "135m", "0.6b" and "4b" have 0.28B, 0.71B and
+4.02B weights.
 
     PYTHONPATH=src python bench/split_weights.py
     PYTHONPATH=src python bench/split_weights.py --shape 0.6b
@@ -63,7 +62,7 @@ def main() -> None:
 
 
 def all_patterns(device: torch.device, first: int = -(1 << 15), end: int = 1 << 15) -> int:
-    """Split and join the float32 numbers whose upper 16 bits are from `first` to `end` - 1. Return their number."""
+    """Split and join the float32 numbers whose upper 16 bits are from `first` to `end` - 1."""
     count, wrong_masters, wrong_copies = 0, 0, 0
     low = torch.arange(1 << 16, dtype=torch.int32, device=device)
     for start in range(first, end, PATTERNS_AT_ONCE):
@@ -116,7 +115,7 @@ def compare(shape: str, sizes: list[tuple[int, ...]], timed: int, device: torch.
 def run(
     sizes: list[tuple[int, ...]], timed: int, device: torch.device, *, split: bool
 ) -> tuple[dict[str, float], Checksums]:
-    """Take the steps, and measure further ones. Return the measurements, and checksums of all bits before them."""
+    """Take the steps and measure further ones. Return the measurements, and checksums of all bits."""
     cuda = device.type == "cuda"
     generator = torch.Generator(device).manual_seed(0)
 
@@ -135,7 +134,7 @@ def run(
     state: dict[Tensor, dict[str, Any]] = {parameter: {} for parameter in parameters}
     groups: list[dict[str, Any]] = [
         {"params": [each for each in parameters if (each.ndim < 2) == vectors], "betas": (0.9, 0.95), "eps": 1e-8,
-         "lr": 1e-3, "weight_decay": 0.0 if vectors else 0.1}
+         "lr": 1e-3, "weight_decay": 0.0 if vectors else 0.1, "state": "float32"}
         for vectors in (False, True)
     ]  # fmt: skip
     finite = torch.ones((), dtype=torch.bool, device=device)

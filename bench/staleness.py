@@ -2,8 +2,8 @@
 
     python bench/staleness.py           a sampler that takes a second per response, and a reward that takes a second
 
-It needs no server and no GPU: the sampler draws random tokens and sleeps, like a server on another device. Prints the
-wall time of both runs from the first weight sync to the last step, and the separate times of sampling and training.
+The benchmark needs no server and no GPU: the sampler draws random tokens and sleeps. It prints the wall time of both
+runs, and the separate times of sampling and training.
 """
 
 from __future__ import annotations

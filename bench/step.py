@@ -13,13 +13,11 @@
     PYTHONPATH=src python bench/step.py --device cuda --shape 4b --json step.json
     PYTHONPATH=src python bench/step.py --device cpu
 
-Model FLOPs are 6·P·T for all parameters (a tied embedding counts once, as the head) and 6·L·H·d·Σn² for causal
-attention, forward and backward; recomputation is not counted. TFLOP/s are also printed relative to a large matmul. GiB
-is the peak memory minus the weights; for an update it includes the optimizer's moments.
+Model FLOPs are 6·P·T for all parameters and 6·L·H·d·Σn² for causal attention, forward and backward; recomputation is
+not counted. TFLOP/s are also printed relative to a large matmul. GiB is the peak memory minus the weights.
 
-A GPU that is under load for seconds reaches its power limit and lowers its clock. Each way of computing a step
-therefore starts after a rest of `REST` seconds and is timed over a few consecutive steps without synchronisation. On
-the CPU, times are medians.
+A GPU under load reaches its power limit and lowers its clock. Each way of computing a step therefore starts after a
+rest of `REST` seconds and is timed over a few steps.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ from padfree.distributed import distributed, make_mesh
 from padfree.head import fused_loss
 from padfree.losses import LossInputs, make_token_loss
 from padfree.sample import with_arrays
-from padfree.train.engine import PendingStep
 from padfree.train.microbatch import PackSettings, make_micro_batch
+from padfree.train.step import PendingStep
 
 SECTIONS = ("gradients", "update", "head", "compile")
 SIZES: dict[str, dict[str, int]] = {
@@ -272,9 +270,9 @@ def update_section(setting: Setting, ceiling: float) -> list[Row]:
 
 
 def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
-    """Consecutive steps as in a run: the next step is prepared and launched while the device computes this one.
+    """Consecutive steps as in a run: the next step is prepared while the device computes this one.
 
-    Measures the fraction of time in which the device is idle, and how long the host is busy.
+    Also measures how long the device is idle, and how long the host is busy.
     """
     checkpointing = "none" if setting.shape == "0.6b" else "selective"
     engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)
@@ -317,7 +315,7 @@ def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
 
 
 def head_section(setting: Setting) -> Row:
-    """Time `fused_loss` of the policy loss with all tokens trained, and with the first 60% of each sample as prompt."""
+    """Time `fused_loss` with all tokens trained, and with the first 60% of each sample as prompt."""
     shape, device = SHAPES[setting.shape], setting.device
     times = {}
     for name, share in (("all", 0.0), ("40%", 0.6)):

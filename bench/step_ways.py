@@ -1,8 +1,7 @@
 """The ways to compute the gradients of a batch that `bench/step.py` compares.
 
-A `Way` builds a model with random weights and returns a function that computes the gradients of all parameters and
-returns the loss (a mean over tokens, or the policy loss) without synchronising. Other libraries are used as documented,
-with everything enabled that makes them faster.
+A `Way` builds a model with random weights and returns a function that computes all gradients and returns the loss.
+Other libraries are used as documented, with everything that makes them faster.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def make_model(setting: Setting, attention: str) -> Any:
 
 @contextmanager
 def fresh() -> Any:
-    """Context manager for one way: afterwards undo the patches of other libraries and free the memory."""
+    """A block for one way. Afterwards it undoes the patches of other libraries and frees the memory."""
     kept = dict(vars(modeling_qwen3))
     try:
         yield
@@ -115,7 +114,7 @@ def fresh() -> Any:
 
 
 def hf_padded(setting: Setting, *, small: bool) -> Gradients:
-    """Samples padded to the longest of all, in small micro-batches, or in the largest that fit (found by halving)."""
+    """Padded samples in small micro-batches, or in the largest that fit."""
     model = make_model(setting, "sdpa")
     longest = max(len(sample) for sample in setting.samples)
     rows = max(1, PADDED_TOKENS // longest) if small else len(setting.samples)
@@ -157,13 +156,13 @@ def _padded_rows_by_hf(model: Any, setting: Setting, rows: int, longest: int) ->
 
 
 def hf_packed(setting: Setting, attention: str) -> Gradients:
-    """One pack, samples separated by restarting position ids; transformers' own loss, a mean over labelled tokens."""
+    """One pack whose samples are separated by restarting position ids, with transformers' own loss."""
     more = {"attention_mask": _block_mask(setting)} if attention == "flex_attention" else {}
     return packed_by_hf(make_model(setting, attention), setting, **more)
 
 
 def _block_mask(setting: Setting) -> BlockMask:
-    """The mask, created once. transformers would create it in every step, by a kernel that takes minutes to compile."""
+    """The mask, created once: transformers would create it in every step, with a kernel that compiles for minutes."""
     sample = collate(setting.samples).to(setting.device).sample_index
     return create_block_mask(
         lambda _batch, _head, query, key: (sample[query] == sample[key]) & (query >= key),
@@ -190,7 +189,7 @@ def packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
 
 
 def public(setting: Setting, *, attention: str, compile: bool, checkpointing: bool) -> Gradients:
-    """HF with packing, Liger's kernels, variable-length attention, and layers compiled one by one."""
+    """HF with packing, Liger's kernels, variable-length attention and compiled layers."""
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
     batch = collate(setting.samples).to(setting.device)
@@ -249,7 +248,7 @@ def built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: f
 def padfree_gradients(
     setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none", attention: str = "auto"
 ) -> Gradients:
-    """padfree's gradients of a step, with weights in the compute dtype and no optimizer, as in the other ways."""
+    """The gradients of padfree, with weights in the compute dtype and no optimizer, as in the other ways."""
     model = make_model(setting, "sdpa")
     steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)
     parallelize(model, steps)
@@ -262,7 +261,7 @@ def padfree_gradients(
 
 
 def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Engine:
-    """An engine for whole updates: FSDP2 with float32 master weights, no resharding after forward, clipping, AdamW."""
+    """An engine for whole updates with float32 master weights, clipping and AdamW."""
     model = make_model(setting, "sdpa").float()
     steps = transformations(
         setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype, reshard=False

@@ -30,7 +30,7 @@ T = TypeVar("T")
 Call = Callable[[], object]
 
 CALLS_BETWEEN_LOOKS = 10
-"""The number of calls between two looks at the clock, if calls fill a given time."""
+"""The number of calls between two readings of the clock."""
 
 
 def synchronize(device: torch.device | None) -> None:
@@ -71,11 +71,10 @@ def median_event_seconds(
     sleep_cycles: int = 0,
     wait: bool = True,
 ) -> list[float]:
-    """Median seconds of each function on a GPU, measured in turns, so that drift affects all of them equally.
+    """Median seconds of each function on a GPU, measured in turns.
 
-    `before` runs before each measurement. `sleep_cycles` keeps the device busy before it, so that the host runs ahead
-    as in training and launch time is excluded. With `wait`, the device is synchronised before each measurement; without
-    it, only after all are launched.
+    `before` runs before each measurement. `sleep_cycles` keeps the device busy, so that the host runs ahead and launch
+    time is not measured. With `wait`, the device is synchronised before each measurement.
     """
     for function in functions:
         warm_up(function, warmup)
@@ -104,7 +103,7 @@ def median_on(call: Call, device: torch.device, *, repeats: int, warmup: int = 2
 
 
 def quickest(call: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
-    """The minimum seconds and the last result. No warm-up, because a slow first call does not affect the minimum."""
+    """The minimum seconds and the last result. There is no warm-up."""
     best = math.inf
     for _ in range(repeats):
         with Stopwatch() as watch:
@@ -114,7 +113,7 @@ def quickest(call: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
 
 
 def mean_in_a_row(call: Call, repeats: int, *, rest: float = 0.0) -> float:
-    """Mean seconds of consecutive calls on a GPU, after `rest` idle seconds: a GPU under load lowers its clock."""
+    """Mean seconds of consecutive calls on a GPU, after `rest` idle seconds."""
     torch.cuda.synchronize()
     time.sleep(rest)
     begin = time.perf_counter()
@@ -125,7 +124,7 @@ def mean_in_a_row(call: Call, repeats: int, *, rest: float = 0.0) -> float:
 
 
 def median_of_turns(ways: Mapping[str, Call], *, turns: int, seconds: float) -> dict[str, float]:
-    """Median seconds of each function on a GPU under sustained load. A turn is as many calls as fit in `seconds`."""
+    """Median seconds of each function on a hot GPU. A turn is as many calls as fit in `seconds`."""
 
     def turn(call: Call) -> float:
         torch.cuda.synchronize()
@@ -155,7 +154,7 @@ def launch_seconds(call: Call, repeats: int = 20) -> float:
 
 
 class Stopwatch:
-    """Seconds of its `with` blocks. If a device is given, synchronise with it at both ends."""
+    """The seconds spent in its `with` blocks. If a device is given, it is synchronised at both ends."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds = 0.0

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from timer import synchronize
 
 from padfree.sample import Sample
-from padfree.train.engine import Engine, PendingStep, StepReport
+from padfree.train.engine import Engine
+from padfree.train.step import PendingStep, StepReport
 
 
 def make_updates(engine: Engine, steps: Sequence[list[Sample]]) -> StepReport:

@@ -3,12 +3,11 @@
     python bench/vllm_demo.py --python .venv-vllm/bin/python [--steps 20] [--seeds 0 1] [--output curves.json]
         [--folder kept]
 
-A small Qwen3 with a head size of 64, which vLLM requires, is fine-tuned on the demo's problems and then trained with
-the demo's reward: 128 responses per step in groups of 8, as in `padfree demo`, with a lower learning rate for the
-larger model. Both engines start from the same weights with the same prompts. The sampled tokens differ, because vLLM
-uses its own random numbers.
+A small Qwen3 is fine-tuned on the demo's problems and then trained with the demo's reward: 128 responses per step in
+groups of 8. Both engines start from the same weights with the same prompts. The sampled tokens differ, because vLLM has
+its own random numbers.
 
-With --folder the runs are kept, and a second call skips finished ones.
+`--folder` keeps the runs, and a second call skips finished ones.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ENVIRONMENT = {
 
 
 def fine_tuned(folder: Path, sizes: Sizes) -> None:
-    """Make the demo's data, and a model that has learned the format of the answers but is mostly wrong."""
+    """Make the demo's data, and a model that knows the format of the answers but is mostly wrong."""
     if (folder / "sft" / "model").exists():
         return
     write_task(folder, replace(sizes, hidden=HIDDEN), head=HEAD)

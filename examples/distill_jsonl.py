@@ -3,8 +3,7 @@
     python examples/distill_jsonl.py --student Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --data train.jsonl
     torchrun --nproc-per-node 8 examples/distill_jsonl.py --student Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-4B --data ...
 
-The two models must have the same vocabulary, but can have different sizes. `padfree distill` does the same without a
-script.
+The two models must have the same vocabulary. `padfree distill` does the same without a script.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
     hidden_states  the attached model -> [T, D]
     score          [T, D] and the head -> log-probabilities of the labels, without [T, V]
 
-The token weights are normalised over the whole step, so that the losses of its packs can simply be added.
+The token weights are normalised over the whole step, so the losses of its packs are simply added.
 """
 
 from __future__ import annotations

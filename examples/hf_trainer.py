@@ -2,10 +2,9 @@
 
     python examples/hf_trainer.py --model Qwen/Qwen3-0.6B --data train.jsonl --output trained
 
-Every batch becomes one pack `[1, T]` whose position ids restart in each sample; HF models separate the samples by them.
-Not all models do: `PackedCollator` tests a small copy and refuses a model that would mix its samples. With flash
-attention (`--attention flash_attention_2`) packing has no extra cost. HF's `sdpa` creates a `[T, T]` mask, so keep
-batches small.
+Every batch becomes one pack `[1, T]` whose position ids restart in each sample. `PackedCollator` tests a small copy of
+the model and refuses models that would mix the samples. With flash attention (`--attention flash_attention_2`) packing
+has no extra cost. HF's `sdpa` creates a `[T, T]` mask, so keep batches small.
 """
 
 from __future__ import annotations

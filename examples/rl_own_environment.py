@@ -4,7 +4,7 @@
 
 A row of the file has a `prompt`, and an `answer` that ends with the right number. `episode` is the environment: it asks
 the policy for tokens and inserts the results of the calculator. Only tokens of the policy are trained.
-`rollout.environment` names the environment as `module:function`; this script names its own function.
+`rollout.environment` names it as `module:function`.
 """
 
 from __future__ import annotations

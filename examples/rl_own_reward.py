@@ -5,9 +5,8 @@
     python examples/rl_own_reward.py --model padfree-demo/sft/model --prompts padfree-demo/data/prompts.jsonl
 
 The first command trains a model of the Hub, the second one the model of `padfree demo`. A row of the file has a
-`prompt` and the columns that the reward needs; here `answer`, which ends with the right number. The reward is called
-with the text of a response and the data row of its prompt. `rollout.reward` names the function as `module:function`;
-this script names its own function.
+`prompt`, and an `answer` that ends with the right number. The reward is called with the text of a response and the row
+of its prompt. `rollout.reward` names it as `module:function`.
 """
 
 from __future__ import annotations

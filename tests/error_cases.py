@@ -165,6 +165,8 @@ CASES["config"] = [
     ("optimizer.betas", changed("optimizer.betas=[0.9, 1.0]"), "optimizer.betas=[0.9, 0.95]"),
     ("optimizer.eps", changed("optimizer.eps=0"), "optimizer.eps=1e-8"),
     ("optimizer.eps", changed("optimizer.eps=1e-320"), "optimizer.eps=1e-8"),
+    ("optimizer.state", changed("optimizer.state=int4"), "optimizer.state=int8"),
+    ("optimizer.state", changed("optimizer.name=muon", "optimizer.state=int8"), "optimizer.state=float32"),
     ("optimizer.weight_decay", changed("optimizer.weight_decay=-0.1")),
     ("optimizer.max_grad_norm", changed("optimizer.max_grad_norm=0")),
     (

@@ -85,6 +85,13 @@ def test_images_must_cover_their_placeholders(tokens: list[int], images: list[An
         Sample(tokens=tokens, images=tuple(images))
 
 
+def test_a_policy_may_sample_a_placeholder() -> None:
+    given = {"tokens": [1, STAR, 2, STAR], "images": (image("a", [1]),), "loss_mask": [False, False, True, True]}
+    with refused("images", "exactly"):
+        Sample(**given)
+    Sample(**given, logprobs=np.zeros(4))
+
+
 @pytest.mark.parametrize("positions", [[], [2, 1], [1, 1]])
 def test_positions_ascend(positions: list[int]) -> None:
     with refused("positions", "ascending"):

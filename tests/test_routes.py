@@ -15,8 +15,8 @@ from padfree.packing.collate import collate
 from padfree.rollout.base import Response
 from padfree.rollout.collect.queue_state import KEY, queue_state, stored_in
 from padfree.rollout.collect.sample_exchange import facts_of, placeholder_leaves
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Branch, Leaf, leaf_of
+from padfree.rollout.environment.trajectory import Branch, leaf_of
+from padfree.rollout.group import Leaf, Played
 from padfree.rollout.response_log import Origin, ResponseLog
 from padfree.routes import (
     as_int16,

@@ -442,7 +442,8 @@ class LocalImages:
     counts: tuple[int, ...]  # number of features of each image of this rank
     patches: tuple[int, ...]  # number of patches or tiles of each image of this rank
     placeholder: int  # the id of the placeholder token
-    features: Copies  # the gather from this rank's (or the received) features to its placeholder tokens
+    tokens: Tensor  # [m] int64 indices of the placeholders of images among this rank's tokens
+    features: Copies  # [m] the gather from this rank's (or the received) features to its placeholder tokens
     exchange: RowExchange | None = None
 
 
@@ -481,6 +482,11 @@ class LocalBatch:
         """B, the number of samples of the whole pack."""
         return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
+    @property
+    def positions(self) -> Tensor:
+        """The positions for the model: [1, T/world], or [P, 1, T/world] for rotary positions in P dimensions."""
+        return self.position_ids[None] if self.rotary_positions is None else self.rotary_positions[:, None]
+
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of an HF model that `padfree.attach` has prepared.
 
@@ -490,10 +496,9 @@ class LocalBatch:
             raise UserError(
                 "images", "are not among the arguments of a model", "call padfree.hidden_states(model, batch)"
             )
-        rotary = self.rotary_positions
         return {
             "input_ids": self.input_ids[None],
-            "position_ids": self.position_ids[None] if rotary is None else rotary[:, None],
+            "position_ids": self.positions,
             "attention_mask": None,
             "use_cache": False,
             "attn_context": self.context,

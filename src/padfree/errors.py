@@ -100,8 +100,14 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """Return the first line of an exception's message, after the name of its class if it is not a `UserError`."""
-    return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    """Return the first line of an exception's message, after the name of its class if it is not a `UserError`.
+
+    If `__str__` of an exception of user code raises an exception, return only the name of the class.
+    """
+    try:
+        return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    except Exception:
+        return type(error).__name__
 
 
 def first_line(error: BaseException) -> str:

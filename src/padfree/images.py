@@ -46,10 +46,13 @@ class Image:
         object.__setattr__(self, "positions", positions)
 
 
-def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tuple[Image, ...]:
-    """Return the images as a tuple. Raises `UserError` unless they cover every placeholder of the sample, in order.
+def check_images(
+    images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], name: str
+) -> tuple[Image, ...]:
+    """Return the images as a tuple. Raises `UserError` unless they cover the placeholders of the sample, in order.
 
-    The placeholder is the token id at the first index of the first image. `name` names the sample in error messages.
+    The placeholder is the token id at the first index of the first image. A token that a policy sampled (`sampled` [n])
+    may have this id without an image. `name` names the sample in error messages.
     """
     images = tuple(images)
     if not images:
@@ -67,13 +70,23 @@ def check_images(images: Sequence[Image], tokens: NDArray[Any], name: str) -> tu
             "remove images whose placeholders were cut off",
         )
     placeholder = tokens[positions[0]]
-    if not np.array_equal(np.flatnonzero(tokens == placeholder), positions):
+    if (tokens[positions] != placeholder).any() or without_image(images, tokens, sampled, placeholder).any():
         raise UserError(
             "images",
             f"of {name} do not cover exactly the tokens with id {placeholder}",
             "give each image the indices of its placeholder tokens",
         )
     return images
+
+
+def without_image(
+    images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
+) -> NDArray[np.bool_]:
+    """Whether each token [n] is a placeholder that stands for no image, and that was not `sampled` [n]."""
+    missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
+    for image in images:
+        missing[image.positions] = False
+    return missing
 
 
 def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:

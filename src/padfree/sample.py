@@ -70,7 +70,7 @@ class Sample:
                 object.__setattr__(self, field, float_array(values, len(tokens), field, name))
         if self.reward is not None:
             object.__setattr__(self, "reward", single_number(self.reward, f"reward of {name}"))
-        object.__setattr__(self, "images", check_images(self.images, tokens, name))
+        object.__setattr__(self, "images", check_images(self.images, tokens, self.sampled, name))
         object.__setattr__(self, "kept", kept_array(self.kept, len(tokens), name))
         self._check_kept(name)
         if self.rotary_positions is not None:
@@ -105,6 +105,11 @@ class Sample:
         """Return `loss_mask`, which is always an array after construction."""
         assert self.loss_mask is not None
         return self.loss_mask
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """Bools [n]: whether a policy sampled each token: the trained tokens of a sample with `logprobs`."""
+        return self.mask & (self.logprobs is not None)
 
     @property
     def scored(self) -> NDArray[np.bool_]:

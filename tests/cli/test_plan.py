@@ -128,34 +128,14 @@ def test_a_calibration_is_stored_and_used(capsys: pytest.CaptureFixture[str], mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "--data: missing; give --data, --lengths or a recipe"),
-        ("--data sft.jsonl --model model", "--max-tokens: missing"),
-        ("--lengths lengths.npy --max-tokens 0", "--max-tokens: 0; give 1 or more"),
-        ("--lengths lengths.npy --max-tokens 8 --ranks 0", "--ranks: 0; give 1 or more"),
-        ("--lengths lengths.npy --max-tokens 8 --ranks 8 --cp 3", "--cp: 3 does not divide 8 ranks"),
-        ("--lengths lengths.npy --max-tokens 8 --samples 0", "--samples: 0; give 1 or more"),
-        ("--lengths lengths.npy --max-tokens 8 --memory nan", "--memory: nan; give more than 0"),
-        (
-            "--lengths lengths.npy --max-tokens 8 --samples 2 --tokens 9",
-            "--tokens: 9 cannot be combined with --samples 2; give only one",
-        ),
         (
             "--lengths lengths.npy --data sft.jsonl --max-tokens 8",
             "--lengths: lengths.npy cannot be combined with --data",
         ),
-        ("--lengths lengths.npy --max-tokens 8 --exact-steps some", "--exact-steps: 'some'; give 1 or more, or all"),
         ("--lengths lengths.npy --max-tokens 8 --layout ring", "parallel.layout: 'ring'; give one of contiguous"),
-        ("--lengths lengths.npy --max-tokens 8 --suggest", "--suggest: needs a model; give --model"),
         ("--calibrate", "--calibrate: needs a model; give --model"),
         ("--calibrate --json --model model", "--json: cannot be combined with --calibrate"),
-        ("--lengths nowhere.npy --max-tokens 8", "--lengths: nowhere.npy cannot be read"),
-        ("--data sft.jsonl --model nowhere/at-all --max-tokens 8", "model.path: "),
-        ("--data nowhere.jsonl --model model --max-tokens 8", "nowhere.jsonl"),
-        ("--data sft.jsonl --max-tokens 8", "--model: missing; give a model"),
         ("--lengths lengths.npy --model model --max-tokens 8 --gpu abacus", "--gpu: 'abacus' is not a GPU"),
-        ("--lengths lengths.npy --max-tokens 8 --html model", "model is a folder"),
-        ("nowhere.toml", "config: nowhere.toml cannot be read"),
-        ("--lengths lengths.npy --max-tokens 8 optimizer.rl=1", "optimizer.rl: no such setting"),
     ],
 )
 def test_mistakes_are_one_line(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

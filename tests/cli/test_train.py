@@ -282,48 +282,6 @@ def test_progress_bars_on_a_terminal(
     assert re.search(rf"step +{count} .*loss 1.5000  norm 0.500  lr 1.00e-05  1,234 tokens/s", text)
 
 
-@pytest.mark.parametrize(
-    ("command", "changes", "message"),
-    [
-        ("sft", ["loss.kind=clip"], "loss.kind: 'clip' does not belong to padfree sft; use padfree rl"),
-        (
-            "rl",
-            ["loss.kind=sft"],
-            "loss.kind: 'sft' does not belong to padfree rl; use padfree sft",
-        ),
-        ("sft", ["optimizer.rl=1"], "optimizer.rl"),
-        (
-            "sft",
-            ["parallel.context=2", "--dry-run"],
-            "parallel.context: 2 × 1 (parallel.context × parallel.replicate) does not divide the 1 processes",
-        ),
-        ("sft", ['data.path=["nowhere.jsonl"]'], "nowhere.jsonl"),
-        (
-            "sft",
-            ["lora.rank=4", "lora.targets=no_proj", "--dry-run"],
-            "lora.targets: the model has no module 'no_proj'",
-        ),
-        ("sft", ["batch.max_tokens=2", "--dry-run"], "batch.max_tokens: 2, but sft.jsonl:1 has "),
-        ("sft", ["batch.cost=nowhere.json", "--dry-run"], "batch.cost: nowhere.json cannot be read"),
-        ("sft", ["model.path=no/where"], "model.path: 'no/where' is not on this disk, and the Hub is not asked"),
-        ("sft", ["model.path=no/where", "--dry-run"], "model.path: 'no/where' is not on this disk, and the Hub is"),
-    ],
-)
-def test_mistakes_are_one_line(
-    command: str,
-    changes: list[str],
-    message: str,
-    overrides: dict[str, list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments = [*overrides[command], f"run.folder={tmp_path / 'run'}", *changes]
-    assert main([command, str(RECIPES / f"{command}.toml"), *arguments]) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_groups_without_a_signal_are_said_at_the_start_and_in_every_step(
     overrides: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from padfree.compat.hf import PackedCollator
-from padfree.model import attach
 from padfree.testing.models import save_with_tokenizer
 
 IGNORE = -100
@@ -56,31 +55,6 @@ def test_masks_and_already_packed_features() -> None:
     batch = PackedCollator(tiny_model())([feature])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[IGNORE, 2, 3, IGNORE, 5]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "features", "message"),
-    [
-        ({}, [], "features: is empty"),
-        ({}, [{"text": "x"}], r"features: feature 0 has no input_ids \(it has \['text'\]\)"),
-        ({}, [{"input_ids": [1, 2], "attention_mask": [1, 0]}], "attention_mask: has zeros in feature 0"),
-        ({}, [{"input_ids": [1, 2], "labels": [2, IGNORE]}], "labels: of feature 0 differ"),
-        ({}, [{"input_ids": [1, 2], "loss_mask": [1]}], r"loss_mask: has shape \(1,\), but feature 0 has 2 tokens"),
-        ({}, [{"input_ids": [1, 2], "loss_mask": [1, 2]}], "loss_mask: has values other than 0 and 1 in feature 0"),
-        ({}, [{"input_ids": [1.5, 2]}], "input_ids of feature 0: got a float64 array"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [1]}], "seq_lengths: add up to 1, but feature 0 has 2 tokens"),
-        ({}, [{"input_ids": [1, 2], "seq_lengths": [3, -1]}], "seq_lengths: add up to 2, but feature 0 has 2 tokens"),
-        ({"length": 8}, FEATURES, "length: 8 is too short for a batch of 9 tokens"),
-        ({"length": 12, "multiple_of": 8}, FEATURES, "length: 12 is not a multiple of multiple_of=8"),
-        ({"multiple_of": 0}, FEATURES, "multiple_of: 0 is not a positive integer; give"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(
-    settings: dict[str, Any], features: list[dict[str, Any]], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        PackedCollator(tiny_model(), **settings)(features)
-    assert "\n" not in str(error.value)
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -134,25 +108,6 @@ def test_flash_attention_must_be_told_the_lengths(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(told.config, "_attn_implementation_internal", "my_attention")
     with pytest.raises(ValueError, match="attention implementation 'my_attention' is not supported"):
         PackedCollator(told)
-
-
-def test_what_is_no_stock_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="model: str is not a transformers model"):
-        PackedCollator("Qwen/Qwen3-0.6B")  # type: ignore[arg-type]
-    model = attach(tiny_model())
-    with pytest.raises(ValueError, match=r"is attached.*; detach it with model\.set_attn_implementation\('sdpa'\)"):
-        PackedCollator(model)
-    model.set_attn_implementation("sdpa")
-    PackedCollator(model)
-
-
-def test_another_attention_needs_another_collator() -> None:
-    model = tiny_model()
-    collator = PackedCollator(model)
-    model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match=r"changed from sdpa to eager .*; create a new PackedCollator\(model\)"):
-        collator(FEATURES)
-    PackedCollator(model)(FEATURES)
 
 
 def test_an_adapter_model_is_looked_into_and_a_collator_can_be_sent_to_workers() -> None:

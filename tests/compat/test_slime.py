@@ -152,23 +152,6 @@ def test_partitions(rng: np.random.Generator) -> None:
     assert {len(part) for part in parts} == {8}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"loss_masks": [[1]]}, "loss_masks: has 1 entries for 2 sequences"),
-        ({"advantages": [[0.0], [0.0]]}, "advantages: has 1 entries for sequence 0, whose response has 2 tokens"),
-        ({"response_lengths": [9, 2]}, "response_lengths: is 9 for sequence 0, which has 4 tokens"),
-        ({"rewards": [1.0]}, "rewards: has 1 entries for 2 sequences"),
-        ({"max_tokens_per_gpu": 3}, "max_tokens_per_gpu: 3 is less than the 4 tokens of sequence 0"),
-        ({"num_packs": 0}, "num_packs: 0; give 1 or more"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as error:
-        pack_sequences(**{**sequences([4, 4], [2, 2]), **change})
-    assert "\n" not in str(error.value)
-
-
 def test_unpacking_refuses_what_does_not_fit() -> None:
     (packed,) = pack_sequences(**sequences([4, 4], [2, 2]))
     with pytest.raises(ValueError, match="log_probs: has 8 entries, but this pack needs 7"):

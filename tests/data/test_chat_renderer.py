@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from padfree.choices import LossOn, Turns
 from padfree.data.chat_renderer import ChatRenderer, RenderedSample
-from padfree.data.conversation import Conversation, read_conversation
+from padfree.data.conversation import Conversation
 from padfree.data.encode import Encoded, Encoder, Passage
 from padfree.data.records import RowError
 from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
@@ -174,34 +174,12 @@ def test_arguments_tools_and_another_template_reach_the_template() -> None:
     assert trained(sample)[-1] == "Four<|im_end|>"
 
 
-def test_no_template_is_refused() -> None:
-    with refused("data.chat_template", "the tokenizer has no chat template"):
-        ChatRenderer(tiny_tokenizer())
-
-
 def test_several_templates_without_a_default_are_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = {"tool_use": TEMPLATES["chatml"], "rag": TEMPLATES["chatml"]}
     with refused("data.chat_template", r".* without a default \(rag, tool_use\)"):
         ChatRenderer(tokenizer)
     ChatRenderer(tokenizer, TEMPLATES["chatml"])
-
-
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([], r"'chat' is empty; give one message or more"),
-        (["Hi"], r"chat\[0\] is 'Hi'; expected an object with role and content"),
-        ([{"content": "Hi"}], r"chat\[0\]\.role is null; expected a string"),
-        ([{"role": 1, "content": "Hi"}], r"chat\[0\]\.role is 1; expected a string"),
-        ([{"role": "user"}], r"chat\[0\]\.content is null; expected a string"),
-        ([TURNS[1], {"role": "user", "content": 5}], r"chat\[1\]\.content is 5; expected a string"),
-        ([{"role": "user", "content": "\udc00"}], r"'chat\[0\]\.content' has a lone surrogate"),
-    ],
-)
-def test_malformed_messages_are_named(messages: list[Any], words: str) -> None:
-    with pytest.raises(RowError, match=words):
-        read_conversation(messages, "chat")
 
 
 QUESTION = {"role": "user", "content": "And then?"}

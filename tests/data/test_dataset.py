@@ -98,18 +98,6 @@ def test_no_sample_left_is_an_error(tmp_path: Path) -> None:
         TokenizedDataset(tmp_path, max_length=3, overlong="drop")
 
 
-@pytest.mark.parametrize(
-    ("max_length", "overlong", "words"),
-    [
-        (1, "drop", "max_length: 1 is too short, .*; give 2 or more"),
-        (8, "cut", "overlong: 'cut'; give one of error, truncate, drop"),
-    ],
-)
-def test_settings_are_checked(folder: Path, max_length: int, overlong: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        TokenizedDataset(folder, max_length=max_length, overlong=overlong)  # type: ignore[arg-type]
-
-
 def test_a_pickle_holds_the_place_and_not_the_tokens(folder: Path) -> None:
     data = TokenizedDataset(folder, max_length=3, overlong="truncate")
     content = pickle.dumps(data)

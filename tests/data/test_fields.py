@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from padfree.config import load_config
-from padfree.data.fields import Format, Schema, check_mapping, has_value, resolve, setting
+from padfree.data.fields import Format, Schema, has_value, resolve, setting
 from padfree.data.formats import PAIR_SCHEMA, PROMPT_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described, reading_notes
 from padfree.data.formats import ROLLOUT_SCHEMA as ROLLOUTS
 from padfree.data.records import RowError
@@ -173,14 +173,6 @@ def test_the_mapping_in_a_message_works_when_a_shell_reads_it(schema: Schema, fi
     mapping = mapping_of(advice)
     assert resolve(first, mapping, schema, "f").kind == kind
     assert setting(mapping) == advice
-
-
-def test_a_mapping_names_known_fields_once() -> None:
-    check_mapping({"a": "prompt", "b": "response", "c": "unused", "d": "unused"}, SFT_SCHEMA)
-    with pytest.raises(ValueError, match="'a' is mapped to 'promt', which is not a field; use one of messages, prompt"):
-        check_mapping({"a": "promt"}, SFT_SCHEMA)
-    with pytest.raises(ValueError, match=r"\['a', 'b'\] are all mapped to 'prompt'; map only one"):
-        check_mapping({"a": "prompt", "b": "prompt"}, SFT_SCHEMA)
 
 
 def test_a_preferred_format_wins_over_others_but_not_over_its_like() -> None:

@@ -18,10 +18,16 @@ from padfree.testing.models import save_with_tokenizer
 from tests.refused import refused
 
 SCRIPT = """
-import sys
+import contextlib, io, json, os, sys
 from padfree.cli.main import main
-code = main(sys.argv[1:])
-print(code, [name for name in ("torch", "transformers", "datasets") if name in sys.modules])
+found = {}
+for case, (folder, words) in json.loads(sys.argv[1]).items():
+    os.chdir(folder)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(words)
+    slow = [name for name in ("torch", "transformers", "datasets") if name in sys.modules]
+    found[case] = code, slow, said.getvalue()
+print(json.dumps(found))
 """
 
 
@@ -60,24 +66,27 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_refused_without_torch(case: str, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
+def words_of(case: str, folder: Path, model: Path) -> list[str]:
+    """Write the inputs of a case to a folder, and return its words."""
+    (folder / "model").mkdir(parents=True)
     for path in model.iterdir():
-        (tmp_path / "model" / path.name).symlink_to(path)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"x": "a"}) + "\n")
-    change, words, message = CASES[case]
-    change(tmp_path)
+        (folder / "model" / path.name).symlink_to(path)
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    (folder / "bad.jsonl").write_text(json.dumps({"x": "a"}) + "\n")
+    change, words, _ = CASES[case]
+    change(folder)
     good = ["model.path=model", "data.path=rows.jsonl", "run.folder=run", "run.device=cpu"]
-    words = ["sft", *words[:1], *good, *words[1:]] if case == "no recipe" else ["sft", *good, *words]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stderr.startswith(f"padfree sft: {message}"), done.stderr
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == "1 []\n"
-    assert not (tmp_path / "run").exists()
+    return ["sft", *words[:1], *good, *words[1:]] if case == "no recipe" else ["sft", *good, *words]
+
+
+def test_refused_without_torch(model: Path, tmp_path: Path) -> None:
+    given = {case: (str(tmp_path / case), words_of(case, tmp_path / case, model)) for case in CASES}
+    program = [sys.executable, "-c", SCRIPT, json.dumps(given)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=True)
+    for case, (code, slow, said) in json.loads(done.stdout).items():
+        assert said.startswith(f"padfree sft: {CASES[case][2]}"), said
+        assert (code, slow, said.count("\n")) == (1, [], 1), case
+        assert not (tmp_path / case / "run").exists()
 
 
 def test_every_command_has_a_format() -> None:
@@ -113,3 +122,20 @@ def test_each_command_reads_its_columns(command: str, tmp_path: Path) -> None:
         else:
             with refused("data.columns", r"bad\.jsonl has the columns \['else'\]; expected .*"):
                 check_columns(config)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_columns_with_images_need_a_vision_model(command: str, tmp_path: Path) -> None:
+    row = {"prompt": "<image>a", "images": ["0.png"], **({"response": "b"} if command == "sft" else {})}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    values = {
+        "model": {"path": "m", "vision": True},
+        "data": {"path": [str(tmp_path / "rows.jsonl")]},
+        "batch": {"samples": 2, "max_tokens": 8},
+        "loss": {"kind": TASKS[command].kind},
+        "run": {"folder": "r"},
+        **({"rollout": {"reward": "exact_match", "samples_per_prompt": 2}} if command == "rl" else {}),
+    }
+    check_columns(config_from_dict(values))
+    with refused("data.columns", "set model.vision=true"):
+        check_columns(config_from_dict({**values, "model": {"path": "m"}}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.data.vision import (
     write_images,
     write_rows,
 )
+from tests.ranks import rank_server
 from tests.refused import refused
 
 pytest.importorskip("PIL")
@@ -226,7 +228,9 @@ def test_data_sets_are_pickled_by_name(tmp_path: Path) -> None:
             np.testing.assert_array_equal(image.load()["pixel_values"], same.load()["pixel_values"])
 
 
-def test_worker_processes_give_the_same_tokens(tmp_path: Path) -> None:
+def test_worker_processes_give_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = rank_server()  # starts processes quickly; they do the same as freshly spawned ones
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: server)
     alone = load(tmp_path, rows_for("qwen3_vl") * 3)
     path = tmp_path / "train.jsonl"
     spread = load_sft(path, tokenizer_of(), settings_of(), cache=tmp_path / "other", num_workers=2)

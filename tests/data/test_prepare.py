@@ -94,12 +94,6 @@ def test_text_is_trained_on_whole(load: Load) -> None:
     assert texts(load([{"text": "Hello"}], BASE)[0], BASE)[0] == f"<s>Hello{EOS}"
 
 
-def test_columns_are_mapped(load: Load) -> None:
-    rows = [{"question": "Hi", "answer": "Hello", "text": "x"}]
-    data = load(rows, columns={"question": "prompt", "answer": "response"})
-    assert texts(data[0])[1] == f"Hello{EOS}"
-
-
 def test_tools_reach_the_template(load: Load) -> None:
     template = "{% for tool in tools or [] %}[{{ tool['function']['name'] }}]{% endfor %}" + TEMPLATES["chatml"]
     data = load(
@@ -108,15 +102,6 @@ def test_tools_reach_the_template(load: Load) -> None:
     )
     assert texts(data[0])[0] == f"[add]{HI}Hello{EOS}\n"
     assert texts(data[1])[0] == f"{HI}Hello{EOS}\n"
-
-
-def test_messages_need_a_template(load: Load) -> None:
-    with refused("data.prompt_format"):
-        load([{"messages": MESSAGES}], BASE)
-    with refused("data.prompt_format"):
-        load([{"messages": MESSAGES}], prompt_format="plain")
-    with refused("data.chat_template", "the tokenizer has no chat template"):
-        load([{"prompt": "Hi", "response": "Hello"}], BASE, prompt_format="chat")
 
 
 GOOD = {"prompt": "Hi", "response": "Hello"}
@@ -167,53 +152,6 @@ def test_a_row_with_nothing_to_train_on_is_bad(load: Load) -> None:
         load([{"text": "Hello"}, {"text": ""}])
     with pytest.raises(ValueError, match=r"a\.jsonl line 1: no message has the role 'assistant'"):
         load([{"messages": MESSAGES[:1]}])
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"id": 1}, r"'messages' is missing; expected a list of messages"),
-        ({"messages": None}, r"'messages' is null; expected a list of messages"),
-        ({"messages": "Hi"}, r"'messages' is 'Hi'; expected a list of messages"),
-        ({"messages": []}, r"'messages' is empty; give one message or more"),
-        ({"messages": [MESSAGES[0], {"role": "assistant"}]}, r"messages\[1\]\.content is null; expected a string"),
-    ],
-)
-def test_malformed_messages_are_bad_rows(load: Load, row: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=rf"^a\.jsonl line 2: {words}"):
-        load([{"messages": MESSAGES}, row])
-
-
-@pytest.mark.parametrize(
-    ("rows", "changes", "words"),
-    [
-        ([], {}, r"data: a\.jsonl has no rows; give a file with rows"),
-        ([b"", b"  "], {}, r"data: a\.jsonl has no rows"),
-        (
-            [b"x", b"y"],
-            {"on_bad_row": "skip"},
-            r"none of 2 rows can be used; for example, a\.jsonl:1 is rejected: is not valid JSON",
-        ),
-        ([b"x", b"y"], {}, r"a\.jsonl line 1: is not valid JSON"),
-        ([{"a": 1}], {"on_bad_row": "skip"}, r"columns: a\.jsonl has the columns \['a'\]; expected 'messages'"),
-        ([{"text": "a", "messages": []}], {}, r"columns: a\.jsonl can be read in 2 ways; set data"),
-        ([GOOD], {"columns": {"x": "prompt"}}, r"columns: 'x' \(mapped to 'prompt'\) is not a column of a\.jsonl"),
-        ([GOOD], {"columns": {"prompt": "question"}}, r"'question', which is not a field"),
-        ([GOOD], {"num_workers": -1}, r"num_workers: -1 is negative; give 0 or more"),
-        ([GOOD], {"loss_on": "user"}, r"loss_on: 'user'; give one of assistant, last, all"),
-        ([GOOD], {"prompt_format": "raw"}, r"prompt_format: 'raw'; give one of auto, chat, plain"),
-        ([GOOD], {"on_bad_row": "warn"}, r"on_bad_row: 'warn'; give one of error, skip"),
-        ([GOOD], {"overlong": "cut"}, r"overlong: 'cut'; give one of error, truncate, drop"),
-        ([GOOD], {"max_length": 0}, r"max_length: 0 is too short, .*; give 2 or more"),
-        ([GOOD], {"max_length": 4}, r"max_length: 4, but 1 of 1 samples are longer \(the first is a\.jsonl:1"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(
-    load: Load, rows: list[Any], changes: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
-        load(rows, **changes)
-    assert "\n" not in str(caught.value)
 
 
 def test_several_files_of_different_kinds(tmp_path: Path) -> None:

@@ -205,45 +205,6 @@ def test_small_positive_log_probabilities_are_rounding(read: Read) -> None:
     assert one(read([{**ROW, "logprobs": [1e-5, 0, -1]}])).logprobs is not None
 
 
-@pytest.mark.parametrize(
-    ("rows", "changes", "words"),
-    [
-        ([], {}, r"data: r\.jsonl has no rows; give a file with rows"),
-        (
-            [b"x"],
-            {"on_bad_row": "skip"},
-            r"none of 1 rows can be used; for example, r\.jsonl:1 is rejected: is not valid JSON",
-        ),
-        (
-            [{"reward": 1}],
-            {},
-            r"columns: r\.jsonl has the columns \['reward'\]; expected 'tokens', or 'prompt_tokens' and",
-        ),
-        ([{**ROW, "prompt_tokens": [], "response_tokens": []}], {}, r"can be read in 2 ways; set data"),
-        (
-            [ROW],
-            {"columns": {"rewrd": "reward"}},
-            r"columns: 'rewrd' \(mapped to 'reward'\) is not a column of r\.jsonl",
-        ),
-        ([ROW], {"columns": {"reward": "score"}}, r"'score', which is not a field"),
-        (
-            [ROW],
-            {"max_length": 4},
-            r"max_length: 4, but r\.jsonl:1 has 5 tokens; set data.overlong=truncate or data.overlong=drop",
-        ),
-        (
-            [ROW],
-            {"max_length": 4, "overlong": "drop"},
-            r"none of 1 rows can be used; .*: 5 tokens, over data.max_length 4",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(read: Read, rows: list[Any], changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as caught:
-        read(rows, **changes)
-    assert "\n" not in str(caught.value)
-
-
 def test_overlong_rollouts_are_truncated_or_dropped_and_listed(read: Read) -> None:
     short = {"tokens": [1, 2], "response_length": 1, "reward": 0, "logprobs": [-1]}
     rows = [short, {**ROW, "logprobs": [-0.1, -0.2, -0.3]}]

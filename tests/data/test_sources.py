@@ -159,27 +159,6 @@ def test_files_are_named_from_their_common_folder(tmp_path: Path, monkeypatch: p
         open_sources(["one/train.jsonl", tmp_path / "one"])
 
 
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        ([], "is empty; give a file, a folder or a Hub id"),
-        ("absent.jsonl", "absent.jsonl does not exist; give a file"),
-        ("./absent", "./absent does not exist"),
-        ("a/b/c", "a/b/c does not exist"),
-        ("empty", "the folder .*empty has no .jsonl, .json, .parquet file"),
-        ("data.csv", ".*data.csv has the suffix '.csv', which is not supported; give a .jsonl, .json, .parquet file"),
-    ],
-)
-def test_what_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | list[str], words: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "data.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=words):
-        open_sources(data)
-
-
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all, by any means")

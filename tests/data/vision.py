@@ -15,8 +15,7 @@ from padfree.config import Config, load_config
 from padfree.data import SFTDataSettings
 from padfree.data.image_processor import ImageSettings
 from padfree.testing.vision_folders import drawn, vision_folder
-from padfree.train.image_settings import image_settings
-from padfree.train.training_data import load_tokenizer
+from padfree.train.training_data import image_settings, load_tokenizer
 
 pytest.importorskip("PIL")
 

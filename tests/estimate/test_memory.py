@@ -15,6 +15,8 @@ from padfree.config import Config, LoraConfig, RolloutConfig, config_from_dict
 from padfree.estimate.activations import cache_bytes, token_bytes
 from padfree.estimate.memory import estimate_memory, head_bytes, key_copies
 from padfree.head import fused_loss
+from padfree.head.budget import choose_tile
+from padfree.layers.float8 import use_float8
 from padfree.model.lora import add_adapters
 from padfree.model.roles import roles_of
 from padfree.model.structure import skeleton
@@ -163,11 +165,66 @@ def test_reference_and_sampler(tmp_path: Path) -> None:
     unshared = replace(config, batch=replace(config.batch, share_prefixes=False))
     without = estimate_memory(replace(unshared, rollout=RolloutConfig()), model, processes=2, device_type="cuda")
     several = estimate_memory(unshared, model, processes=2, device_type="cuda", prompt_tokens=6)
-    assert several.device == without.device + several.sampler + several.cache
+    assert several.device == without.device + several.sampler + several.cache + several.sampling
     limited = replace(config, rollout=replace(config.rollout, kv_cache_memory=1e-6))
     assert estimate_memory(limited, model, processes=2, device_type="cuda", prompt_tokens=6).cache == 1073
     text = model.config.get_text_config()
     assert cache_bytes(model, 2) == 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2
+
+
+def test_kept_sets_need_memory_in_sampling_and_in_the_head(tmp_path: Path) -> None:
+    """Two bytes of masks for each logit of a tile; in a decode step, what finds the kept set of each response."""
+    budget = 1 << 30
+    model = skeleton(str(save_with_tokenizer(tmp_path)))
+    rollout = {"reward": "exact_match", "samples_per_prompt": 4, "max_new_tokens": 10, "max_concurrent": 3}
+    plain, truncated = (
+        estimate_memory(
+            settings(loss={"kind": "clip"}, rollout={**rollout, **given}, parallel={"head_memory": "low"}),
+            model,
+            processes=1,
+            device_type="cuda",
+        )
+        for given in ({}, {"top_p": 0.9})
+    )
+    vocabulary = model.config.get_text_config().vocab_size
+    assert plain.sampling == 3 * vocabulary * 4
+    assert truncated.sampling - plain.sampling == 28 * 3 * vocabulary
+    tile = choose_tile(64, vocabulary, itemsize=4, device_type="cuda", budget=budget)
+    assert truncated.working_parts.head - plain.working_parts.head == 2 * tile.rows * tile.columns
+
+
+class Float8Copies(TorchDispatchMode):
+    """Bytes of the float8 tensors that casts make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name().startswith("padfree::float8_") and isinstance(result, tuple):
+            self.made += result[0].numel()
+        return result
+
+
+def test_float8_copies_are_counted() -> None:
+    """Casts of the widest linear layer in backward: dy twice, x once, and the weight."""
+    model = small_model(hidden_size=64, intermediate_size=128)
+    plain, float8 = (
+        estimate_memory(
+            settings(model={"dtype": "bfloat16"}, parallel={"linear": linear}), model, processes=1, device_type="cpu"
+        )
+        for linear in ("bfloat16", "float8")
+    )
+    linear = torch.nn.Linear(64, 128, bias=False)
+    use_float8(linear, ("output", "input-gradient", "weight-gradient"))
+    x = torch.randn(64, 64, requires_grad=True)
+    y = linear(x)
+    with Float8Copies() as copies:
+        y.sum().backward()
+    found = float8.working_parts.backward - plain.working_parts.backward
+    assert found == 64 * (2 * 128 + 64) + 128 * 64
+    assert found == copies.made
 
 
 def test_keys_that_are_copied_for_shared_prefixes_count(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_every_example_has_a_test() -> None:
         "distill_jsonl",
         "sft_jsonl",
         "rl_own_reward",
+        "rl_images",
         "rl_own_environment",
         "foreign_loop",
         "hf_trainer",
@@ -145,3 +146,16 @@ def test_rl_own_reward_on_the_prompts_of_the_demo(tmp_path: Path, monkeypatch: p
     module = example("rl_own_reward", monkeypatch)
     assert module.reward("5", {"answer": "#### 5"}) == 1.0
     assert len(module.main([*arguments, *sizes, "--folder", str(tmp_path / "run")])) == 1
+
+
+@pytest.mark.slow
+def test_rl_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward rises above that of guessing one of three colours."""
+    pytest.importorskip("PIL")
+    module = example("rl_images", monkeypatch)
+    assert [module.reward(text, {"answer": "g"}) for text in ("g", " g ", "r", "gg", "")] == [1, 1, 0, 0, 0]
+    run = ["--folder", str(tmp_path), "--pictures", "64", "--steps", "10"]
+    rewards = module.main(run)
+    assert len(rewards) == 10
+    assert rewards[0] < 0.5
+    assert sum(rewards[-3:]) / 3 > 0.5

@@ -28,9 +28,9 @@ from padfree.packing import CostModel, plan_step
 from padfree.packing.context_sizes import context_sizes
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.traffic import Placement, Traffic, step_traffic
+from padfree.train.batcher import make_batcher
 from padfree.train.preflight import preflight
 from padfree.train.run import train
-from padfree.train.training_data import make_batcher
 from tests.hosts.network import Host
 from tests.ranks import torchrun
 from tests.train.trainer_cases import lines

@@ -128,33 +128,17 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"attn_context": None}, r"attn_context: is missing in the call of LlamaForCausalLM"),
-        ({"position_ids": None}, r"position_ids: is missing"),
-        (
-            {"attention_mask": torch.ones(1, 13)},
-            r"attention_mask: was passed to LlamaForCausalLM, but packs do not support it; remove it",
-        ),
         (
             {"labels": torch.zeros(1, 13, dtype=torch.long)},
             r"labels: was passed to LlamaForCausalLM, .*; .*padfree\.head",
         ),
         ({"past_key_values": transformers.DynamicCache()}, r"past_key_values: was passed to LlamaForCausalLM"),
-        ({"use_cache": True}, r"use_cache: is True in the call of LlamaForCausalLM, .*; pass use_cache=False"),
         ({"use_cache": None}, r"use_cache: is True"),
-        ({"output_attentions": True}, r"output_attentions: is True"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 13])},
             r"cu_seq_lens_q: reached LlamaAttention, but padfree does not support it",
         ),
         ({"is_causal": False}, r"is_causal: is False in LlamaAttention"),
-        (
-            {"input_ids": torch.zeros(2, 13, dtype=torch.long)},
-            r"input_ids: has a batch size of 2, not 1; .*padfree\.pack",
-        ),
-        (
-            {"input_ids": torch.zeros(1, 12, dtype=torch.long), "position_ids": torch.arange(12)[None]},
-            r"attn_context: is for 13 tokens, but the input has 12; take both from the same LocalBatch",
-        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -166,13 +150,6 @@ def test_wrong_calls_are_refused(change: dict[str, Any], message: str) -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=r"[a-z_]+: "):
         model.model(**inputs)
-
-
-def test_positional_arguments_are_refused() -> None:
-    model = attach(build("llama"))
-    inputs = shard(row([8, 5])).model_inputs()
-    with pytest.raises(ValueError, match="2 positional arguments"):
-        model(inputs.pop("input_ids"), torch.ones(1, 13), **inputs)
 
 
 def test_attention_dropout_is_refused_in_training_and_absent_in_evaluation() -> None:
@@ -273,13 +250,6 @@ def test_models_of_several_parts_are_refused() -> None:
         model = transformers.PaliGemmaForConditionalGeneration(config)
     with refused("model", "attend to each other"):
         attach(model)
-
-
-def test_what_is_not_a_model_or_a_backend_is_refused() -> None:
-    with refused("model", "Linear"):
-        attach(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
-    with refused("backend", "'flash'"):
-        attach(build("llama"), "flash")
 
 
 def test_a_context_for_another_length_is_refused_in_every_layer_of_a_model_without_the_check() -> None:

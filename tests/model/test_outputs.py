@@ -115,11 +115,3 @@ def test_the_name_of_the_attention_does_not_make_a_model_attached() -> None:
 def test_a_copy_of_an_attached_model_is_attached() -> None:
     model, batch = attach(build("llama")), shard(row([5, 4]))
     assert torch.equal(hidden_states(deepcopy(model), batch), hidden_states(model, batch))
-
-
-def test_wrapped_models_and_whole_batches_are_refused() -> None:
-    model, batch = attach(build("llama")), row([5, 4])
-    with refused("model", "Sequential"):
-        hidden_states(torch.nn.Sequential(model), shard(batch))  # type: ignore[arg-type]
-    with refused("batch"):
-        hidden_states(model, batch)  # type: ignore[arg-type]

@@ -18,9 +18,9 @@ from padfree.distributed import Mesh
 from padfree.estimate.memory import estimate_memory
 from padfree.model.named_tensors import local_part, named_tensors
 from padfree.model.split_weight import ALIGNMENT, SplitWeight, is_split
-from padfree.optim.adamw import BLOCK
 from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer_settings import OptimizerName
+from padfree.optim.pieces import BLOCK
 from padfree.sharding.parallelize import inside
 from padfree.train.engine import Engine
 from tests.estimate.test_memory import settings

@@ -90,13 +90,14 @@ def test_the_state_has_the_bytes_that_the_rule_says(rule: str) -> None:
     model.weight.grad = torch.ones_like(model.weight)
     optimizer.step()
     state = [each for each in optimizer.state[model.weight].values() if each.ndim]
-    assert RULES[rule].state_bytes(35) == sum(each.numel() * each.element_size() for each in state)
+    (group,) = optimizer.param_groups
+    assert RULES[rule].state_bytes(group, 35, 7) == sum(each.numel() * each.element_size() for each in state)
 
 
 def one_rule(model: nn.Module, rule: str, **options: float) -> Optimizer:
     """All parameters in one group."""
     settings = {
-        "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True},
+        "adamw": {"betas": (0.9, 0.95), "eps": 1e-8, "fused": True, "state": "float32"},
         "muon": {"momentum": 0.95, "nesterov": True, "newton_schulz_steps": 5, "update_rms": 0.2},
     }
     common = {"params": list(model.parameters()), "rule": rule, "base_lr": 0.1, "weight_decay": 0.1}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from padfree.packing.epochs import EpochOrder, EpochReader, SourcePart, shuffled
-from padfree.packing.stream import FixedSizeBatcher, TokenBudgetBatcher
+from padfree.packing.epochs import EpochOrder, SourcePart, shuffled
+from padfree.packing.stream import EpochReader, FixedSizeBatcher, TokenBudgetBatcher
 
 
 def read(source: EpochReader[str]) -> list[str]:

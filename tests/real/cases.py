@@ -26,10 +26,10 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import distributed
 from padfree.sample import Sample
 from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.batcher import make_batcher
 from padfree.train.preflight import preflight
 from padfree.train.run import mesh_of
 from padfree.train.setup import build_engine, build_reference
-from padfree.train.training_data import make_batcher
 
 SMOLLM2 = Path(os.environ.get("PADFREE_REAL", "unset")) / "smollm2"
 needs_smollm2 = pytest.mark.skipif(

@@ -13,7 +13,6 @@ from padfree.config import LoraConfig
 from padfree.model.lora import add_adapters
 from padfree.model.named_tensors import named_tensors
 from padfree.optim.master_weights import compute_copies, keep_master_weights
-from padfree.rollout.collect.queued_batch import divided
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.testing.models import build
@@ -110,15 +109,3 @@ def test_a_model_with_adapters_is_copied() -> None:
     addresses = [tensor.data_ptr() for tensor in copied.parameters()]
     sampler.update_weights(model, 1)
     assert [tensor.data_ptr() for tensor in copied.parameters()] == addresses
-
-
-def test_responses_are_divided_over_ranks() -> None:
-    assert divided([(2, 5), (2, 6), (2, 7)], 2) == [[0, 1, 4], [5, 2, 3]]
-    groups = [(3, length) for length in (9, 2, 4, 4, 7)]
-    for world in (1, 2, 4, 7, 20):
-        shares = divided(groups, world)
-        assert len(shares) == world
-        assert sorted(number for share in shares for number in share) == list(range(15))
-        sizes = [len(share) for share in shares]
-        assert max(sizes) - min(sizes) <= 1
-    assert divided([], 2) == [[], []]

@@ -39,17 +39,12 @@ def by_sorting(logits: Tensor, rule: Truncation) -> Tensor:
     """[V] bools: the kept ids of one token, by three passes over the ids in the order of their probabilities."""
     p = torch.softmax(logits.double(), 0)
     for name in ("top_k", "top_p", "min_p"):
-        kept = torch.zeros_like(p, dtype=torch.bool)
-        for index in range(len(p)):
-            larger = p[p > p[index]]
-            kept[index] = (
-                p[index] > 0
-                and {
-                    "top_k": rule.top_k is None or len(larger) < rule.top_k,
-                    "top_p": rule.top_p == 1 or float(larger.sum()) < rule.top_p,
-                    "min_p": bool(p[index] >= rule.min_p * p.max()),
-                }[name]
-            )
+        larger = p[None] > p[:, None]  # [V, V]: whether id j is more likely than id i
+        kept = {
+            "top_k": larger.sum(1) < (rule.top_k or len(p)),
+            "top_p": (larger * p).sum(1) < rule.top_p if rule.top_p < 1 else p > 0,
+            "min_p": p >= rule.min_p * p.max(),
+        }[name]
         p = torch.where(kept, p, 0.0)
         p = p / p.sum()
     return p > 0

@@ -18,7 +18,7 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.layers.recompute import recompute_layers
 from padfree.model.structure import layers_of
 from padfree.sharding.parallelize import inside, parallelize, transformations
-from padfree.train.engine import StepReport
+from padfree.train.step import StepReport
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import LOSSES, make_engine, make_samples, small_model, two_steps, weights_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,20 @@ from padfree.config.loss_settings import KTOSettings
 from padfree.data.formats import LABEL_SCHEMA
 from padfree.data.prepare import load_rows
 from padfree.distributed import Mesh, distributed
+from padfree.model.vision import prepare_sample
 from padfree.sample import Sample
 from padfree.tasks.kto import LabelledDataset, LabelTokenizer, kto_loss, mismatched
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
+from padfree.testing.vision_models import build_vision, picture, shown
+from padfree.train.batcher import make_batcher
 from padfree.train.run import mesh_of, train
 from padfree.train.setup import build_engine, build_reference
-from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.train.cases import weights_of
-from tests.train.trainer_cases import lines
+from tests.train.trainer_cases import begin, lines
 
 KTO = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.75}
 RECIPE = "kto"
@@ -73,9 +76,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     source = load_training_data(config, load_tokenizer(config))
     engine = build_engine(config, mesh)
-    return begin_run(
-        config, engine, make_batcher(config, source.samples), reference=build_reference(config, mesh, engine)
-    )
+    return begin(config, engine, make_batcher(config, source.samples), reference=build_reference(config, mesh, engine))
 
 
 @torch.no_grad()
@@ -300,3 +301,23 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
         error = capsys.readouterr().err
         assert message in error, error
         assert error.count("\n") == 1
+
+
+def test_mismatched_pairs_show_the_images_of_their_prompt() -> None:
+    """The rotary positions are those that the model's own function gives to the pair."""
+    model = build_vision("qwen3_vl")
+    one, other = picture(model, 0, rows=2, columns=3), picture(model, 1, rows=3, columns=1)
+    parts = [([4, one, 3], 5), ([6], 3), ([2, other, 1, one, 4], 4)]
+    samples = []
+    for seed, (prompt, answer) in enumerate(parts):
+        sample = shown(model, [*prompt, answer], seed=seed)
+        samples.append(replace(sample, loss_mask=np.arange(len(sample)) >= len(sample) - answer))
+    pairs = mismatched(samples)
+    for sample, pair, (_, answer), (_, other_answer) in zip(samples, pairs, parts, [parts[-1], *parts], strict=False):
+        assert len(pair) == len(sample) - answer + other_answer
+        assert [image.digest for image in pair.images] == [image.digest for image in sample.images]
+        own = prepare_sample(model, replace(pair, rotary_positions=None)).rotary_positions
+        if own is None:
+            own = np.broadcast_to(np.arange(len(pair)), (3, len(pair)))
+        assert pair.rotary_positions is not None
+        np.testing.assert_array_equal(pair.rotary_positions, own)

@@ -24,8 +24,9 @@ from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.sample import Sample, with_arrays
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import build
-from padfree.train.engine import Engine, LossSettings, StepReport
+from padfree.train.engine import Engine, LossSettings
 from padfree.train.scorer import Scorer
+from padfree.train.step import StepReport
 
 VOCABULARY = 40
 LENGTHS = (5, 9, 4, 12, 7, 6, 3, 8)

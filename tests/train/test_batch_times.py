@@ -78,11 +78,12 @@ def test_the_line_of_a_batchs_first_update_has_its_times(mesh: Mesh, tmp_path: P
     lines = lines_of(mesh, tmp_path, {**RL, "run": {"steps": 8}}, make_samples=SlowSampling())
     assert len(lines) == 8
     for number, line in enumerate(lines):
-        assert line["seconds/update"] == line["seconds"]
+        assert line["seconds/update"] == pytest.approx(line["seconds"])
         if number % 4:
-            assert set(line) == {"seconds", "seconds/update", "seconds/logging"}
+            assert set(line) == {"seconds", "seconds/update", "seconds/logging", "seconds/other"}
             continue
-        parts = {"sampling", "rewards", "old_logprobs", "preparing", "update"} | ({"logging"} if number else set())
+        parts = {"sampling", "rewards", "old_logprobs", "preparing", "update"}
+        parts |= {"logging", "other"} if number else set()
         assert set(line) == {"seconds", "sampler_tokens_per_second", *(f"seconds/{part}" for part in parts)}
         assert line["seconds/sampling"] >= WAIT - 0.01
         assert line["seconds/rewards"] == 0.01
@@ -100,11 +101,16 @@ def test_rollouts_from_files_and_references_and_fine_tuning(mesh: Mesh, tmp_path
 
 
 def test_the_phases_add_up_to_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None:
-    """With sampling, old log-probabilities, a reference, evaluations, checkpoints and slow logging."""
+    """With sampling, old log-probabilities, a reference, evaluations, checkpoints and slow logging.
+
+    Whatever a phase does not measure is `seconds/other`, which is small. The sum is therefore exact between the ends of
+    two updates, except for the time between the clock's readings at the beginning of a phase and at the end of another.
+    """
     ends: list[float] = []
 
     def slow_logging(metrics: Any) -> None:
-        ends.append(time.perf_counter())
+        assert trainer.updates.last_end is not None
+        ends.append(trainer.updates.last_end)
         time.sleep(WAIT / 5)
 
     def slow_evaluation(step: int) -> dict[str, float]:
@@ -120,11 +126,13 @@ def test_the_phases_add_up_to_the_wall_clock(mesh: Mesh, tmp_path: Path) -> None
     }
     config = make_config(tmp_path / "run", save_config(tmp_path / "model"), **sections)
     object.__setattr__(config.eval, "every", 4)  # without eval.path, which needs a sampler
-    make_trainer(config, mesh, make_samples=SlowSampling(), on_step=slow_logging, evaluate=slow_evaluation).run()
+    trainer = make_trainer(config, mesh, make_samples=SlowSampling(), on_step=slow_logging, evaluate=slow_evaluation)
+    trainer.run()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == len(ends) == 20
     found = sum(seconds for line in lines[1:] for name, seconds in line.items() if name.startswith("seconds/"))
-    assert found == pytest.approx(ends[-1] - ends[0], rel=0.05)
+    assert found == pytest.approx(ends[-1] - ends[0], rel=0.02)
+    assert sum(line["seconds/other"] for line in lines[1:]) < 0.1 * found
     for number, line in enumerate(lines[1:], 1):
         assert line["seconds/logging"] >= WAIT / 5
         assert ("seconds/checkpoint" in line) == (number % 3 == 0)

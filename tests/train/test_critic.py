@@ -17,14 +17,13 @@ from padfree.config import Config, CriticConfig, config_from_dict
 from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.critic import Critic, explained_variance, with_gae
 from padfree.train.run import train
 from padfree.train.setup import build_critic, build_engine, export_critic
-from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import make_batcher
 from tests.train.cases import small_model, weights_of
-from tests.train.trainer_cases import lines, samples
+from tests.train.trainer_cases import begin, lines, samples
 
 CRITIC = {"lr": 2e-2, "warmup": 1, "gamma": 0.97, "gae_lambda": 0.9, "clip": 0.05}
 
@@ -68,7 +67,7 @@ def several_turns() -> list[Sample]:
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
-    return begin_run(
+    return begin(
         config,
         build_engine(config, mesh),
         make_batcher(config, several_turns()),

@@ -53,7 +53,7 @@ def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.day = MONDAY
-        monkeypatch.setattr("padfree.train.resume.today", lambda: self.day)
+        monkeypatch.setattr("padfree.train.finished.today", lambda: self.day)
 
 
 @pytest.fixture

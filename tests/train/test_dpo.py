@@ -19,13 +19,13 @@ from padfree.data.data_settings import SFTDataSettings
 from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.run import train
 from padfree.train.setup import build_engine, build_reference
-from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.train.cases import weights_of
-from tests.train.trainer_cases import lines
+from tests.train.trainer_cases import begin, lines
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {"beta": 0.5, "label_smoothing": 0.1},
@@ -71,7 +71,7 @@ def make_config(folder: Path, place: Path, variant: str = "sigmoid", **sections:
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     samples = load_training_data(config, load_tokenizer(config)).samples
     engine = build_engine(config, mesh)
-    return begin_run(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))
+    return begin(config, engine, make_batcher(config, samples), reference=build_reference(config, mesh, engine))
 
 
 def answer(model: PreTrainedModel, sample: Sample) -> tuple[torch.Tensor, int]:

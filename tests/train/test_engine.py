@@ -12,7 +12,9 @@ from torch import Tensor
 from padfree.distributed import Mesh, make_mesh
 from padfree.losses import SFTSettings
 from padfree.sample import Sample
-from padfree.train.engine import LossSettings, NonFiniteError, StepReport
+from padfree.train.engine import LossSettings
+from padfree.train.finite_checks import NonFiniteError
+from padfree.train.step import StepReport
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import LOSSES, LR, make_engine, make_samples, small_model, two_steps, weights_of

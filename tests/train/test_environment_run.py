@@ -33,10 +33,11 @@ from padfree.rollout.token_ids import vocabulary_of
 from padfree.sample import Sample
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import save_with_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.microbatch import PackSettings
 from padfree.train.run import train
 from padfree.train.setup import build_engine
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.rollout.environment.rewards import digits

@@ -31,7 +31,9 @@ from padfree.record.metrics_file import MetricsFile
 from padfree.sample import Sample
 from padfree.stop_signals import SAME_REQUEST_SECONDS
 from padfree.testing.models import save_with_tokenizer
-from padfree.train.engine import Engine, NonFiniteError, PendingStep
+from padfree.train.engine import Engine
+from padfree.train.finite_checks import NonFiniteError
+from padfree.train.step import PendingStep
 from tests.ranks import as_started_by_torchrun, rank_server, run_ranks, torchrun
 from tests.refused import refused
 from tests.train.cases import alone as alone_mesh

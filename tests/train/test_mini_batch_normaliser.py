@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from padfree.distributed import Mesh
-from padfree.train.engine import PendingStep, PreparedStep
+from padfree.train.step import PendingStep, PreparedStep
 from tests.train.trainer_cases import make_config, make_trainer, save_config
 
 

@@ -21,11 +21,10 @@ from padfree.config import Config, config_from_dict
 from padfree.record.file_names import CHECKPOINTS
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.planner.steps import load_steps
-from padfree.train.count_steps import count_steps
-from padfree.train.data_rows import source_shares
+from padfree.train.batcher import count_steps, make_batcher, source_shares
 from padfree.train.preflight import preflight
 from padfree.train.run import train
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.train.processes import alone, ended, forked
 from tests.train.test_killed import die, run

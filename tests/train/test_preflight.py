@@ -17,7 +17,7 @@ from padfree.config import config_from_dict, load_config
 from padfree.data import TokenizedDataset
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.train import run as whole_run
-from padfree.train.count_steps import count_steps
+from padfree.train.batcher import count_steps
 from padfree.train.preflight import check_context, check_experts, check_settings, preflight
 from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.refused import refused

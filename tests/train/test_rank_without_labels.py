@@ -16,9 +16,10 @@ from padfree.distributed import Mesh, make_mesh
 from padfree.optim.optimizer import make_optimizer
 from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
-from padfree.train.engine import Engine, StepReport
+from padfree.train.engine import Engine
 from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
+from padfree.train.step import StepReport
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, OPTIMIZER, small_model, two_steps
 

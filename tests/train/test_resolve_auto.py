@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from padfree.config import Config
 from padfree.distributed import Mesh
 from padfree.estimate.activations import levels_by_layer
-from padfree.estimate.layer_options import level_flops
+from padfree.estimate.layer_options import forward_flops, level_flops
 from padfree.estimate.memory import estimate_memory
 from padfree.layers.offload import LAYERS_PER_COPY
 from padfree.model.structure import layers_of
@@ -125,6 +126,25 @@ def test_a_model_of_4b_fills_a_device(tmp_path: Any, monkeypatch: pytest.MonkeyP
     line = next(each for each in found.lines() if each.startswith("parallel.checkpointing="))
     assert line.startswith(f"parallel.checkpointing={chosen}: {levels.count('host')} layers offload, ")
     assert config_of(tmp_path, compile="inductor", checkpointing=chosen).parallel.checkpointing == chosen
+
+
+def test_it_says_what_a_smaller_optimizer_state_would_save(tmp_path: Any) -> None:
+    """With the memory of float32 state, layers recompute; with int8 state, all keep everything, as the line says."""
+    asked = config_of(tmp_path, compile="inductor")
+    all_kept = config_of(tmp_path, compile="inductor", checkpointing="none", reshard=False)
+    small = replace(all_kept, optimizer=replace(all_kept.optimizer, state="int8"))
+    memory = needed(small) * 1.001
+    found = resolve_auto(asked, skeleton(), processes=1, device_type="cuda", memory=memory)
+    levels = levels_by_layer(found.config.parallel.checkpointing, 4)
+    assert set(levels) != {"none"}
+    layers = list(zip(layers_of(skeleton()), levels, strict=True))
+    repeated = sum(level_flops(skeleton(), *each, 2, True) for each in layers)
+    whole = repeated + 3 * sum(forward_flops(skeleton(), layer) for layer, _ in layers)
+    assert found.reasons["parallel.checkpointing"].endswith(f"int8 {repeated / whole:.0%}")
+    smaller = replace(asked, optimizer=replace(asked.optimizer, state="int8"))
+    found = resolve_auto(smaller, skeleton(), processes=1, device_type="cuda", memory=memory)
+    assert found.config.parallel.checkpointing == "none"
+    assert "optimizer.state" not in found.reasons["parallel.checkpointing"]
 
 
 @pytest.mark.parametrize("value", ["most", "3 most", "none 3", "0 none", "1 host,", "1 host; 2 none", "-1 none", ""])

@@ -30,17 +30,17 @@ from padfree.rollout import Prompt
 from padfree.sample import Sample
 from padfree.testing.models import save_with_tokenizer
 from padfree.tools.check.padded import padded_rows
+from padfree.train.batcher import make_batcher
 from padfree.train.microbatch import at_ends
 from padfree.train.run import evaluate, train
+from padfree.train.scorer import ScalarScorer
 from padfree.train.setup import build_engine, build_reward_model
-from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
-from padfree.train.value_loss import ScalarScorer
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import alone
-from tests.train.trainer_cases import lines
+from tests.train.trainer_cases import begin, lines
 
 MARGIN = 0.25
 ADAPTERS = {"lora": {"rank": 2}}
@@ -84,7 +84,7 @@ def make_config(folder: Path, place: Path, **sections: Any) -> Config:
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     tokenizer = load_tokenizer(config)
     samples = load_training_data(config, tokenizer).samples
-    return begin_run(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
+    return begin(config, build_engine(config, mesh, tokenizer), make_batcher(config, samples))
 
 
 def score(model: Any, sample: Sample) -> torch.Tensor:

@@ -20,8 +20,8 @@ from padfree.model.lora import add_adapters
 from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import ROLLOUTS as FILE
 from padfree.record.run_folder import mark_run_folder
+from padfree.rollout.collect.batch_report import ResponseExamples
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.response_examples import ResponseExamples
 from padfree.rollout.collect.sample_exchange import whole
 from padfree.rollout.engines import make_sampler
 from padfree.rollout.engines.in_process.policy_model import copy_weights
@@ -29,9 +29,10 @@ from padfree.rollout.token_ids import vocabulary_of
 from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.models import save_with_tokenizer
+from padfree.train.batcher import make_batcher
 from padfree.train.run import train
 from padfree.train.setup import build_engine
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.trainer_cases import TIMES

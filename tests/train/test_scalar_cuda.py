@@ -17,9 +17,10 @@ from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.reward import RewardMicroBatchLoss
+from padfree.train.critic import ValueMicroBatchLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import PackSettings
-from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
+from padfree.train.scorer import ScalarScorer
 from tests.train.cases import make_samples, small_model
 
 pytestmark = pytest.mark.gpu

@@ -15,10 +15,12 @@ import torch
 from padfree.config import Config
 from padfree.distributed import Mesh, make_mesh
 from padfree.sample import Sample
+from padfree.train.batcher import make_batcher
 from padfree.train.determinism import deterministic
-from padfree.train.engine import Engine, NonFiniteError, PendingStep
-from padfree.train.trainer import RunResult, Trainer
-from padfree.train.training_data import make_batcher
+from padfree.train.engine import Engine
+from padfree.train.finite_checks import NonFiniteError
+from padfree.train.step import PendingStep
+from padfree.train.trainer import RunResult, Trainer, any_rank_wants
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import weights_of
@@ -298,3 +300,14 @@ def test_refusals(mesh: Mesh, model_folder: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model_folder, batch={"samples": 4, "max_tokens": 8})
     with refused("max_tokens"):
         make_trainer(config, mesh).run()
+
+
+def one_of_two(rank: int, world: int) -> list[bool]:
+    mesh = make_mesh("cpu")
+    return [any_rank_wants(rank == 1, mesh), any_rank_wants(False, mesh)]
+
+
+def test_all_ranks_stop_if_one_rank_wants_to(mesh: Mesh) -> None:
+    assert run_ranks(2, one_of_two) == [[True, False], [True, False]]
+    assert any_rank_wants(True, mesh)
+    assert not any_rank_wants(False, mesh)

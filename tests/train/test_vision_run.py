@@ -208,6 +208,24 @@ def test_dpo_shows_an_image_to_both_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cached")
+def test_kto_shows_images_to_policy_and_reference(tmp_path: Path) -> None:
+    """Without updates, policy and reference agree: the KL term is 0, and each loss is 1/2."""
+    write_images(tmp_path)
+    rows: list[dict[str, Any]] = [
+        {"prompt": "<image>What is two?", "completion": "Four.", "label": True, "images": ["0.png"]},
+        {"prompt": "Hello", "completion": "there, May", "label": False},
+        {"prompt": "<image>Which?", "completion": "clips", "label": False, "images": ["1.png"]},
+    ]
+    write_rows(tmp_path / "train.jsonl", rows * 2)
+    changes = ("optimizer.lr=0", "run.steps=1", "batch.samples=6", "data.shuffle=false")
+    train(config_of(tmp_path, "run", *changes, kind="kto"))
+    (line,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert line["loss"] == pytest.approx(0.5, abs=1e-5)
+    assert line["loss/kl"] == pytest.approx(0.0, abs=1e-4)
+    assert line["gradient_norm"] > 0
+
+
+@pytest.mark.usefixtures("cached")
 def test_distillation_from_an_equal_teacher_changes_nothing(tmp_path: Path) -> None:
     """The teacher sees the images: its distributions are those of the student, so that the divergence is 0."""
     mixed_rows(tmp_path)
@@ -241,9 +259,7 @@ def test_commands_count_and_show_images(tmp_path: Path, capsys: pytest.CaptureFi
     ("changes", "setting", "problem"),
     [
         (["data.image_folder=x", "model.vision=false"], "data.image_folder", "model.vision"),
-        (["loss.kind=clip"], "model.vision", "sft, dpo and distill"),
-        (["loss.kind=reward"], "model.vision", "sft, dpo and distill"),
-        (["loss.kind=kto"], "model.vision", "sft, dpo and distill"),
+        (["loss.kind=reward"], "model.vision", "padfree reward reads text only"),
     ],
 )
 def test_what_cannot_show_images_is_refused(changes: list[str], setting: str, problem: str, tmp_path: Path) -> None:

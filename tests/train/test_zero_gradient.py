@@ -41,17 +41,17 @@ from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.sample import Sample, with_arrays
 from padfree.sharding.parallelize import parallelize, transformations
-from padfree.tasks.batch_advantages import teacher_advantages, with_advantages
+from padfree.tasks.batch_advantages import has_advantage, may_skip, run_may_skip, teacher_advantages, with_advantages
 from padfree.tasks.rl import TASK
 from padfree.tasks.task import Models
-from padfree.tasks.zero_gradient import has_advantage, may_skip, run_may_skip
 from padfree.testing.models import build
 from padfree.train.critic import with_gae
-from padfree.train.engine import Engine, LossSettings, SkippedSamples, StepReport
+from padfree.train.engine import Engine, LossSettings
 from padfree.train.global_batch import update_parts
 from padfree.train.microbatch import PackSettings
 from padfree.train.scorer import Scorer
-from padfree.train.step_metrics import step_metrics
+from padfree.train.step import SkippedSamples, StepReport
+from padfree.train.step_pipeline import step_metrics
 from tests.ranks import run_ranks
 from tests.refused import refused
 from tests.train.cases import OPTIMIZER, weights_of

@@ -10,11 +10,13 @@ from padfree.config import Config, config_from_dict
 from padfree.distributed import Mesh
 from padfree.sample import Sample
 from padfree.testing.models import build
+from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.batch_times import PARTS
+from padfree.train.batcher import Batcher, make_batcher
+from padfree.train.engine import Engine
 from padfree.train.setup import build_engine, build_reference
 from padfree.train.start_run import begin_run
 from padfree.train.trainer import Trainer
-from padfree.train.training_data import make_batcher
 from tests.train.cases import VOCABULARY, make_samples
 
 SFT: dict[str, Any] = {"batch": {"samples": 4, "max_tokens": 16}}
@@ -80,18 +82,18 @@ def make_config(folder: Path, model_path: Path, **sections: Any) -> Config:
 
 
 class FromFunction:
-    """Replaces `SampledBatches`: a function makes the samples of each batch of groups."""
+    """Replaces `Collector`: a function makes the samples of each batch of groups."""
 
-    def __init__(self, batcher: Any, make: Any) -> None:
-        self._batcher, self._make = batcher, make
+    def __init__(self, make: Any) -> None:
+        self._make = make
         self.timings = getattr(make, "timings", {})
 
-    def next(self, step: int) -> tuple[int, list[Sample]] | None:
-        groups = next(self._batcher, None)
-        return None if groups is None else (self._batcher.step, self._make(groups))
+    def next(self, batcher: Any, trained: Any, step: int) -> tuple[int, list[Sample]] | None:
+        groups = next(batcher, None)
+        return None if groups is None else (batcher.step, self._make(groups))
 
-    def cursor(self) -> Any:
-        return self._batcher.state_dict()
+    def cursor(self) -> None:
+        """No batch is queued."""
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -99,13 +101,28 @@ class FromFunction:
     state = metrics
 
 
+def begin(config: Config, engine: Engine, batcher: Batcher, **options: Any) -> Trainer:
+    """Begin a run. `options`: of `BatchPreparer` and of `begin_run`."""
+    models = {name: options.pop(name) for name in ("reference", "critic", "rollouts", "end_tokens") if name in options}
+    batches = BatchPreparer(
+        engine,
+        batcher,
+        loss=config.loss,
+        data=config.data,
+        rollout=config.rollout,
+        seed=config.run.seed,
+        **models,
+    )
+    return begin_run(config, batches, **options)
+
+
 def make_trainer(
     config: Config, mesh: Mesh, found: list[Sample] | None = None, make_samples: Any = None, **options: Any
 ) -> Trainer:
     batcher, engine = make_batcher(config, samples() if found is None else found), build_engine(config, mesh)
     if make_samples is not None:
-        options["rollouts"] = FromFunction(batcher, make_samples)
-    return begin_run(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
+        options["rollouts"] = FromFunction(make_samples)
+    return begin(config, engine, batcher, reference=build_reference(config, mesh, engine), **options)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

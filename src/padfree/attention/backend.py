@@ -6,16 +6,14 @@
 There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
 for values. lse is the log-sum-exp of the scores of each query.
 
-Every backend supports gradients, lse, windows, MQA and GQA, and different segments for queries and keys. Sinks are
-applied outside the backends (`padfree.attention.sinks`). Other features differ between backends; `Capabilities` lists
-them.
+Every backend supports gradients, windows and grouped key heads. `Capabilities` lists the features that differ. No
+backend computes attention sinks: `padfree.attention.sinks` adds them afterwards.
 
-A backend with a raw backward also accepts the `out` and `lse` of a softmax over more keys, of which k and v are only
-one block; ring attention needs such a backend. A backend without a raw backward is differentiated by autograd: its
-forward records a graph, and its `backward` method is never called.
+A backend with a *raw backward* can compute the gradients of one block of the keys by itself, given the output and the
+log-sum-exp over all blocks. Ring attention needs this. The other backends use autograd, and their `backward` is never
+called.
 
-Some backends read keys in pages of `PAGE_SIZE` tokens through a page table per segment, so that segments can share
-pages.
+Some backends read keys in pages of `PAGE_SIZE` tokens, so that several segments can share pages.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ PAGE_SIZE = 128
 
 
 class Pages(NamedTuple):
-    """The page table of an attention call with S segments: which pages of keys the queries of each segment see."""
+    """The page table of an attention call: which pages of keys each segment sees."""
 
     table: Tensor  # [S, m] int32: the pages of each segment, in order; entries after its last page are arbitrary
     lengths: Tensor  # [S] int32: the number of keys of each segment; its last query is aligned with its last key
@@ -51,7 +49,7 @@ class Pages(NamedTuple):
 class AttentionNeeds:
     """The features that one attention call requires of its backend.
 
-    `compute_capability` is the compute capability of the CUDA device, or (0, 0) on other devices.
+    `compute_capability` is (0, 0) if the device is not a CUDA device.
     """
 
     device: str
@@ -80,7 +78,7 @@ class Capabilities:
     auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """The reason why a backend with these capabilities cannot run a call with these needs. None if it can."""
+        """Return the reason why the backend does not support the call, or None if it does."""
         major, minor = needs.compute_capability
         if needs.device not in self.devices:
             return f"it runs on {' and '.join(self.devices)}, not on {needs.device}"
@@ -97,7 +95,7 @@ class Capabilities:
         if needs.softcap and not self.softcap:
             return "it does not support softcap"
         if needs.raw_backward and not self.raw_backward:
-            return "its backward does not accept the lse of a larger softmax, which ring attention needs"
+            return "it cannot compute the gradients of one block of the keys, as ring attention needs"
         return None
 
 
@@ -112,7 +110,7 @@ class AttentionBackend(Protocol):
         return True
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """The reason why this backend cannot run a call with these needs on this machine. None if it can."""
+        """Return the reason why the backend does not support the call on this machine, or None if it does."""
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():
             return f"its package is not installed ({self.capabilities.package})"
@@ -141,8 +139,7 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv in the shapes and dtypes of q, k and v.
 
-        `out` and `lse` are the results of the forward pass. They may belong to a softmax over more keys, of which k and
-        v are one block.
+        `out` and `lse` are the results of the forward pass. k and v may be one block of the keys of that forward pass.
         """
         ...
 
@@ -151,19 +148,18 @@ class AttentionBackend(Protocol):
         return False
 
     def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Whether `paged_forward` with one query per segment is bitwise equal to the packed forward for this query.
+        """Whether `paged_forward`, with one query per segment, gives the same bits as the packed forward pass.
 
-        `q` has the dtype, the device and the head size of the calls; its content does not matter.
+        Only the dtype, the device and the head size of `q` matter.
         """
         return False
 
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Like `forward`, but k and v are given in n pages: k [n, PAGE_SIZE, Hkv, d] and v [n, PAGE_SIZE, Hkv, dv].
+        """Like `forward`, with k [n, PAGE_SIZE, Hkv, d] and v [n, PAGE_SIZE, Hkv, dv] in n pages.
 
-        `pages` says which pages each segment reads. This default implementation gathers the keys from the pages and
-        calls `forward`.
+        `pages` says which pages each segment reads. This default implementation gathers the keys and calls `forward`.
         """
         lengths = pages.lengths.tolist()
         slots = pages.table[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=q.device)

@@ -5,14 +5,14 @@
                                                 100..200  x  0..200           q q q      last square (100 x 100) is
                                                 200..300  x  0..300                      masked.
 
-The fused kernel processes 512 keys at a time and applies the mask afterwards, so that a causal segment of up to 512
-tokens costs as much as one without a mask. With pieces instead of whole segments, attention over segments of 64 to 512
-tokens took 18 % less time. Pieces also support two cases that the kernel's own causal flag (aligned top-left) does not
-support: segments with fewer queries than keys, and windows. Keys outside the window are not read. Many short pieces of
-the same shape share one call, which halves the time for 32 segments of 16 tokens.
+The fused kernel computes the scores of 512 keys before it applies the mask. So a short causal segment costs as much as
+one without a mask. Cutting segments into pieces avoids most of this work: segments of 64 to 512 tokens took 18% less
+time.
 
-Two more choices were measured on one core of an aarch64 server: bfloat16 is computed in float32, because the kernel in
-bfloat16 took 190 times as long; and the query heads that share a key head read it through a stride of 0, not a copy.
+Pieces also allow windows, and segments with fewer queries than keys. The causal flag of the kernel supports neither.
+Short pieces of the same shape share one kernel call, which halves the time for 32 segments of 16 tokens.
+
+bfloat16 inputs are computed in float32: on one core of an aarch64 server, the bfloat16 kernel took 190 times as long.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from padfree.segments import Segments
 PIECE_QUERIES = 128
 """The greatest number of queries in a piece.
 
-A causal segment is cut evenly into pieces of at most this many queries.
+A causal segment is cut into pieces of at most this many queries.
 """
 
 WHOLE_KEYS = 2048
-"""A causal segment with at least this many keys is not cut into pieces, because the kernel itself then skips most of
-the masked part.
-"""
+"""A causal segment with at least this many keys stays whole, because the kernel then skips most of the masked part."""
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
-"""Pieces of the same shape share one kernel call if each has at most SHARED_KEYS keys and there are at least
-SHARED_PIECES of them.
+"""Pieces of the same shape share a kernel call if there are at least SHARED_PIECES of them with at most SHARED_KEYS
+keys each.
 """
 
 
@@ -51,8 +49,8 @@ SHARED_PIECES of them.
 class _Shape:
     """The shape of a piece, which determines the mask of the piece.
 
-    The first query of the piece is aligned with the key at index `diagonal` of the piece. If `diagonal` is None,
-    every query sees all keys of the piece.
+    The first query of the piece is aligned with key `diagonal` of the piece. None: every query sees all keys of the
+    piece.
     """
 
     queries: int
@@ -65,7 +63,7 @@ _Call = tuple[_Shape, list[int], list[int]]
 
 
 def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> list[_Call]:
-    """The list of kernel calls that compute the attention. Every query that sees a key is in exactly one piece."""
+    """The kernel calls that compute the attention. Every query that sees a key is in exactly one piece."""
     calls: list[_Call] = []
     shared: defaultdict[_Shape, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     starts = zip(segments_q.offsets[:-1].tolist(), segments_k.offsets[:-1].tolist(), strict=True)
@@ -87,15 +85,11 @@ def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> li
 
 
 def _pieces(num_queries: int, num_keys: int, spec: AttentionSpec) -> list[tuple[_Shape, int, int]]:
-    """Cut one segment into pieces.
-
-    Returns (shape, first query, first key) of each piece, relative to the segment's start.
-    """
+    """Cut a segment into pieces: the shape, first query and first key of each, from the segment's start."""
     if not num_queries or not num_keys:
         return []
     if not spec.causal:
-        # With a soft cap, the reference computes the piece and stores all its scores. Cutting long segments into pieces
-        # limits the memory for the scores.
+        # The reference computes attention with a soft cap. It stores the scores of a piece, so pieces limit the memory.
         step = num_queries if spec.softcap is None else PIECE_QUERIES
         starts = range(0, num_queries, step)
         return [(_Shape(min(step, num_queries - query), num_keys, None), query, 0) for query in starts]
@@ -126,8 +120,8 @@ class FusedCPU(AttentionBackend):
     ) -> tuple[Tensor, Tensor]:
         dtype, width = reference.compute_dtype(q.dtype), max(q.shape[2], v.shape[2])
         q_, k_, v_ = (_widened(x, dtype, width) for x in (q, k, v))
-        # If all scores of a query are NaN or -inf, the kernel returns 0, as if the query saw no key. The reference,
-        # which returns NaN, therefore computes all inputs that are not finite.
+        # If all scores of a query are NaN or -inf, the kernel wrongly returns 0. The reference returns NaN, so it
+        # computes all inputs that are not finite.
         if not all(torch.isfinite(x.sum()) for x in (q_, k_, v_)):
             return reference.BACKEND.forward(q, k, v, segments_q, segments_k, spec)
         out = q_.new_zeros(len(q), q.shape[1], width)
@@ -217,10 +211,7 @@ class FusedCPU(AttentionBackend):
 
 
 def _widened(x: Tensor, dtype: torch.dtype, width: int) -> Tensor:
-    """Convert a tensor to what the kernel requires: `dtype`, a contiguous last dimension, and the head size `width`.
-
-    A smaller head is padded with zeros.
-    """
+    """Convert a tensor to `dtype`, a contiguous last dimension, and the head size `width` (padded with zeros)."""
     x = x.to(dtype)
     if x.shape[2] != width:
         return F.pad(x, (0, width - x.shape[2]))
@@ -236,17 +227,14 @@ class _PieceTensors:
     """Tensors [Hkv, group, T, ...], read and written in pieces.
 
     Hkv is the number of key heads, and `group` the number of query heads per key head. A piece is a range of `length`
-    tokens, and `starts` holds the first token of each piece.
+    tokens.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n pieces of each tensor, joined to [Hkv · n, group, length, ...]. `starts` holds the n start tokens.
-
-        The result is a view if n is 1.
-        """
+        """Return n pieces, which begin at `starts`, of each tensor: [Hkv · n, group, length, ...]. A view if n is 1."""
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)
@@ -256,10 +244,7 @@ class _PieceTensors:
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
-        """Write n pieces [Hkv · n, group, length, ...] into each tensor, or add them if `add` is True.
-
-        The pieces of one call never overlap.
-        """
+        """Write n pieces [Hkv · n, group, length, ...] into each tensor, or add them if `add` is True."""
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
             if index is None:
@@ -275,11 +260,7 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield (queries, keys, visible) for each piece of a plan with a soft cap.
-
-    With a soft cap, each call of the plan has one piece. `queries` and `keys` are slices of the token axes, and
-    `visible` is the mask [queries, keys].
-    """
+    """Yield the slices of queries and keys, and the mask [queries, keys], of each piece of a soft-capped plan."""
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
 
@@ -291,8 +272,8 @@ def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
 def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
     """Return the kernel's arguments (causal flag, mask) for pieces of this shape.
 
-    They are (True, None) if the kernel's own causal mask is the right one. Otherwise the flag is False, and the mask is
-    an additive tensor [queries, keys], or None if every query sees every key.
+    The flag is True if the kernel's own causal mask is right; the mask is then None. Otherwise the flag is False, and
+    the mask is a tensor [queries, keys] that is added to the scores, or None if every query sees every key.
     """
     if shape.diagonal is None:
         return False, None

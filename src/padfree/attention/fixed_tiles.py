@@ -1,16 +1,16 @@
-"""The `tiles` backend: attention on a CPU whose bits for a query do not depend on the other queries of the call.
+"""The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
-A matmul of a CPU library may sum in another order if the matrix has another shape. So all matmuls here have one shape:
-16 queries by 128 keys. Tiles begin at multiples of 16 and 128, counted from the first key of the segment. A query and a
-key are always at the same index in their tile, alone or in a pack; indices without a token are filled with 0.
+A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
+shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Places without a
+token are filled with 0.
 
     segment of 300 keys      queries of the last 40 keys          a single query at key 299
     blocks of keys           0..127   128..255   256..299 0 0     the same
     tiles of queries         260..271   272..287   288..299       288..299, with zeros at 288..298
 
-Blocks of keys are combined by log-sum-exp, from the first to the last. A block in which a query sees no key changes
-nothing, not even a bit. A decode step with one query per slot is therefore bitwise equal to the packed forward pass, as
-`rollout.exact` needs. It does 16 times the arithmetic that one query needs.
+Blocks of keys are merged from the first to the last. A block in which a query sees no key does not change a bit. A
+decode step with one query therefore gives the same bits as the packed forward pass, which `rollout.exact` needs. The
+decode step does 16 times the necessary arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from padfree.attention.spec import AttentionSpec
 from padfree.segments import Segments
 
 QUERIES, KEYS = 16, 128
-"""The shape of a tile."""
+"""The number of queries and of keys in a tile."""
 
 
 class TiledAttention(AttentionBackend):
@@ -105,7 +105,9 @@ class TiledAttention(AttentionBackend):
 
 
 class _Tiles:
-    """The tiles of queries of all segments, and the blocks of keys that they see. Queries and keys are -1 if absent."""
+    """The tiles of queries of all segments, and the blocks of keys that they see. The index -1 means that there is no
+    token.
+    """
 
     def __init__(self, segments_q: Segments, segments_k: Segments) -> None:
         num_queries, num_keys = segments_q.lengths, segments_k.lengths
@@ -130,7 +132,7 @@ class _Tiles:
         return places
 
     def seen(self, tiles: NDArray[np.int64], block: int, spec: AttentionSpec) -> Tensor:
-        """Which keys of a block each query of the tiles sees: [tiles, 16, 128]."""
+        """The mask [tiles, 16, 128]: which keys of a block each query sees."""
         query = (self._start[tiles, None] + np.arange(QUERIES))[:, :, None]
         key = block * KEYS + np.arange(KEYS)
         seen = np.broadcast_to(key < self._num_keys[tiles, None, None], (len(tiles), QUERIES, KEYS))
@@ -142,7 +144,7 @@ class _Tiles:
 
 
 def _padded(states: Tensor, places: NDArray[Any]) -> Tensor:
-    """Select the tokens with the indices `places` from `states` [T, H, d]; the index -1 gives zeros."""
+    """Select tokens of `states` [T, H, d] by their indices. The index -1 gives zeros."""
     index = torch.from_numpy(places)
     return torch.where((index >= 0)[:, None, None], states[index.clamp(min=0)], 0)
 

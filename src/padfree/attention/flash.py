@@ -1,8 +1,8 @@
-"""The argument conventions that the kernels of the backends `torch` and `fa4` share.
+"""What the flash kernels of the backends `torch` and `fa4` have in common.
 
-The kernels take [T, H, d] (T tokens, H heads of size d) with a contiguous last dimension. They return the log-sum-exp
-(lse) as [H, T]; padfree uses [T, H], a transposed view. A window is given as the number of keys to the left of a query.
-For queries that see no key, the two kernels return different values, which padfree replaces by out 0 and lse -inf.
+The kernels take tensors [T, H, d] of T tokens and H heads of size d. They return the log-sum-exp as [H, T], which
+padfree transposes to [T, H]. For a query that sees no key, padfree sets the output to 0 and the log-sum-exp to -inf,
+because the kernels differ there.
 """
 
 from __future__ import annotations
@@ -19,20 +19,14 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The maximum number of keys that a query sees to the left of the key that it is aligned with.
-
-    Returns -1, which selects a faster kernel, if there is no window or if no segment is longer than the window.
-    """
+    """The keys to the left of its own that a query sees, or -1 if no segment is longer than the window."""
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
 def fill_blind_queries(
     out: Tensor, lse: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key, and return both.
-
-    In the usual case that every query sees a key, no kernel runs.
-    """
+    """Set out [Tq, H, dv] to 0 and lse [Tq, H] to -inf for the queries that see no key."""
     blind = blind_queries(segments_q, segments_k, spec)
     if blind is None:
         return out, lse
@@ -41,10 +35,7 @@ def fill_blind_queries(
 
 
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
-    """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf.
-
-    With +inf, exp(score - lse) is exp(-inf) = 0 for a query that sees no key.
-    """
+    """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf, so that exp(score - lse) is 0."""
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():
         return kernel_lse

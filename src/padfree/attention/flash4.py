@@ -1,14 +1,13 @@
-"""The `fa4` backend: the package `flash-attn-4`, pure Python that compiles its kernels on first use.
+"""The `fa4` backend: the package `flash-attn-4`, which is pure Python and compiles its kernels on first use.
 
-It needs a Hopper GPU or a newer one. The public function of the package does not give access to the backward pass.
-Therefore this backend calls the package's internal forward and backward functions, which return and accept the
-log-sum-exp (lse). Compilation takes some seconds per head size and mask. The package caches compiled kernels on disk if
-the environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED is 1 when the package is imported. padfree sets this
-variable unless the user has set it already.
+The backend needs a Hopper GPU or a newer one. It calls internal functions of the package, because the public ones do
+not give access to the backward pass.
 
-Query heads that share a key head can be packed into one tile, so that tiles are full even if segments are short. On a
-Hopper GPU, attention without packing is 6% faster than with it for segments of 9,216 tokens, and 20% slower for
-segments of 300 tokens.
+The package takes some seconds to compile a kernel for each head size and mask. It caches compiled kernels on disk,
+because padfree sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED to 1 unless the user has set this variable.
+
+Query heads that share a key head can be packed into one tile, which fills the tiles of short segments. On a Hopper GPU,
+packing makes attention 20% faster for segments of 300 tokens and 6% slower for segments of 9,216 tokens.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from padfree.segments import Segments
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""The supported head sizes. Other sizes compile, but on an H200 with flash-attn-4 4.0.0b36 the gradient of q was wrong
-for the sizes 16, 40 and 80.
+"""The supported head sizes. Other sizes compile, but some give wrong gradients (flash-attn-4 4.0.0b36, H200: sizes 16,
+40 and 80).
 """
 PAGED_HEAD_DIMS = (64, 96, 128)
-"""The head sizes for which a tile of keys on Hopper has exactly `PAGE_SIZE` tokens, so that one load reads a page."""
+"""The head sizes for which the kernel reads one page of keys with one load on Hopper."""
 UNPACKED_FROM = 1024
-"""Query heads are not packed into one tile if segments have at least this many queries on average."""
+"""Query heads are not packed if segments have at least this many queries on average."""
 
 
 class FlashAttention4(AttentionBackend):
@@ -130,7 +129,7 @@ class FlashAttention4(AttentionBackend):
 
 @functools.cache
 def _is_installed() -> bool:
-    # flash-attn 2 and 4 share the package name `flash_attn`. `find_spec` of a submodule would import the package, which
+    # flash-attn 2 and 4 share the package name `flash_attn`, and `find_spec` of a submodule imports the package. That
     # may be flash-attn 2.
     spec = find_spec("flash_attn")
     folders = (spec.submodule_search_locations or []) if spec is not None else []
@@ -141,10 +140,7 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel and return (out, lse).
-
-    `keys` are the keyword arguments that give the keys and values of each segment.
-    """
+    """Run the kernel and return (out, lse). `keys` are the arguments with the keys and values."""
     out, lse = _kernels()._flash_attn_fwd(
         q,
         k,
@@ -174,7 +170,7 @@ def _kernels() -> Any:
 
 
 def _packed(q: Tensor, segments_q: Segments) -> bool | None:
-    """Whether to pack query heads into one tile. None means that the package decides."""
+    """Whether to pack query heads into one tile. None lets the package decide."""
     long = len(q) >= UNPACKED_FROM * (len(segments_q.cu_seqlens) - 1)
     return False if long and _is_hopper(q.device) else None
 

@@ -1,15 +1,15 @@
-"""The `flex` backend: PyTorch's flex attention on CUDA, with float32 and head sizes that the flash kernels lack.
+"""The `flex` backend: PyTorch's flex attention on CUDA, with float32 and with head sizes that flash kernels lack.
 
     queries  0 1 2 3 | 4 5 6 7        the mask is divided into blocks of 128 queries and 128 keys:
     keys     0 1 2 3 | 4 5 6 7            full      every query sees every key of the block; no mask is read
                                           partial   the mask decides for each query and key of the block
                                           empty     no query sees a key of the block; it is skipped
 
-The keys that a query sees are one range (`spec.key_ranges`), so two comparisons decide whether a query sees a key. The
-host computes from the segment offsets which blocks are visible, so the mask [Tq queries, Tk keys] is never evaluated as
-a whole. The last few block masks are cached, because all layers of a model use the same few masks.
+Each query sees one range of keys, so two comparisons decide whether a query sees a key. The host computes which blocks
+of the mask are visible; the whole mask is never computed. Recent block masks are cached, because all layers of a model
+use the same few masks.
 
-Flex attention has its own autograd and does not accept the lse of a larger softmax, so this backend has no raw
+Flex attention uses autograd and cannot compute the gradients of one block of the keys. So this backend has no raw
 backward.
 """
 
@@ -71,9 +71,9 @@ class Flex(AttentionBackend):
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # With fullgraph, a failed compilation raises an error. Otherwise flex attention would run uncompiled and store the
-    # scores [H, Tq, Tk]. It is compiled for each head size and kind of mask, and twice more before the compiler treats
-    # lengths as dynamic. These compilations exceed PyTorch's default recompile limit.
+    # With fullgraph, a failed compilation raises an error instead of running slowly and storing all scores [H, Tq, Tk].
+    # Flex attention is compiled again for each head size and kind of mask, which exceeds PyTorch's default recompile
+    # limit.
     compiled = torch.compile(flex_attention, fullgraph=True)
     patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
     return patched
@@ -88,7 +88,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 class _MaskKey:
-    """The key of a block mask in the cache: segments, mask parameters and device, compared by value."""
+    """The cache key of a block mask."""
 
     __slots__ = ("device", "hash", "segments_k", "segments_q", "spec")
 
@@ -114,7 +114,7 @@ def _cached_mask(key: _MaskKey) -> Any:
 
 
 def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
-    """The `BlockMask` for flex attention in which each query sees the keys that `spec` allows in its segment."""
+    """The mask of flex attention in which each query sees the keys that `spec` allows in its segment."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first, end = key_ranges(segments_q, segments_k, spec)
@@ -136,10 +136,10 @@ def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, 
 def block_table(
     first: NDArray[np.int64], end: NDArray[np.int64], num_keys: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Classify the blocks of the mask, given that query t sees the keys `first[t] <= key < end[t]`.
+    """Classify the blocks of a mask in which query t sees the keys `first[t] <= key < end[t]`.
 
-    Returns (partial, full), each [query blocks, key blocks] with blocks of `BLOCK` queries and keys. In a full block
-    every query sees every key. In a partial block some queries see some of the keys.
+    Returns two masks [query blocks, key blocks]. In a block of the mask `full`, every query sees every key. In a block
+    of the mask `partial`, some queries see some keys.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
@@ -149,10 +149,7 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """For each query block and each key block, count the queries of the query block that reach the key block.
-
-    Query t reaches the key blocks j with `first[t] <= j < end[t]`. Returns an array [query blocks, key blocks].
-    """
+    """Count the queries of each query block that see each key block: [query blocks, key blocks]."""
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
     np.add.at(change, (query_block, first), 1)
@@ -162,11 +159,7 @@ def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blo
 
 
 def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Convert a table [query blocks, key blocks] of visible blocks to the form that `BlockMask` takes.
-
-    Returns the number of visible blocks [1, 1, query blocks], and the block indices [1, 1, query blocks, key blocks]
-    with the visible blocks first.
-    """
+    """For each query block, return the number of visible key blocks, and all key blocks, visible ones first."""
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)

@@ -3,16 +3,13 @@
     q [Tq, H, d]     k [Tk, Hkv, d]     v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
 
 There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
-for values. `lse` is the natural logarithm of the sum of exp(score) over the keys, without sinks. It is float32, or
-float64 if the inputs are float64.
+for values. `lse` is the log-sum-exp of the scores of each query, without sinks.
 
-Query segment i sees only key segment i. The causal mask is aligned bottom-right: the last query of a segment is aligned
-with its last key. So a segment may hold only the last queries of a sample, and they see the same keys as in the whole
-sample. A query that sees no key has output 0, lse -inf and no gradient.
+Each query segment sees only the key segment with the same index. The last query of a segment is aligned with its last
+key, so a segment may hold only the last queries of a sample. A query that sees no key has output 0 and lse -inf.
 
-`varlen_attention` is for models. `varlen_forward` and `varlen_backward` compute the same without autograd. In
-`varlen_backward`, k and v may be one block of the keys, while `out` and `lse` belong to the softmax over all blocks;
-ring attention needs this.
+Models call `varlen_attention`. `varlen_forward` and `varlen_backward` compute the same without autograd, for ring
+attention: `varlen_backward` computes the gradients of one block of the keys, given the output over all blocks.
 """
 
 from __future__ import annotations
@@ -79,11 +76,11 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], each query within its own segment.
+    """Attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], in which each query sees only its own segment.
 
-    Returns out [Tq, H, dv]. If `return_lse` is True, returns (out, lse) with the log-sum-exp lse [Tq, H]. The output is
-    differentiable once, in q, k, v and sinks [H]; lse has no gradient. `scale` defaults to d ** -0.5. `window` is the
-    maximum number of keys that a query sees, including its own.
+    Returns out [Tq, H, dv], or (out, lse) with lse [Tq, H] if `return_lse` is True. `scale` defaults to d ** -0.5.
+    `window` is the number of keys that a query sees, its own included. The output is differentiable once; lse is not
+    differentiable.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     if sinks is not None:
@@ -179,8 +176,7 @@ def varlen_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients dq, dk and dv for a block of keys k [Tk, Hkv, d] and values v [Tk, Hkv, dv].
 
-    `out` [Tq, H, dv] and `lse` [Tq, H] belong to the softmax over all blocks. The sum of dq over all blocks is the
-    exact gradient of q.
+    `out` and `lse` belong to the attention over all blocks. The sum of dq over all blocks is the gradient of q.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):

@@ -4,10 +4,9 @@
     later keys                          a: b c d    b: c d    c: d    d: none
     reversed       queries c b a        keys d c b: again a causal mask, aligned bottom-right
 
-The causal call covers the whole pack, as without images. A second call computes the attention of the image's queries to
-the later keys of the image, in reversed order. Both results are merged by their log-sum-exp, and the gradients of both
-calls are computed from the merged output and log-sum-exp. A window limits only earlier keys, so it concerns the first
-call. Every backend whose backward accepts a part of a softmax (`raw_backward`) can be used.
+A causal call covers the whole pack. A second call computes the attention of image tokens to the later keys of their
+image. The two results are merged by their log-sum-exp. A window limits only earlier keys, so it affects only the first
+call. The backend needs a raw backward.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """Which queries see later keys. Segment i of the n queries attends causally to segment i of the later keys."""
+    """The queries that see later keys. Query segment i sees segment i of the later keys causally."""
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order
     segments_q: Segments
@@ -47,8 +46,7 @@ def attend_with_later_keys(
 ) -> Tensor:
     """Causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], and to the later keys of `later`.
 
-    `later_k` and `later_v` hold the keys and values of the segments `later.segments_k`. `options` are scale, softcap
-    and backend. Returns [Tq, H, dv]; differentiable once.
+    `later_k` and `later_v` are the keys and values of `later.segments_k`. Returns [Tq, H, dv]; differentiable once.
     """
     calls = ((segments_q, segments_k, {**options, "window": window}), (later.segments_q, later.segments_k, options))
     out: Tensor = _WithLaterKeys.apply(q, k, v, later_k, later_v, later.queries, calls)  # type: ignore[no-untyped-call]

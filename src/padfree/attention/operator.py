@@ -1,14 +1,11 @@
-"""Packed self-attention as a custom operator for `torch.compile`, so that a layer that calls it stays one graph.
+"""Packed self-attention as a custom operator for `torch.compile`, so that a layer stays one graph.
 
     self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
     self_attention_backward   dout [T, H, dv], the same arguments, out and lse             -> dq, dk, dv, dsinks
 
-A pack has T tokens and S segments, H query heads and Hkv key heads, and head sizes d (q, k) and dv (v). lse is the
-log-sum-exp of the scores, and dsinks is the gradient of the sinks [H]. The compiler sees an operator with known shapes,
-which calls the same kernels as `varlen_attention`. Everything that the kernels need to know about the batch is an
-argument and not global state, so that recomputation and a second model work correctly. The length of the longest
-segment is a scalar tensor on the host. The compiler does not see its value, so it does not specialise code on lengths.
-Queries and keys have the same segments; packs that are split over context ranks use `padfree.cp` instead.
+The operator calls the same kernels as `varlen_attention`. All data about the pack are arguments, so that recomputation
+and a second model in the process get the right data. The length of the longest segment is a tensor on the host: the
+compiler does not see its value, and so does not recompile for another length.
 """
 
 from __future__ import annotations
@@ -54,8 +51,7 @@ def self_attention(
 ) -> Tensor:
     """Causal attention of a pack to itself, segment by segment, for use inside a compiled region.
 
-    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv] for T tokens. The arguments are those of
-    `varlen_attention`.
+    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. The arguments are those of `varlen_attention`.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.self_attention(
@@ -132,10 +128,7 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dsinks. Autograd computes them through a second call of `attend(q, k, v, sinks)`.
-
-    If `sinks` is None, dsinks is an empty tensor.
-    """
+    """Return dq, dk, dv and dsinks (empty without sinks) by autograd, through a second call of `attend`."""
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sinks = None if sinks is None else sinks.detach().requires_grad_()

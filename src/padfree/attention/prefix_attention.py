@@ -1,35 +1,31 @@
-"""Attention over a pack whose samples share prefixes: the usual kernels, with the keys copied for each node.
+"""Attention over a pack whose samples share prefixes.
 
     nodes      p p p | a a | b b b                      queries, as they are in the pack
     keys       p p p | p p p a a | p p p b b b          for each node, the tokens of its path
 
-The samples form a prefix tree: here node p is a prefix that the nodes a and b continue, and the path of b is p, b. The
-last query of a node is aligned with the last key of its path: kernels call this a causal mask aligned bottom-right.
-Windows, soft caps and sinks therefore work unchanged, no partial results have to be merged, and the queries of a prefix
-are computed once. The cost is one copy of each key for every node below it, and a sum over the gradients of the copies.
+The samples form a tree. Here the node p is a prefix, the nodes a and b continue it, and the *path* of b is p, b. Each
+node attends to a copy of the keys of its path, so the usual kernels work unchanged, with windows, soft caps and sinks.
+The queries of a prefix are computed only once. The price is a copy of each key for every node below it, and a sum of
+the gradients of these copies.
 
-In the backward pass, these copies are expensive if many nodes continue one long node. However, the gradient of any
-subset of the keys can be computed by itself, given the output and the log-sum-exp over all keys. So a long node can be
-treated as a *long prefix*, which is left out of the paths of the nodes below it. One separate call then computes the
-gradients between the long prefix and the queries of all nodes below it. This call needs no copies, because these
-queries are adjacent in the pack.
+If many nodes continue a long node, its copies are expensive in the backward pass. Such a node becomes a *long prefix*:
+its keys are not copied, and one separate call computes the gradients between the long prefix and all queries below it.
+These queries are adjacent in the pack, so the call needs no copies.
 
     keys          p p p | a a | b b b                   p is a long prefix
     long prefix   a a b b b   see   p p p               without a mask
 
-Long prefixes are used only in layers without a window, and only if the kernel's backward accepts a part of a softmax
-(`raw_backward`).
+Long prefixes need a layer without a window, and a backend with a raw backward.
 
-In the forward pass, paged kernels share whole pages of a prefix. Only the partial page at a branch point is copied,
-once per child. Pages are used only in layers without a window.
+Backends with pages share whole pages of a prefix in the forward pass. Only the partial page at a branch point is
+copied. Pages need a layer without a window.
 
     nodes         p0 p1 p2 | a0 a1 | b0 b1 b2
     pages of 2    0: p0 p1    1: p2 p2    2: p2 a0    3: a1 a1    4: p2 b0    5: b1 b2
     page table    p: 0 1      a: 0 2 3    b: 0 4 5               pages 1 and 3 are filled up with their last token
 
-`prefix_attention` is a custom operator, so that a compiled layer stays one graph: everything it needs to know about the
-pack is in tensors, whose sizes may change from pack to pack. The backward pass makes the copies again, so that they are
-not kept in memory.
+`prefix_attention` is a custom operator, so that a compiled layer stays one graph. The backward pass makes the copies of
+keys again instead of keeping them in memory.
 """
 
 from __future__ import annotations
@@ -67,15 +63,14 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""The cost of treating a node as a long prefix, by device type. The unit is the cost of copying one key. The first
-number is the cost per query below the node, because the gradient dq of these queries becomes a sum of two terms. The
-second number is the cost of the separate kernel call.
+"""The cost of treating a node as a long prefix, by device type, in units of the cost of copying one key. The first
+number is the cost per query below the node. The second number is the cost of the separate kernel call.
 """
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Pages are used if they save at least this many copies of keys. On an H200, this many copies take 0.03 ms in a layer
-with 8 key heads of size 128.
+"""Pages are used if they save at least this many copies of keys. On an H200, so many copies take 0.03 ms per layer (8
+key heads of size 128).
 """
 
 # Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets
@@ -102,11 +97,10 @@ torch.library.define(
 def prepare_prefix_keys(
     segments: Segments, long_prefixes: Indices | None = None, *, paged: bool | None = None
 ) -> PrefixKeys | None:
-    """The keys that each node of a pack's prefix tree sees, on the device of `segments`.
+    """The keys that each node of a prefix tree sees.
 
-    None if the samples share no prefix. `long_prefixes` holds the indices of the nodes to treat as long prefixes, at
-    most `MOST_LONG_PREFIXES`, ascending; None: `choose_long_prefixes` chooses them. `paged` says whether to prepare
-    pages for kernels that read pages; None: pages are prepared if they save at least `PAGES_PAY` copies of keys.
+    Returns None if the samples share no prefix. `long_prefixes` are the indices of the long prefixes, and `paged` says
+    whether to prepare pages. None lets this function choose.
     """
     if segments.parents is None:
         return None
@@ -132,11 +126,10 @@ def prepare_prefix_keys(
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
-    """Choose the long prefixes: the few nodes for which a separate call is cheaper than copying their keys.
+    """Choose the nodes for which a separate call is cheaper than copying their keys.
 
-    `parents` [S] and `offsets` [S + 1] describe the S nodes of the prefix tree. A separate call for a node
-    costs `call_cost`, plus `query_cost` for each query below the node; the unit is the cost of copying one key. Returns
-    the indices of the chosen nodes, ascending.
+    `parents` [S] and `offsets` [S + 1] describe the S nodes of the tree. A separate call for a node costs `call_cost`,
+    plus `query_cost` for each query below the node. The unit is the cost of copying one key.
     """
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
@@ -154,10 +147,10 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return the arrays that describe the concatenated paths of all nodes, and the length of the longest path.
+    """Return the arrays that describe the paths of all nodes, and the length of the longest path.
 
-    The first array is the cu_seqlens of the paths. The other three are the arrays of `Copies` that gather the tokens of
-    the paths; they are empty if each token occurs once. Nodes in `without` are left out of the paths.
+    The first array is the cu_seqlens of the paths. The others are the arrays of `Copies` that gather the tokens of the
+    paths. The nodes in `without` are left out of the paths.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
@@ -171,13 +164,13 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
 
 
 ALIGNED = 32
-"""In the tensor of `_concatenated`, each array begins at a multiple of this many numbers, because kernels read several
-numbers at once.
+"""The start of each array in `_concatenated` is a multiple of this number, because kernels read several numbers at
+once.
 """
 
 
 def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
-    """Concatenate the arrays as int32 into one tensor on the device, without synchronising with the device."""
+    """Concatenate arrays into one int32 tensor on the device, without synchronising with the device."""
     starts = _array_starts([len(array) for array in arrays])
     numbers: NDArray[np.int32] = np.zeros(starts[-1], dtype=np.int32)
     for array, start in zip(arrays, starts[:-1], strict=True):
@@ -187,7 +180,7 @@ def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
 
 
 def _array_starts(sizes: Sequence[int]) -> list[int]:
-    """The start index of each array in the tensor of `_concatenated`, and the end of the last array."""
+    """The start of each array in the tensor of `_concatenated`, and the end of the last array."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 
@@ -206,8 +199,8 @@ def prefix_attention(
 ) -> Tensor:
     """Attention in which each query sees the keys of its path in the prefix tree, up to its own token.
 
-    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv] for the T tokens of the pack. `segments` are the nodes of
-    the tree, and `keys` is the result of `prepare_prefix_keys`. Differentiable once, in q, k, v and sinks [H].
+    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree, and `keys` comes
+    from `prepare_prefix_keys`. Differentiable once.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.prefix_attention(

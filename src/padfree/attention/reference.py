@@ -1,16 +1,14 @@
 """The reference implementation: a loop over segments with every step written out.
 
-It computes in float32, or in float64 if its inputs are float64.
+The reference computes in float32, or in float64 if its inputs are float64.
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
-A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward takes `out` and `lse` as
-arguments; they may belong to a softmax over more keys, of which k is one block. The gradients are computed from the
-probabilities p = exp(scores - lse) and from δ = Σ dout·out, so the sum of the gradients over all blocks is exact.
+A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward pass computes the
+gradients of one block of the keys, given `out` and `lse` over all blocks. The sum over the blocks is exact.
 
-The reference runs on any device and stores the scores [H, Lq, Lk] of one segment at a time. Use it to check results,
-not to train.
+The reference stores all scores [H, Lq, Lk] of one segment at a time. Use it to check results, not to train.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from padfree.segments import Segments
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation for inputs of this dtype: float64 for float64, float32 for any other."""
+    """The dtype of the computation: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def visible_keys(
     num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
 ) -> Tensor:
-    """A mask [num_queries, num_keys] that is True where the query sees the key.
+    """The mask [num_queries, num_keys]: True if the query sees the key.
 
-    The first query is aligned with key `diagonal`. If `diagonal` is None, the last query is aligned with the last key.
+    The first query is aligned with key `diagonal`. None: the last query is aligned with the last key.
     """
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -114,7 +112,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients (dq, dk, dv) of one block of keys.
 
-    `out` [Lq, H, dv] and `lse` [Lq, H] may belong to a softmax over more keys, of which k is one block.
+    `out` [Lq, H, dv] and `lse` [Lq, H] may belong to attention over more keys than k.
     """
     q_, k_, v_ = q.to(compute_dtype(q.dtype)), _per_query_head(k, q), _per_query_head(v, q)
     dout_, out_ = dout.to(q_.dtype), out.to(q_.dtype)
@@ -132,18 +130,12 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """Repeat the key heads: [Lk, Hkv, d] -> [Lk, H, d] in the compute dtype.
-
-    Query head h reads key head h // (H / Hkv).
-    """
+    """Repeat each key head for its query heads: [Lk, Hkv, d] -> [Lk, H, d], in the computation's dtype."""
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
 def _sum_over_group(gradient: Tensor, keys: Tensor) -> Tensor:
-    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d].
-
-    The transpose of `_per_query_head`.
-    """
+    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d]."""
     grouped = gradient.reshape(*keys.shape[:2], gradient.shape[1] // keys.shape[1], keys.shape[2])
     return grouped.sum(dim=2).to(keys.dtype)
 

@@ -1,8 +1,7 @@
 """Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call; it chooses the reference only
-for float64 on CUDA, and never `tiles`. If the user requests a backend that does not support the call, an error gives
-the reason and lists the backends that support it.
+`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA it chooses `reference`
+only for float64, and it never chooses `tiles`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,7 @@ BACKENDS: dict[str, AttentionBackend] = {
 
 
 def register_backend(backend: AttentionBackend) -> None:
-    """Add your own attention backend at the end of `BACKENDS`.
-
-    `auto` chooses it for calls that no earlier backend supports.
-    """
+    """Add your own attention backend, which `auto` chooses for calls that no other backend supports."""
     if backend.name == "auto" or backend.name in BACKENDS:
         raise UserError(
             "name", "is already in use", f"choose a name other than auto, {', '.join(BACKENDS)}", value=backend.name
@@ -53,9 +49,9 @@ def choose_backend(
 ) -> str:
     """The name of the fastest backend that supports the call.
 
-    If `requested` names a backend, this name is returned, or an error is raised if the backend does not support the
-    call. `head_dim` is the head size of q and k; `value_dim` is the head size of v, if different. `softcap` says
-    whether scores are soft-capped, and `raw_backward` whether `varlen_backward` will be called.
+    `requested` is `auto` or the name of a backend, which must support the call. `head_dim` is the head size of q and k;
+    `value_dim` is that of v, if different. `softcap`: scores are soft-capped. `raw_backward`: `varlen_backward` will be
+    called.
     """
     if not isinstance(requested, str):
         raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
@@ -109,10 +105,7 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """The reason why `auto` does not choose this backend although the backend supports the call.
-
-    None if `auto` may choose it.
-    """
+    """Return the reason why `auto` does not choose a backend that supports the call."""
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 

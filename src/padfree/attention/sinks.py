@@ -1,10 +1,10 @@
-"""Attention sinks, applied after attention: each head has a learned score in the softmax, without a value.
+"""Attention sinks: each head has a learned score that takes part in the softmax but has no value.
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 
-The kernels need no support for sinks: their backward with (out', lse') is correct for q, k and v, because
-exp(score - lse') is the probability of each key in the softmax with the sink. The gradient of the sink is
--Σ exp(sink - lse') · δ, summed over the queries. For each query, δ is the dot product of dout and out'.
+Sinks are applied after attention, so kernels need no support for them. A kernel's backward gives the right gradients of
+q, k and v if it gets the output and the log-sum-exp lse' with the sink. The gradient of the sink is -Σ exp(sink - lse')
+· δ over the queries, where δ is the dot product of the output and its gradient.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from padfree.errors import UserError
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Include the sinks [H] in the softmax.
 
-    `out` [Tq, H, dv] and `lse` [Tq, H] are the results of attention over the keys. Returns the new out and lse, in the
-    same shapes.
+    `out` [Tq, H, dv] and `lse` [Tq, H] are the results without sinks. Returns both with sinks.
     """
     _need_floats(out=out, lse=lse, sinks=sinks)
     if sinks.shape != out.shape[1:2] or lse.shape != out.shape[:2]:
@@ -34,10 +33,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient [H] of the attention sinks [H]. `dout` is the gradient of the output.
-
-    `out` and `lse` are the results of `apply_sinks`.
-    """
+    """The gradient of the sinks [H]. `dout` is the gradient of the output with sinks, `out`."""
     _need_floats(dout=dout, out=out, lse=lse, sinks=sinks)
     if sinks.shape != lse.shape[1:] or dout.shape != out.shape:
         raise UserError(
@@ -50,7 +46,7 @@ def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 
 
 def _need_floats(**tensors: Tensor) -> None:
-    """Raise `UserError` for integer tensors, because results are cast to the dtype of one of these tensors."""
+    """Raise a `UserError` if a tensor has an integer dtype."""
     for name, tensor in tensors.items():
         need_tensor(name, tensor)
         if not tensor.is_floating_point():

@@ -7,8 +7,7 @@
     causal         0..0 0..1 0..2 | 3..5 3..6           the keys that each query sees
     window 2       0..0 0..1 1..2 | 4..5 5..6
 
-A query of query segment i sees only keys of key segment i. The keys that a query sees are always one range of the key
-axis. This module is pure index arithmetic on the host.
+The keys that a query sees are always one range. This module is pure index arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """The parameters of an attention call. Each query takes the softmax over the scores of the keys that it sees.
+    """The parameters of an attention call.
 
     The score of a key is `softcap · tanh(scale · q·k / softcap)`, or `scale · q·k` without a softcap.
     """
@@ -74,10 +73,7 @@ def key_ranges(
 
 
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
-    """The indices of the queries that see no key. None if every query sees a key.
-
-    If `segments_q` and `segments_k` are the same object, None is returned without any computation.
-    """
+    """The indices of the queries that see no key, or None if every query sees a key."""
     if segments_q is segments_k:
         return None
     lengths_q, lengths_k = segments_q.lengths, segments_k.lengths

@@ -1,8 +1,7 @@
 """The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. It needs no extra package.
 
-`torch.nn.attention.varlen` changed its arguments between PyTorch 2.11 and 2.13, so this backend calls the two operators
-on which that module is built. The arguments of these operators did not change. The operators support grouped key heads
-and return the lse that padfree's backward needs.
+The backend calls the two operators below `torch.nn.attention.varlen`, because the arguments of the module changed
+between PyTorch 2.11 and 2.13. The operators support grouped key heads and return the log-sum-exp.
 
     out [Tq, H, d], lse [H, Tq]   for a query that sees no key: out 0 and lse +inf, which padfree replaces by -inf
 """
@@ -78,7 +77,7 @@ class TorchVarlen(AttentionBackend):
 
 
 def _max_lengths(segments_q: Segments, segments_k: Segments) -> tuple[int, int]:
-    # If the longest query segment has 1 token, the operator switches to a decoding layout that does not allow empty
+    # If the longest query segment has 1 token, the operator switches to a decoding mode that does not allow empty
     # segments.
     return max(segments_q.max_seqlen, 2), segments_k.max_seqlen
 

@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""One Triton kernel that sums the copies of each element, the backward pass of a gather.
+"""A Triton kernel that sums the copies of each element: the backward pass of a gather.
 
     gradient [m, W], copy_index [m], offsets [n + 1]  ->  out [n, W]
     out[i] = Σ gradient[copy_index[offsets[i]:offsets[i+1]]]
 
-There are m copies of n elements, each W numbers wide. A program computes `BLOCK` columns of one output element. It
-reads each copy once, accumulates in float32 and writes once, which is the minimal memory traffic. Each output is summed
-by one program, so that the order is fixed.
+There are m copies of n elements, each W numbers wide. One program computes `BLOCK` columns of one element. It reads
+each copy once, in a fixed order, and accumulates in float32.
 """
 
 from __future__ import annotations

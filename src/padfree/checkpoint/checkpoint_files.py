@@ -42,10 +42,7 @@ class CheckpointError(UserError):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write and sync a safetensors file, and return its size in bytes and its SHA-256.
-
-    Only one tensor at a time is in host memory.
-    """
+    """Write and sync a safetensors file tensor by tensor, and return its size and its SHA-256."""
     header: dict[str, Any] = {}
     end = 0
     ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps every tensor aligned
@@ -70,7 +67,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
 
 
 class Reader:
-    """Reads tensors that are stored as pieces in several files. A file is opened on first use."""
+    """Reads tensors that are stored as pieces in several files."""
 
     def __init__(self, path: Path, tensors: dict[str, Any], prefix: str = "") -> None:
         self.tensors, self._prefix = tensors, prefix  # `prefix` + key is the key in the files
@@ -78,7 +75,7 @@ class Reader:
         self._files: dict[str, Any] = {}
 
     def fill(self, key: str, local: Tensor, region: Region) -> None:
-        """Read the tensor `key`: copy the part `region` of the whole tensor into `local`."""
+        """Read the tensor `key`: copy its part `region` into `local`."""
         filled = 0
         for file, offset, shape in self.tensors[key]["pieces"]:
             bounds = [
@@ -98,15 +95,12 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """A reader of the tensors whose keys start with `prefix`.
-
-        The keys of the new reader do not include the prefix.
-        """
+        """A reader of the tensors whose keys start with `prefix`, under their keys without the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose keys start with `prefix`. The keys of the result do not include the prefix."""
+        """All tensors whose keys start with `prefix`, under their keys without the prefix."""
         found = {}
         for key, about in self.tensors.items():
             if key.startswith(prefix):
@@ -139,7 +133,7 @@ def hash_of(content: Any) -> str:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise an error for values that JSON would change or cannot represent. `where` names the values in the message."""
+    """Raise an error for values that JSON cannot represent. `where` names the values in the message."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

@@ -9,24 +9,19 @@
     weight [5, 2] on 2 ranks       rank-00000 holds [0:3], rank-00001 holds [3:5]
     read again by 3 ranks          [0:2] | [2:4] (from both files) | [4:5]
 
-Every rank writes the pieces of tensors that it holds, with their offsets in the whole tensor. To load, a rank reads the
-pieces that overlap its own shards, so any number of ranks can resume. A piece that several ranks hold is written once.
-For a model with adapters, only the adapters are saved. A reference model that was updated during the run is saved too,
-because it exists nowhere else.
+Every rank writes the pieces of tensors that it holds. To load, a rank reads the pieces that overlap its own shards, so
+any number of ranks can resume. A model with adapters is saved without its frozen weights. A reference model is saved if
+it was updated during the run.
 
-torch.distributed.checkpoint is not used because reading its `.metadata` unpickles it, which can run code, and because
-its safetensors storage cannot hold values that are not tensors. This format is JSON and safetensors, and the checksum
-of every file is checked before anything is loaded.
+The format is JSON and safetensors, and every file is checked by its checksum before it is loaded.
+torch.distributed.checkpoint is not used, because it reads its `.metadata` with pickle, which can run code.
 
-A checkpoint is written to `step-….partial`, synced and renamed. Then the file `latest` is replaced by a rename. So
-`latest` names a complete checkpoint even if the process dies during a save. An existing checkpoint is never
-overwritten: a second checkpoint of step 10 is named `step-00000010.1`. A checkpoint is renamed before it is deleted, so
-that a half-deleted one does not look complete. If one rank fails, all ranks raise the same error, and earlier
-checkpoints stay.
+A checkpoint is written to `step-….partial`, synced and renamed. Then the file `latest` is replaced, so it always names
+a complete checkpoint. A checkpoint is never overwritten: a second one of step 10 is named `step-00000010.1`. If one
+rank fails, all ranks raise the same error.
 
-If `asynchronous` is set, `save` copies this rank's pieces to host memory and returns. A thread then writes them and
-communicates over a separate process group. The next call of `save` or `wait` waits for the thread and raises its error,
-if any.
+With `asynchronous`, `save` copies the tensors to host memory and returns, and a thread writes them. The next call of
+`save` or `wait` raises the thread's error, if any.
 """
 
 from __future__ import annotations
@@ -135,10 +130,11 @@ class Checkpointer:
     ) -> Path:
         """Write a checkpoint and return its folder.
 
-        If `asynchronous` is set, the checkpoint is complete only after `wait`. `extra` holds values that are the same
-        on every rank, and `rank_state` the values of this rank. Both map names to tensors or to values that JSON can
-        represent. Tuples are restored as lists. `reference` holds the tensors of a reference model, by name. `critic`
-        is a second trained model with its optimizer.
+        An asynchronous checkpoint is complete only after `wait`.
+
+        `extra` holds values that are the same on every rank, and `rank_state` the values of this rank: tensors or
+        values that JSON can represent. `reference` holds the tensors of a reference model. `critic` is a second trained
+        model with its optimizer.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -187,7 +183,7 @@ class Checkpointer:
         return self.folder / job.name
 
     def wait(self) -> None:
-        """Wait until an asynchronous save is complete. If it failed, only the first call raises its error."""
+        """Wait until an asynchronous save is complete, and raise its error once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -196,15 +192,15 @@ class Checkpointer:
             raise failure
 
     def keep(self, path: Path | None) -> None:
-        """Protect this checkpoint, so that it is never deleted, whatever its age.
+        """Never delete this checkpoint.
 
-        Only one checkpoint is protected: a later call replaces it, and `keep(None)` ends the protection.
+        Only one checkpoint is protected. A later call replaces it, and `keep(None)` ends the protection.
         """
         self.kept = path
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Context manager that waits at the end of its block for an asynchronous save.
+        """A block that waits at its end for an asynchronous save.
 
         If both the block and the save fail, the error of the block is raised.
         """
@@ -223,10 +219,7 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes the piece of the tensor that it holds.
-
-        If several ranks hold the piece, only one writes it.
-        """
+        """Whether this rank writes its piece of the tensor. If several ranks hold a piece, one of them writes it."""
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
@@ -235,7 +228,7 @@ class Checkpointer:
         return all(index == 0 for placement, index in copies if placement.is_replicate())
 
     def _begin(self, step: int) -> str:
-        """Create the folder into which the checkpoint is written, and return the checkpoint's name."""
+        """Create the folder of a new checkpoint, and return the checkpoint's name."""
         name = ""
         with self._failing_together() as errors:
             if self._rank == 0:
@@ -295,19 +288,16 @@ class Checkpointer:
     # Resuming
 
     def latest(self) -> Path | None:
-        """The folder of the newest complete checkpoint, or None if there is none."""
+        """The folder of the newest complete checkpoint, or None."""
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """Return the result of `latest` on rank 0, on every rank.
-
-        Other ranks may see another newest checkpoint, because a shared file system may show them an older state.
-        """
+        """Return the result of `latest` on rank 0, on every rank, because ranks may see different states."""
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """Return what was passed to `save` as `extra`, except for tensors. Nothing is loaded into a model."""
+        """Return the `extra` values of a checkpoint without its tensors, and load nothing."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
@@ -326,12 +316,11 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Load the checkpoint in folder `path` into `model` and `optimizer`.
 
-        Returns (`extra`, `rank_state`), the values that were passed to `save`. If the checkpoint was saved by a
-        different number of ranks, `rank_state` is None.
+        Returns the values (`extra`, `rank_state`) that were saved. `rank_state` is None if another number of ranks
+        saved the checkpoint.
 
-        If the checkpoint holds the tensors of a reference model, they are loaded into `reference`; otherwise
-        `reference` stays unchanged. If a `critic` is given, the checkpoint must hold one. The whole checkpoint is
-        checked before anything is changed.
+        The tensors of a saved reference model are loaded into `reference`. If a `critic` is given, the checkpoint must
+        hold one. The whole checkpoint is checked before anything is changed.
         """
         path = Path(path)
         cure = self._fix(path)
@@ -383,14 +372,14 @@ class Checkpointer:
     # Ranks
 
     def _fingerprint(self, model: nn.Module) -> str | None:
-        """A hash of the frozen weights of a model with adapters. None for a model without adapters."""
+        """A hash of the frozen weights of a model with adapters, or None without adapters."""
         if model not in self._fingerprints:
             base = base_tensors(model)
             self._fingerprints[model] = self.fingerprint(base) if base else None
         return self._fingerprints[model]
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
-        """Return a hash of the values of all `tensors`. It does not depend on how they are sharded. Collective."""
+        """Return a hash of all `tensors` that does not depend on their sharding. Collective."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
         for gathered in self._gather(bits):
@@ -407,10 +396,7 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """Context manager that yields a list, to which the block appends the errors of this rank.
-
-        At the end of the block all ranks raise the same error if the list of at least one rank is not empty.
-        """
+        """A block that collects the errors of this rank in a list. At its end, one error fails all ranks."""
         errors: list[CheckpointError] = []
         yield errors
         for gathered in self._gather(errors):
@@ -432,7 +418,7 @@ def step_of(path: Path) -> int:
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None if there is none."""
+    """The newest complete checkpoint in `folder`, or None."""
     pointer = folder / LATEST
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -444,10 +430,9 @@ def latest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """Context manager that appends an `OSError` of its block to `errors`, as a `CheckpointError` about `path`.
+    """A block whose `OSError` is appended to `errors`, as a `CheckpointError` about `path`.
 
-    A `CheckpointError` of the block is appended unchanged. `what` is the text that follows the path in the message, in
-    the form "problem; fix".
+    `what` is the text after the path in the message, as "problem; fix". A `CheckpointError` is appended unchanged.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint lists what the checkpoint holds, and in which files.
+"""The manifest of a checkpoint: a list of what the checkpoint holds, and in which files.
 
-Before a checkpoint is loaded, its manifest is compared with the model of this run.
+Before a checkpoint is loaded, its manifest is compared with the model.
 
     manifest.json            {"sha256": of the content, "content": {step, world, model, optimizer, extra, rank_state,
         "tensors": {"model/norm.weight": {"dtype": "F32", "shape": [5], "pieces": [
@@ -8,10 +8,8 @@ Before a checkpoint is loaded, its manifest is compared with the model of this r
             ["rank-00001.safetensors", [3], [2]]]}, ...},
         "files": {"rank-00000.safetensors": {"bytes": 412, "sha256": ...}, ...}}}
 
-A model with adapters is saved without its frozen weights: every start reads them from the original model files. The
-manifest holds a fingerprint of the frozen weights, so that the adapters are not loaded onto other weights.
-
-This module does not communicate with other ranks. `padfree.checkpoint.checkpointer` does.
+A model with adapters is saved without its frozen weights. The manifest has a fingerprint of them instead, so that
+adapters are not loaded onto other weights.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ CRITIC = "critic/"
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that a checkpoint holds, by name: all tensors, or, if the model has adapters, only the
-    trained ones.
+    """The tensors of a model that a checkpoint holds, by name. If the model has adapters, these are the trained tensors
+    only.
     """
     tensors = named_tensors(model)
     if not any(map(is_adapter, tensors)):
@@ -58,19 +56,12 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def bits_of(tensor: Tensor) -> int:
-    """A checksum of this rank's part of a tensor.
-
-    The values are rounded to bfloat16, so that the checksum does not depend on the dtype of the weights. The bits of
-    each value are then read as a 16-bit integer, and these integers are summed.
-    """
+    """A checksum of this rank's part of a tensor, rounded to bfloat16: the sum of its bits as 16-bit integers."""
     return int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Return the manifest's entry about adapters: their scale, and `base`, the fingerprint of the frozen weights.
-
-    Returns None for a model without adapters.
-    """
+    """Return the scale of the adapters and the fingerprint of the frozen weights, or None."""
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types attributes as tensors or modules
@@ -78,10 +69,7 @@ def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | No
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """All tensors of a model and its optimizer, by key.
-
-    The keys are `model/<name>` and `optimizer/<kind of state>/<parameter name>`.
-    """
+    """All tensors of a model and its optimizer, by key, such as `model/<name>`."""
     tensors = {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
     if optimizer is not None:
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
@@ -117,10 +105,10 @@ def class_name(model: nn.Module) -> str:
 def check_model(
     content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None, base: str | None = None
 ) -> None:
-    """Raise an error if the checkpoint with the manifest `content` does not fit the model or the optimizer.
+    """Raise an error if the checkpoint does not fit the model or the optimizer.
 
-    `path` is the folder of the checkpoint, for the message. `base` is the fingerprint of the model's frozen weights, or
-    None if the model has no adapters.
+    `content` is the manifest, `path` the folder of the checkpoint, and `base` the fingerprint of the model's frozen
+    weights (None without adapters).
     """
     there, here = content.get("adapters"), describe_adapters(model, base)
     differs, cure = None, "give the folder of this run"
@@ -153,10 +141,7 @@ def check_model(
 
 
 def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
-    """Return whether the checkpoint holds a reference model.
-
-    Raises an error if the checkpoint's reference model does not have the same tensors as `reference`.
-    """
+    """Return whether the checkpoint holds a reference model; raise an error if it does not fit."""
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
     if differs := _first_difference(content["tensors"], "reference/", reference):
@@ -169,7 +154,7 @@ def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str,
 
 
 def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> None:
-    """Raise an error if the checkpoint has no critic, or a critic that does not fit `critic`."""
+    """Raise an error if the checkpoint's critic is missing or does not fit `critic`."""
     differs = _first_difference(content["tensors"], f"{CRITIC}model/", saved_tensors(critic.model))
     if content.get("critic") is None or differs:
         reason = differs if content.get("critic") is not None else "it has no critic"
@@ -179,10 +164,9 @@ def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> N
 
 
 def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe the first tensor whose shape or dtype differs between the checkpoint and the model, or return None.
+    """Describe the first tensor whose shape or dtype differs between checkpoint and model, or return None.
 
-    `tensors` are the manifest's entries, by key. The entries whose keys start with `prefix` are compared with `wanted`,
-    the tensors of the model.
+    `tensors` are the manifest's entries. Those whose keys start with `prefix` are compared with `wanted`.
     """
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])
@@ -201,10 +185,7 @@ def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[s
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """Complete the manifest `content` with the data gathered from the ranks.
-
-    Each rank contributes the name, size and checksum of its file, the offsets and shapes of its pieces, and its state.
-    """
+    """Complete the manifest `content` with the files, tensor pieces and states of all ranks."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:

@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from padfree.checkpoint.checkpoint_files import DTYPE_OF, Reader, check_json
 from padfree.errors import UserError
-from padfree.model.named_tensors import local_part, local_region, named_tensors
+from padfree.model.named_tensors import local_part, local_region, named_tensors, sharded_like
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
-"""The options that select how an optimizer is implemented. A resumed run ignores their values in the checkpoint."""
+"""Options that select the implementation of an optimizer. A resumed run ignores their saved values."""
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of the optimizer state, by the key `<kind of state>/<parameter name>`."""
+    """The tensors of the optimizer state, by `<kind of state>/<parameter name>`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_tensors(model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -40,9 +40,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Everything about the optimizer except its tensors: groups with parameter names, and state values that are not
-    tensors.
-    """
+    """Everything about the optimizer except its tensors."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -67,7 +65,7 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, Any], reader: Reader) -> None:
-    """Load the state of an optimizer. Its groups must hold the parameters that `described` names."""
+    """Load the state of an optimizer whose groups hold the parameters that `described` names."""
     parameters = named_tensors(model)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -85,17 +83,17 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
         if key.startswith("optimizer/"):
             _, kind, name = key.split("/", 2)
             parameter, dtype = parameters[name], DTYPE_OF[about["dtype"]]
+            is_sharded = kind != "step" and about["shape"][:-1] == list(parameter.shape)[:-1]
             value = (
-                torch.empty_like(parameter, dtype=dtype)
-                if kind != "step" and about["shape"] == list(parameter.shape)
+                sharded_like(parameter, about["shape"], dtype)
+                if is_sharded
                 else torch.empty(about["shape"], dtype=dtype)
             )
             reader.fill(key, local_part(value), local_region(value))
             state[numbers[name]][kind] = value.detach()
     filled = {number: values for number, values in state.items() if values}
     optimizer.load_state_dict({"state": filled, "param_groups": groups})
-    # `load_state_dict` has cast the state to the dtype of the parameters. Restore the states that were saved with
-    # another dtype.
+    # `load_state_dict` casts the state to the dtype of the parameters. Restore the states that had another dtype.
     for name, number in numbers.items():
         own = optimizer.state.get(parameters[name], {})
         for kind, value in filled.get(number, {}).items():

@@ -11,16 +11,15 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from padfree.cli.json_report import clear_status, json_target, show_status, write_json
 from padfree.config import DataConfig, load_config
 from padfree.config.hub import check_name
-from padfree.config.output_sections import check_output
 from padfree.config.processes import processes_of
 from padfree.errors import UserError
 
@@ -86,9 +85,7 @@ def run(settings: argparse.Namespace) -> None:
     first = processes.is_first
     if settings.sampler:
         _check_sampler_options(settings, processes.world)
-    target = None if settings.json is None else Path(settings.json)
-    if target is not None and first:
-        check_output(target, "--json")
+    target = json_target(settings.json, writes=first)
     if target is not None and target.exists():
         from padfree.tools.check.check_report import is_report
 
@@ -121,7 +118,7 @@ def run(settings: argparse.Namespace) -> None:
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")
     if settings.sampler:
-        _run_sampler_check(settings, samples, origin)
+        _run_sampler_check(settings, samples, origin, target)
         return
     report = check_model(
         settings.model,
@@ -137,12 +134,11 @@ def run(settings: argparse.Namespace) -> None:
         trust_remote_code=settings.trust_remote_code,
         float8=measured,
         float8_budget=budget,
-        on_progress=_progress if first else None,
+        on_progress=show_status if first else None,
     )
     if first:
         show(report)
-        if target is not None:
-            _write(target, json.dumps(report.to_dict(), indent=2) + "\n")
+        write_json(target, report.to_dict())
     if not report.passed:
         raise SystemExit(1)
 
@@ -155,7 +151,7 @@ def _check_sampler_options(settings: argparse.Namespace, processes: int) -> None
             raise UserError(name, "cannot be combined with --sampler", "leave one of them out")
 
 
-def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str) -> None:
+def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, target: Path | None) -> None:
     """Compare the sampler with the trainer. The first half of each sample is the prompt."""
     import torch
 
@@ -175,8 +171,7 @@ def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str) 
     if report.problem is not None:
         print(f"a run has rollout.exact=false: {report.problem}")
     print(report.verdict)
-    if settings.json is not None:
-        _write(Path(settings.json), json.dumps(asdict(report), indent=2) + "\n")
+    write_json(target, asdict(report))
     if not report.passed:
         raise SystemExit(1)
 
@@ -197,13 +192,6 @@ def data_settings(settings: argparse.Namespace) -> DataConfig | None:
     unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]
     given = [] if not files else [f"data.path={json.dumps(files, ensure_ascii=False)}"]
     return load_config(None, [*unused, *given, *changes]).data
-
-
-def _write(target: Path, text: str) -> None:
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
 
 
 def context_ranks(layout: str | None, processes: int) -> int:
@@ -230,17 +218,11 @@ def context_ranks(layout: str | None, processes: int) -> int:
     return sizes["cp"]
 
 
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)
-
-
 def show(report: CheckReport) -> None:
     """Print the table of the report, with the verdict as the last line."""
     from padfree.tools.check.check_report import FLOAT8_HEADER, HEADER
 
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    clear_status()
     for line in report.heading():
         print(line)
     print()

@@ -50,8 +50,7 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--rows", "", "give 1 or more", value=settings.rows)
 
     from padfree.train.data_view import shown_rows
-    from padfree.train.image_settings import image_settings
-    from padfree.train.training_data import load_tokenizer, load_training_data
+    from padfree.train.training_data import image_settings, load_tokenizer, load_training_data
 
     if settings.eval:
         config = config.with_held_out_data()

@@ -7,14 +7,12 @@ padfree doctor my-model --rollouts rollouts.jsonl --temperature 0.7 --previous r
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from padfree.cli.json_report import clear_status, json_target, show_status, write_json
 from padfree.cli.main import COMMANDS
 from padfree.cli.talk_options import DEVICES, DTYPES, OneLineHelp
 from padfree.config.hub import check_name
-from padfree.config.output_sections import check_output
 from padfree.errors import UserError, check_choice, need
 from padfree.tools.talk.find_model import find_model
 
@@ -57,9 +55,7 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--name", "has no effect on rollouts", "remove --name", value=settings.name)
     for folder in settings.previous:
         check_name(folder, "--previous")
-    target = None if settings.json is None else Path(settings.json)
-    if target is not None:
-        check_output(target, "--json")
+    target = json_target(settings.json)
     files = find_model(settings.model, base=settings.base)
     if settings.rollouts is not None and not Path(settings.rollouts).expanduser().exists():
         raise UserError("--rollouts", "does not exist", "give a file with rollouts", value=settings.rollouts)
@@ -81,7 +77,7 @@ def run(settings: argparse.Namespace) -> None:
     )
     if settings.server is not None:
         report = examine_server(
-            patient, settings.server, name=settings.name, temperature=settings.temperature, say=_progress
+            patient, settings.server, name=settings.name, temperature=settings.temperature, say=show_status
         )
     else:
         report = examine_rollouts(
@@ -89,21 +85,11 @@ def run(settings: argparse.Namespace) -> None:
             read_some_rollouts(patient, settings.rollouts, settings.samples, max_length=settings.max_length),
             subject=settings.rollouts,
             temperature=settings.temperature,
-            say=_progress,
+            say=show_status,
         )
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    clear_status()
     for line in report.lines():
         print(line)
-    if target is not None:
-        try:
-            target.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
+    write_json(target, report.to_dict())
     if not report.healthy:
         raise SystemExit(1)
-
-
-def _progress(line: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)

@@ -9,22 +9,32 @@ torchrun --nproc-per-node 8 -m padfree eval sft model.path=my-model eval.path=te
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout, suppress
-from pathlib import Path
-from typing import Any
 
+from padfree.cli.json_report import json_target, write_json
 from padfree.cli.main import COMMANDS
 from padfree.cli.progress import Lines
 from padfree.cli.talk_options import DEVICES, DTYPES
 from padfree.config import load_config
 from padfree.config.hub import check_names
-from padfree.config.output_sections import check_output
 from padfree.config.processes import processes_of
 from padfree.errors import UserError, need
 from padfree.tools.talk.find_model import find_model
+
+_TASK_OPTIONS = {
+    "include_path": None,
+    "num_fewshot": None,
+    "limit": None,
+    "apply_chat_template": False,
+    "system": None,
+    "base": None,
+    "seed": 0,
+    "device": "auto",
+    "dtype": "auto",
+}
+"""Options that need `--tasks`, and their values if they are not given."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,9 +74,7 @@ def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
     held_out = config.with_held_out_data()
     first = processes_of().is_first
-    target = None if settings.json is None else Path(settings.json)
-    if target is not None and first:
-        check_output(target, "--json")
+    target = json_target(settings.json, writes=first)
     # Check only the names of the held-out data, because the training data of the recipe may be missing.
     check_names(held_out)
 
@@ -79,8 +87,7 @@ def run(settings: argparse.Namespace) -> None:
     if not first:
         return
     # Write the file before printing, because printing fails if the reader of the pipe has ended.
-    if target is not None:
-        _write(target, {"model": config.model.path, "data": list(config.eval.path), **found})
+    write_json(target, {"model": config.model.path, "data": list(config.eval.path), **found})
     _print(found)
 
 
@@ -95,9 +102,7 @@ def _run_tasks(settings: argparse.Namespace) -> None:
     alone = settings.apply_chat_template or settings.system is None
     need(alone, "--system", settings.system, "add --apply-chat-template, or leave it out")
     need(processes_of().world == 1, "--tasks", settings.tasks, "start one process: tasks are evaluated on one device")
-    target = None if settings.json is None else Path(settings.json)
-    if target is not None:
-        check_output(target, "--json")
+    target = json_target(settings.json)
     files = find_model(settings.recipe, base=settings.base)
 
     from padfree.tools.benchmarks.run_tasks import TaskOptions, check_harness, numbers_of, run_tasks
@@ -115,31 +120,9 @@ def _run_tasks(settings: argparse.Namespace) -> None:
     with redirect_stdout(sys.stderr):  # stdout has the numbers only
         found = run_tasks(files, options, dtype=settings.dtype, device=settings.device)
     numbers = numbers_of(found)
-    if target is not None:
-        kept = {key: found.get(key) for key in ("n-shot", "n-samples", "versions", "higher_is_better")}
-        _write(target, {"model": settings.recipe, "tasks": list(names), **numbers, **kept})
+    kept = {key: found.get(key) for key in ("n-shot", "n-samples", "versions", "higher_is_better")}
+    write_json(target, {"model": settings.recipe, "tasks": list(names), **numbers, **kept})
     _print(numbers)
-
-
-_TASK_OPTIONS = {
-    "include_path": None,
-    "num_fewshot": None,
-    "limit": None,
-    "apply_chat_template": False,
-    "system": None,
-    "base": None,
-    "seed": 0,
-    "device": "auto",
-    "dtype": "auto",
-}
-"""Options that need `--tasks`, and their values if they are not given."""
-
-
-def _write(target: Path, about: dict[str, Any]) -> None:
-    try:
-        target.write_text(json.dumps(about, indent=1, default=str) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
 
 
 def _print(found: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from padfree.errors import UserError
+from padfree.tools.json_objects import parsed_object
 from padfree.tools.talk.find_model import find_model
 
 if TYPE_CHECKING:
@@ -83,11 +84,8 @@ def speaker_of(settings: argparse.Namespace) -> Speaker:
 def _arguments(text: str | None) -> dict[str, Any] | None:
     if text is None:
         return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+    found = parsed_object(text)
+    if found is None:
         raise UserError("--template-arguments", "", 'give a JSON object such as {"enable_thinking": false}', value=text)
     return found
 

@@ -138,13 +138,12 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.packing.collate import prefixes_of
     from padfree.packing.context_sizes import context_sizes
     from padfree.train.batch_preparer import distinct
-    from padfree.train.data_rows import source_shares
+    from padfree.train.batcher import make_batcher, source_shares
     from padfree.train.disk import check_disk, disk_line
     from padfree.train.microbatch import plan_samples
     from padfree.train.preflight import preflight
     from padfree.train.resolve_auto import device_memory, resolve_auto
     from padfree.train.shared_turns import copied_keys, run_cost
-    from padfree.train.training_data import make_batcher
 
     processes, replicate = processes_of(meet=False).world, config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context
@@ -324,6 +323,7 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             memory.cache,
             "KV cache of the sampler" if memory.cache_stays else "KV cache while the sampler runs",
         ),
+        ("sampling", memory.sampling, "the logits of a decode step"),
     ]
     for name, size, meaning in parts:
         if size:

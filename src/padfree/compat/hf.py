@@ -6,14 +6,13 @@
               labels       [1, T]   - 2 3 - 8      not shifted: HF models shift them themselves
               cu_seq_lens_q/k, max_length_q/k      for HF's flash attention
 
-A `-` stands for -100. The first token of every sample has this label, because HF's shift would otherwise predict the
-token from the last token of the previous sample. HF models separate packed samples by restarting position ids (sdpa,
-eager, flex) or by the cumulative lengths (flash attention). The batch has no attention mask.
+A `-` stands for -100. The first token of every sample has this label, because HF shifts labels and would predict it
+from the previous sample. HF models separate samples by position ids that restart, or by cumulative lengths. There is no
+attention mask.
 
-Some models do not separate samples: OPT, Bloom, Falcon and all models with convolutions or a recurrent state silently
-train on a wrong loss. The collator therefore needs the model. It tests a small copy with the model's attention
-implementation: outputs and all gradients of a pack must agree with those of one sample at a time
-(`padfree.model.probe`). For a model that fails this test, the collator raises an error.
+Some models ignore the boundaries of samples, among them OPT, Bloom, Falcon and models with convolutions or a recurrent
+state. They would silently train on a wrong loss. So the collator tests a small copy of the model, and raises an error
+if a pack gives other outputs or gradients than one sample at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from padfree.packing.collate import collate
 from padfree.sample import Sample
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
-"""Keys of a feature that hold a loss mask. If a feature has several masks, a token is trained if all of them are 1."""
+"""Keys of a feature that hold a loss mask. A token is trained if all masks of its feature are 1."""
 
 
 @runtime_checkable
@@ -46,13 +45,12 @@ class Wrapped(Protocol):
 
 
 class PackedCollator:
-    """Turns feature dicts into one pack, padded to `length` tokens or to a multiple of `multiple_of` tokens.
+    """Packs feature dicts, and pads the pack to `length` tokens or to a multiple of `multiple_of` tokens.
 
-    A feature has `input_ids`, and optionally `labels` (not shifted; -100 for untrained tokens) or loss masks (the keys
-    in `MASKS`). A feature with several sequences gives their lengths in `seq_lengths`, as TRL's packing does.
+    A feature has `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with several sequences
+    gives their lengths in `seq_lengths`, as TRL's packing does.
 
-    `model`: the transformers model to train, or a PEFT model around it. Only its config is kept, so that the collator
-    can be pickled for the workers of a data loader.
+    `model` is the model to train. Only its config is kept, so that workers of a data loader can unpickle the collator.
     """
 
     def __init__(self, model: nn.Module, *, length: int | None = None, multiple_of: int = 1) -> None:
@@ -98,7 +96,7 @@ class PackedCollator:
 
 
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
-    """Return the sequences of one feature as samples. `index`: number of the feature, for messages."""
+    """Return the sequences of one feature as samples. `index` is the feature's number for messages."""
     if "input_ids" not in feature:
         raise UserError(
             "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"

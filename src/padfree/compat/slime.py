@@ -7,16 +7,16 @@
               loss_masks    [R]     of the responses only, concatenated; response_lengths has their lengths
               log_probs     [T-1]   entry j-1 is the log-probability of token j
 
-A pack has T tokens in n sequences, of which R tokens belong to responses. Signatures and keys are those of slime.
-Behaviour differs where slime was wrong:
+Signatures and keys are those of slime. A pack has T tokens in n sequences, R of them in responses. Some behaviour
+differs:
 
-- `pad_length` is stored in the dict, not guessed from trailing zeros (0 is a valid token id);
-- unpacking removes the padding from the last sequence only;
-- `pad_packed_sequence_with_cp` returns a new dict and does not change the caller's;
-- `max_tokens_per_gpu` is a hard limit: packs are added until no pack has more tokens;
-- there are never more packs than sequences; the key `indices` of a pack holds the input index of each of its sequences;
-- inconsistent lengths of lists and tensors raise an error that names them;
-- no function needs CUDA.
+- `pad_length` is stored in the dict; slime guessed it from trailing zeros, but 0 is a valid token id.
+- Padding is removed only from the last sequence.
+- `pad_packed_sequence_with_cp` does not change the caller's dict.
+- No pack has more than `max_tokens_per_gpu` tokens.
+- There are never more packs than sequences. The key `indices` has the input index of each sequence.
+- Inconsistent lengths raise an error that names them.
+- No function needs CUDA.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ __all__ = [
 TOKEN_KEYS = ("tokens", "position_ids")
 SCORE_KEYS = ("log_probs", "ref_log_probs", "cur_log_probs", "entropy")
 RESPONSE_KEYS = ("loss_masks", "advantages", "returns", "rollout_log_probs")
-SEQUENCE_KEYS = ("rewards", "raw_reward", "response_lengths", "indices")
 
 Packed = dict[str, Any]
 
@@ -76,8 +75,8 @@ def pack_sequences(
 ) -> list[Packed]:
     """Pack sequences into `num_packs` packs.
 
-    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1 without `max_tokens_per_gpu`. The number of
-    packs is raised if a pack would exceed `max_tokens_per_gpu`, and is at most the number of sequences.
+    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1. It is raised if a pack would exceed
+    `max_tokens_per_gpu`, up to the number of sequences.
     """
     if not len(tokens):
         return []
@@ -117,7 +116,7 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """Return one dict per sequence, without padding. Of the scores [T-1], only those of responses are kept."""
+    """Return one dict per sequence, without padding. Of the scores [T-1], only those of the responses are kept."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]
@@ -177,7 +176,7 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
 
 
 def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
-    """Return a new dict with tokens padded to a multiple of `cp_size`. The pad belongs to the last sequence."""
+    """Return a new dict with tokens padded to a multiple of `cp_size`. The pad extends the last sequence."""
     need_whole("cp_size", cp_size, 1, "give 1 or more")
     pad = -len(packed["tokens"]) % cp_size
     padded = dict(packed)
@@ -192,7 +191,7 @@ def pad_packed_sequence_with_cp(packed: Packed, cp_size: int) -> Packed:
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Return `k_partitions` lists of indices with nearly equal total lengths. Each list is ascending and not empty."""
+    """Return `k_partitions` lists of indices with nearly equal total lengths. No list is empty."""
     need_whole("k_partitions", k_partitions, 1, "give 1 or more")
     if k_partitions > len(seqlen_list):
         raise UserError(
@@ -211,7 +210,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 
 
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
-    """Return balanced parts (arrays of sequence indices). Parts are added until each has at most `cap` tokens."""
+    """Return balanced parts, as arrays of sequence indices. Parts are added until none has more than `cap` tokens."""
     count = len(lengths)
     if cap is not None:
         need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")
@@ -265,7 +264,7 @@ def _check_sequences(
 
 
 def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
-    """Return the lists of the chosen sequences, concatenated in float32: one number per response token, [R]."""
+    """Concatenate the lists of the chosen sequences in float32: one number per response token, [R]."""
     arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
     if key == "loss_masks":
         for i, array in zip(chosen, arrays, strict=True):

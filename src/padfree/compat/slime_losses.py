@@ -1,17 +1,17 @@
-"""The scores and losses of slime's former FSDP backend, implemented with padfree. `padfree.compat.slime` exports them.
+"""The scores and losses of slime's former FSDP backend. `padfree.compat.slime` exports them.
 
     logits        [T-1, V]   one prediction per entry: entry j-1 predicts token j
     log_probs     [T-1]      entry j-1 scores token j
 
-Differences from slime:
+These functions differ from slime's:
 
-- the forward pass needs no second [..., V] tensor besides the logits;
-- log-probabilities are float32, also for half-precision logits;
-- the temperature also applies to the entropy;
-- the last entry of the entropy is correct with context parallelism;
-- `sum_of_sample_mean` has no loop, and raises an error for inconsistent lengths;
-- log-ratios are bounded by ±20, so that no loss becomes infinite;
-- `allow_compile` is accepted but has no effect.
+- No tensor as large as the logits is needed in forward.
+- Log-probabilities are float32, also for half-precision logits.
+- The temperature also applies to the entropy.
+- With context parallelism, the last entropy is correct.
+- `sum_of_sample_mean` raises an error for inconsistent lengths.
+- Log-ratios are limited to ±20, so that no loss is infinite.
+- `allow_compile` has no effect.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def gather_log_probs_packed(
 ) -> Tensor:
     """Return the log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
 
-    The entry for the first token of a sequence is meaningless, because the logits before it belong to the previous
-    sequence. `unpack_sequences` drops this entry, so `cu_seqlens` is not needed.
+    The entry of the first token of a sequence is meaningless, and `unpack_sequences` drops it. So `cu_seqlens` is not
+    needed.
     """
     logits, tokens = _without_batch_dim(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
@@ -71,14 +71,13 @@ def get_logprob_and_entropy_with_cp(
     allow_compile: bool,
     temperature: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's chunk of logits.
+    """Return (log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's logits.
 
-    `logits` [chunk, V]: the logits of the sequence at indices cp_rank·chunk to (cp_rank + 1)·chunk - 1.
-    `target_tokens` [T]: all tokens of the sequence, T <= cp_size·chunk. `model_input_ids` is ignored.
+    `logits` [chunk, V]: this rank's chunk of the sequence. `target_tokens` [T]: all tokens of the sequence.
+    `model_input_ids` is ignored.
 
-    Every rank must compute the same loss from the result. Backward does not communicate: each rank keeps its own slice
-    of the gradient. So a rank's parameter gradients cover only its chunk of the sequence. *Sum* them over the context
-    ranks.
+    Every rank must compute the same loss from the result. The gradients of a rank cover only its chunk: *sum* the
+    parameter gradients over the context ranks.
     """
     logits, tokens = _without_batch_dim(logits, target_tokens)
     chunk = len(logits)
@@ -103,9 +102,9 @@ def get_logprob_and_entropy_with_cp(
 
 
 def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: Sequence[Tensor]) -> Tensor:
-    """Return the sum over samples i of the masked mean Σ(xᵢ·mᵢ) / max(Σmᵢ, 1).
+    """Return the sum over samples of the masked mean Σ(xᵢ·mᵢ) / max(Σmᵢ, 1).
 
-    `x` holds the values xᵢ of all responses, concatenated; `loss_masks` holds one mask mᵢ per response.
+    `x` holds the values of all responses, concatenated. `loss_masks` holds one mask per response.
     """
     x = checks.loss_input("x", x)
     loss_masks = [_mask(mask, f"loss_masks of sample {index}").to(x) for index, mask in enumerate(loss_masks)]
@@ -144,7 +143,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and clip fraction per token. `ppo_kl` is the old log-probability minus the new log-probability."""
+    """Return the loss and the clip fraction of each token. `ppo_kl` is the old log-probability minus the new one."""
     clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     log_ratio = -checks.loss_input("ppo_kl", ppo_kl)
     losses, clipped = clipped_ratio(log_ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)
@@ -152,12 +151,12 @@ def compute_policy_loss(
 
 
 def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: KLEstimator) -> Tensor:
-    """Return an estimate of KL(policy ‖ base) per token. `kl_loss_type`: k1, k2, k3 or low_var_kl."""
+    """Estimate KL(policy ‖ base) for each token. `kl_loss_type` is k1, k2, k3 or low_var_kl."""
     return kl_divergence(log_probs, log_probs_base, kl_loss_type)
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Concatenate the chunks of all ranks in rank order. Backward returns the gradient of this rank's chunk."""
+    """Concatenate the chunks of all ranks in rank order. Backward returns this rank's part of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:
@@ -179,14 +178,14 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a mask to a tensor. A tensor stays on its device. `name`: name of the mask in messages."""
+    """Convert a mask to a tensor on its own device. `name` is the mask's name in messages."""
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))
 
 
 def _without_batch_dim(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits [N, V] and tokens [T] without the leading dimension of 1 that they may have."""
+    """Return logits [N, V] and tokens [T] without a leading dimension of 1."""
     logits, tokens = checks.quantity("logits", logits), checks.index("input_ids", tokens)
     if logits.dim() == 3 and len(logits) == 1:
         logits = logits[0]

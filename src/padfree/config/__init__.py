@@ -4,12 +4,11 @@
     [model]                          optimizer.lr=1e-5         Config(model=ModelConfig(path="Qwen/Qwen3-0.6B", ...),
     path = "Qwen/Qwen3-0.6B"                                          optimizer=OptimizerConfig(lr=1e-05, ...), ...)
 
-Later values win: defaults, then the file, then the overrides in their order. The value of an override is TOML (`0.1`,
-`true`, `["token_tis"]`); a value that is not TOML is a string. An unknown name, a value of the wrong type and a missing
-setting are refused with an error message that names the setting and the fix.
+Values are taken from the defaults, then the file, then the overrides; later ones win. An override is TOML (`0.1`,
+`true`, `["token_tis"]`) or else a string. Wrong names, types and missing settings give an error that names the setting
+and the fix.
 
-This package does not import torch. From other parts of padfree it imports only their settings. A recipe can therefore
-be checked without torch.
+This package does not import torch, so a recipe can be checked without it.
 """
 
 from padfree.config.config import Config

@@ -3,8 +3,7 @@
     none                       the same level for all layers
     6 host, 30 none            the first 6 layers offload, the other 30 keep everything
 
-`auto` chooses a level for each layer (`padfree.estimate.levels`). A recipe can also name the levels, as in the second
-line.
+`auto` chooses a level for each layer (`padfree.estimate.levels`). The second line names the levels.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ OFFLOADED = ("host", "attention")
 
 
 def check_checkpointing(value: str) -> None:
-    """Raise a `UserError` if `value` is neither `auto`, a level, nor numbers of layers with their levels."""
+    """Raise a `UserError` unless `value` is `auto`, a level, or numbers of layers with their levels."""
     if value == "auto" or value in UNIFORM:
         return
     parts = _parts(value)
@@ -60,10 +59,7 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """The value of the setting for a model with another number of layers.
-
-    Each layer gets the level that the value names for the layer at the same relative depth.
-    """
+    """The levels for a model with another number of layers: those of the same relative depth."""
     if not is_by_layer(value):
         return value
     levels = [level for count, level in _parts(value) or () for _ in range(count)]
@@ -72,7 +68,7 @@ def stretched(value: str, num_layers: int) -> str:
 
 
 def text_of(levels: Sequence[LayerLevel]) -> str:
-    """The value of the setting for these levels, one per layer. `levels_of` is the inverse."""
+    """The value of the setting for these levels, one per layer: the inverse of `levels_of`."""
     return ", ".join(f"{len(list(equal))} {level}" for level, equal in groupby(levels))
 
 

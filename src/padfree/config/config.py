@@ -29,11 +29,11 @@ from padfree.errors import UserError, need
 from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-"""Values of `loss.advantage` that compare the rewards of a group, i.e. of the responses to one prompt."""
+"""Values of `loss.advantage` that compare the rewards of the responses to one prompt."""
 
 
 NOT_A_SETTING = {"setting": False}
-"""Dataclass metadata for a field of `Config` that is not a setting."""
+"""Metadata for a field of `Config` that is not a setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check `[reference]`. If the task needs a reference and none is given, set it to `model.path`."""
+        """Check `[reference]`. If the task needs a reference, its default is `model.path`."""
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
@@ -131,10 +131,7 @@ class Config:
         )
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check the settings of a run that samples its responses.
-
-        `setting`: the setting that makes the run sample its responses, such as `rollout.reward`.
-        """
+        """Check a run that samples its responses because of `setting`, such as `rollout.reward`."""
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
@@ -177,7 +174,7 @@ class Config:
         need(known, "reference.path", None, fix)
 
     def with_held_out_data(self) -> Config:
-        """Return these settings with the data of `eval.path` in place of the training data."""
+        """Return these settings with the held-out data of `eval.path` in place of the training data."""
         if not self.eval.path:
             raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
         data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
@@ -185,7 +182,7 @@ class Config:
         return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as nested dictionaries, one for each section, with values that JSON can represent."""
+        """Return the settings as nested dictionaries of JSON values, one per section."""
         values = asdict(self)
         del values["given"]
         return values

@@ -4,9 +4,8 @@
     REWARD.check("my_rewards:length_penalty")        imports nothing
     REWARD.load("my_rewards:length_penalty")         imports the module and returns the function
 
-A recipe may come from an untrusted author. Functions of Python's standard library are therefore refused: `os.system`,
-`subprocess.run` or `builtins.eval` would accept the same arguments as a reward function. Modules are looked up among
-the installed packages and in the current folder.
+A recipe may come from an untrusted author. Functions of Python's standard library are therefore refused: `os.system`
+takes the same arguments as a reward function.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def model_of(reward: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A setting whose value may be the import path of a user's function, and what this function must look like."""
+    """A setting that takes the import path of a user's function, and what this function must look like."""
 
     setting: str
     noun: str  # name of the function in messages, e.g. "reward"
@@ -51,10 +50,7 @@ class UserFunction:
     asynchronous: bool = False  # it must be a coroutine function
 
     def check(self, path: str) -> None:
-        """Raise a `UserError` if the package of `path` does not exist or is part of the standard library.
-
-        Nothing is imported. Only `load` can check that the module has the function and that its signature fits.
-        """
+        """Raise a `UserError` if the package of `path` does not exist or is part of the standard library."""
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
         if package in sys.stdlib_module_names:
@@ -104,8 +100,8 @@ class UserFunction:
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
         """Raise a `UserError` if `function`, imported from `path`, cannot be used.
 
-        The function must be neither a class nor a function of the standard library. It must be a coroutine function or
-        a plain function, as the setting requires, and must accept the arguments that padfree passes.
+        The function may not be a class or a function of the standard library. It must be a coroutine function or a
+        plain one, as the setting requires, and accept the arguments that padfree passes.
         """
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
@@ -140,7 +136,7 @@ class UserFunction:
 
 @contextmanager
 def current_folder() -> Iterator[str]:
-    """Context manager that adds the current folder to `sys.path`, as `python -m` does. It yields this folder."""
+    """A block with the current folder in `sys.path`, as with `python -m`. Yields this folder."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

@@ -1,12 +1,11 @@
-"""Check with at most one request that a model or data set exists on disk, in the Hub's cache or on the Hub.
+"""Check that a model or data set exists: on disk, in the Hub's cache or on the Hub.
 
     ./qwen, /data/qwen, ~/qwen, a/b/qwen         not of the form owner/name: must be on disk
     Qwen/Qwen3-0.6B                              on disk, in the Hub's cache, or on the Hub
 
-Libraries send many requests to the Hugging Face Hub, with pauses between them. Without a network, a mistyped name
-therefore fails only after most of a minute, with a message about a missing file. This module asks the Hub once whether
-the name exists, and refuses the name if it does not, or if the connection fails. If the Hub does not answer in time,
-this module accepts the name, and the loader reports any error later.
+Without a network, the libraries of the Hugging Face Hub take most of a minute to report a mistyped name. This module
+asks the Hub once, and refuses a name that does not exist. If the Hub does not answer in time, the name is accepted, and
+the loader reports errors later.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ SECONDS = 10.0
 """Timeout of the request to the Hub, in seconds."""
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
-"""Files of which the Hub's cache holds at least one if it holds the model, or the data set."""
+"""Files that show that the Hub's cache holds a model or a data set."""
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
 GIVEN_TEXT = ("rollout.reward", "eval.reward")
-"""Settings that name a model which receives text and uses its own tokenizer."""
+"""Settings that name a model with its own tokenizer, to which the run sends text."""
 
 
 def named_models(config: Config) -> dict[str, str]:
-    """Return the folder or Hub id of every model that the settings name, keyed by the setting, such as "model.path"."""
+    """Return the folder or Hub id of every model in the settings, by setting."""
     named = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -49,10 +48,7 @@ def named_models(config: Config) -> dict[str, str]:
 
 
 def check_names(config: Config) -> None:
-    """Raise a `UserError` if a model or data file in the settings does not exist.
-
-    No model or data is loaded, and torch is not imported.
-    """
+    """Raise a `UserError` if a model or data file in the settings does not exist."""
     for setting, model in named_models(config).items():
         check_name(model, setting)
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
@@ -67,7 +63,7 @@ def shortened(name: str) -> str:
 
 
 def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise a `UserError` if `name` is neither on disk nor on the Hub. `setting`: the setting that gave the name."""
+    """Raise a `UserError` if `name` is neither on disk nor on the Hub. `setting` gave the name."""
     try:
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)
@@ -85,10 +81,7 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return the reason why neither the Hub nor its cache has a model or data set with this name.
-
-    Return None if one of them has it, or if the Hub does not answer in time.
-    """
+    """Return why neither the Hub nor its cache has this name, or None if one has it (or the Hub does not answer)."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 

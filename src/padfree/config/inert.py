@@ -3,11 +3,9 @@
     loss.kind = "sft"              loss.clip.low has no effect with loss.kind=sft
     rollout.engine = "in_process"  rollout.canary has no effect with rollout.engine=in_process
 
-`READ_BY` has an entry for every setting, or for a table of settings that are read together. The entry is None if every
-run reads the setting. Otherwise the entry is a function that takes the `Config` and returns the reason why this run
-does not read the setting, or None if it does. If a setting without effect is certainly a mistake, its section refuses
-it. This module reports settings that may be intended, such as the bounds of `[loss.clip]` in a recipe whose `loss.kind`
-was changed to gspo. It looks only at settings that the recipe or an override names.
+`READ_BY` has an entry for every setting or table. The entry is None if every run reads the setting. Otherwise it is a
+function of the `Config` that returns why this run does not read the setting, or None if it does. Only settings that the
+user has given are reported.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from padfree.config.loss import CORRECTIONS, OBJECTIVES, TASK_TABLES
 from padfree.config.loss_settings import TaskSettings
 
 Reason = Callable[[Config], str | None]
-"""Returns the reason why a run does not read a setting, such as "with lora.rank=0"; None if the run reads it."""
+"""Returns why a run does not read a setting, such as "with lora.rank=0", or None if it does."""
 
 
 def _unless(read: Callable[[Config], bool], reason: Callable[[Config], str]) -> Reason:
@@ -46,7 +44,7 @@ def _correction(name: str) -> Reason:
 
 
 def _first(*reasons: Reason) -> Reason:
-    """Combine several rules into one that returns the first reason that applies."""
+    """Combine rules into one that returns the first reason."""
     return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
 
 
@@ -244,6 +242,7 @@ READ_BY: dict[str, Reason | None] = {
     "optimizer.lr": None,
     "optimizer.betas": None,
     "optimizer.eps": None,
+    "optimizer.state": None,
     "optimizer.weight_decay": None,
     "optimizer.max_grad_norm": None,
     "optimizer.groups": None,
@@ -292,11 +291,11 @@ READ_BY: dict[str, Reason | None] = {
     "run.timeout": None,
     "run.deterministic": None,
 }
-"""The rule of each setting (see the module docstring). The rule of a table holds for its settings without a rule."""
+"""The rule of each setting. The rule of a table holds for its settings without a rule of their own."""
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the entry of a setting in `READ_BY`, or else the entry of the innermost table with this setting."""
+    """Return the rule of a setting, or of the innermost table that contains it."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -305,10 +304,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft".
-
-    Settings with the same reason share one sentence.
-    """
+    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft"."""
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

@@ -19,14 +19,13 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
-"""Matches paths of file descriptors that are already open, such as `/dev/stdin` and a shell's `<(...)`."""
+"""Matches paths of open file descriptors, such as `/dev/stdin` and a shell's `<(...)`."""
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:
-    """Return the kind of a path that is a FIFO, socket or device; None for files, folders and missing paths.
+    """Return the kind of a path that is a FIFO, socket or device, else None.
 
-    `once`: whether the caller reads the path only once. If so, the function also returns None for an open file
-    descriptor of this process, such as `/dev/stdin`.
+    `once`: the caller reads the path only once. An open file descriptor such as `/dev/stdin` is then allowed.
     """
     if once and OPEN_ALREADY.fullmatch(str(path)):
         return None
@@ -37,10 +36,7 @@ def special_kind(path: str | Path, *, once: bool = True) -> str | None:
 
 
 def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
-    """Raise a `UserError` if reading `path`, or a file in the folder `path`, could block.
-
-    `once`: see `special_kind`.
-    """
+    """Raise a `UserError` if reading `path` could block. `once`: the caller reads it only once."""
     if (kind := special_kind(path, once=once)) is not None:
         raise UserError(setting, f"{path} is {kind}, not a file", "give a file")
     if os.path.isdir(path):

@@ -1,11 +1,10 @@
-"""The settings of the loss.
+"""The section `loss` of a recipe.
 
     [loss]                   [loss.clip]        [loss.gspo]
     kind = "clip"            high = 0.28        low = 1e-4
 
-Each kind of loss and each correction has a table of its own, defined in `policy_settings` or `loss_settings`. In
-this example, `LossConfig.settings()` returns `PolicySettings(objective=ClipSettings(high=0.28), ...)` and ignores
-`[loss.gspo]`.
+Each kind of loss and each correction has a table of its own. In this example, `LossConfig.settings()` returns
+`PolicySettings(objective=ClipSettings(high=0.28), ...)` and ignores `[loss.gspo]`.
 """
 
 from __future__ import annotations
@@ -59,17 +58,16 @@ EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out: only RL uses a batch 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """The loss that is minimised. Most settings after `router_bias` apply only to RL.
+    """The loss that is minimised. Most of these settings apply only to RL.
 
-    Each field of type `Objective` adds a kind of policy loss, each field of type `Correction` a correction, and each
-    field of type `TaskSettings` a task (SFT and RL have no such field). `low`, `high` and `dual` override the bounds in
-    the table of the chosen kind.
+    A field of type `Objective` adds a kind of policy loss, a field of type `Correction` a correction, and a field of
+    type `TaskSettings` a task. `low`, `high` and `dual` override the bounds of the chosen kind.
     """
 
     kind: str = setting(
         "sft",
-        about="The loss: sft, dpo, kto, reward, distill, a policy loss (clip, gspo, cispo, reinforce), or your own "
-        "policy loss as module:function.",
+        about="The loss: sft, dpo, kto, reward, distill, a policy loss (clip, gspo, cispo, reinforce), or a policy "
+        "loss of your own as module:function.",
         resume="may change within RL",
     )
     aggregation: WeightMode = setting(
@@ -93,22 +91,22 @@ class LossConfig:
     router_bias: float = setting(
         0.0,
         least=0,
-        about="Mixture of experts: step size of the router bias that balances the experts, as in DeepSeek-V3.",
+        about="Mixture of experts: how much the router bias changes per step to balance the experts (DeepSeek-V3).",
     )
     advantage: Advantage = setting(
         "grpo",
-        about="How advantages are computed: from the rewards of a group, by a critic (gae), from a teacher, or given "
+        about="How advantages are computed: from the rewards of a group, by a critic (gae), by a teacher, or given "
         "in the data.",
         needs=OF_RL,
         resume=STAYS,
     )
     low: float | None = setting(
-        None, about="Overrides the setting low of the chosen loss.kind, such as loss.clip.low; none keeps its value."
+        None, about="Overrides `low` of the chosen loss, such as loss.clip.low; if none, that value applies."
     )
     high: float | None = setting(
-        None, about="Overrides the setting high of the chosen loss.kind, such as loss.clip.high; none keeps its value."
+        None, about="Overrides `high` of the chosen loss, such as loss.clip.high; if none, that value applies."
     )
-    dual: float | None = setting(None, about="Overrides loss.clip.dual; none keeps its value.")
+    dual: float | None = setting(None, about="Overrides loss.clip.dual; if none, that value applies.")
     clip: ClipSettings = field(default_factory=ClipSettings)
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
@@ -117,9 +115,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="Source of the log-probabilities in the denominator of the ratio: trainer (before the updates), sampler "
-        "or current (during the update); auto is current if a batch serves one update and corrections are per token, "
-        "else trainer.",
+        about="The log-probabilities in the denominator of the ratio: those of the trainer before the updates, of "
+        "the sampler, or the current ones. auto: current if a batch serves one update and no correction covers "
+        "sequences, else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )
@@ -142,7 +140,7 @@ class LossConfig:
     )
     kl_estimator: KLEstimator = setting("k3", about="Estimator of the KL divergence.")
     kl_weighting: KLWeighting = setting(
-        "none", about="ratio multiplies the KL estimate of a token by π / π_old; the gradient includes this factor."
+        "none", about="ratio multiplies the KL estimate of a token by π / π_old, which also gets a gradient."
     )
     entropy_coefficient: float = setting(
         0.0,
@@ -160,9 +158,8 @@ class LossConfig:
 
     skip_zero_gradient: SkipZeroGradient = setting(
         "auto",
-        about="auto leaves samples out of an update if the loss proves that their gradient is 0: all advantages are 0, "
-        "and the loss has no KL, entropy or router term. loss.aggregation still counts these samples. false computes "
-        "all samples.",
+        about="auto leaves out samples that cannot change the gradient: all their advantages are 0, and the loss has "
+        "no KL, entropy or router term. loss.aggregation still counts them. false computes all samples.",
         allowed="auto, false",
         needs=OF_RL,
         resume=BETWEEN,
@@ -170,21 +167,21 @@ class LossConfig:
 
     @property
     def command(self) -> str:
-        """The name of the command that trains with this loss, such as `rl`. It determines the format of the data."""
+        """The training command of this loss, such as `rl`."""
         return self.task.command
 
     @property
     def task(self) -> type[TaskSettings]:
-        """The settings class of this loss's task. Its class variables describe the command."""
+        """The settings class of this loss's task."""
         return TASKS.get(self.kind, PolicySettings)
 
     @property
     def head(self) -> ModelHead:
-        """The kind of head of the trained model, e.g. a scalar head for a reward model."""
+        """The kind of head of the trained model, such as a scalar head for a reward model."""
         return self.task.head
 
     def settings(self) -> TaskSettings:
-        """Return the settings of the chosen loss, in the form that `padfree.tasks` takes."""
+        """Return the settings of the chosen loss for `padfree.tasks`."""
         if self.kind in TASK_TABLES:
             chosen: TaskSettings = getattr(self, self.kind)
             return chosen
@@ -207,9 +204,8 @@ class LossConfig:
     def _old_policy(self) -> OldPolicy:
         """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
-        If every batch serves only one update, the current policy is still the old policy. `auto` then means `current`,
-        which saves a forward pass over the batch, unless a correction covers whole sequences: such a correction needs
-        log-probabilities that were computed before the update. In all other cases `auto` means `trainer`.
+        `auto` means `current` if every batch serves only one update, which saves a forward pass. It means `trainer` if
+        a batch serves several updates, or if a correction covers whole sequences.
         """
         if self.old_policy != "auto":
             return self.old_policy
@@ -286,7 +282,7 @@ Table = TypeVar("Table", Objective, Correction, TaskSettings)
 
 
 def _tables(kind: type[Table]) -> dict[str, type[Table]]:
-    """Map the name of each field of `LossConfig` whose type is a subclass of `kind` to this type."""
+    """Map each field of `LossConfig` whose type is a subclass of `kind` to its type."""
     factories: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(LossConfig)}
     return {name: made for name, made in factories.items() if isinstance(made, type) and issubclass(made, kind)}
 

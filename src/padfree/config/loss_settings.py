@@ -1,11 +1,10 @@
-"""The settings of every loss except policy losses (`policy_settings`): plain data, checked once, without torch.
+"""The settings of every loss except policy losses: plain data, without torch.
 
-A training command (sft, dpo, ...) is a task, and the settings of its loss are a `TaskSettings`. The class variables of
-a `TaskSettings` describe the command without torch: its help text, how many samples a row counts for, its evaluation
-metrics, and the other models that it uses. The file of the same name in `padfree.tasks` implements the command.
+Each training command (sft, dpo, ...) is a task, and a `TaskSettings` holds the settings of its loss. Its class
+variables describe the command: the help text, the samples per row, the metrics, and the other models. The file of the
+same name in `padfree.tasks` implements the command.
 
-A recipe holds these same objects (`padfree.config.loss`), so messages name the settings of a recipe: `loss.dpo.beta`.
-The formulas are in `padfree.losses`.
+Recipes use the same names, such as `loss.dpo.beta`. The formulas are in `padfree.losses`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from padfree.choices import DivergenceKind, ModelHead, PreferenceLoss
+from padfree.config.functions import model_of
 from padfree.config.setting import check_table, need_of, setting
 from padfree.errors import check_choice, need
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSettings:
-    """The settings of a task's loss; the class variables describe the task."""
+    """The settings of a task's loss. The class variables describe the task."""
 
     command: ClassVar[str]  # `padfree COMMAND`, `padfree.COMMAND(...)`, and the file of `padfree.tasks`
     help: ClassVar[str]
@@ -46,12 +46,12 @@ class TaskSettings:
         return self.has_reference
 
     def check_run(self, config: Any) -> None:
-        """Refuse settings of other sections that this task does not support; `config` is a `Config`."""
+        """Refuse settings of other sections that this task does not support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SFTSettings(TaskSettings):
-    """Negative log-likelihood."""
+    """The settings of SFT, whose loss is the negative log-likelihood."""
 
     command: ClassVar[str] = "sft"
     help: ClassVar[str] = "fine-tune on chat, prompt/response or plain text"
@@ -92,8 +92,8 @@ class DistillSettings(TaskSettings):
     top_k: int | None = setting(
         None,
         least=1,
-        about="Compare the teacher's k most probable tokens, and all other tokens as one outcome; none compares all "
-        "tokens.",
+        about="Compare only the teacher's k most probable tokens, and all others as one outcome; if none, compare "
+        "all tokens.",
         fix="give 1 or more, or leave it out",
     )
 
@@ -102,12 +102,8 @@ class DistillSettings(TaskSettings):
         check_table(self, "loss.distill.")
 
     def check_run(self, config: Any) -> None:
-        need(
-            not (config.model.vision and config.rollout.source is not None),
-            "model.vision",
-            True,
-            "set it to false, or distil on texts without [rollout]: responses to images cannot be sampled",
-        )
+        if config.rollout.source is not None:
+            check_sampled_images(config)
 
 
 # Losses on preference pairs and on labelled answers, and the losses of value models and reward models
@@ -117,7 +113,7 @@ NO_SUCH = "leave it out: this loss.dpo.variant does not use it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSettings:
-    """Squared error of a value model. `clip` limits how far a value may move from its old value; None is no limit."""
+    """Squared error of a value model. `clip` limits how far a value may move; None is no limit."""
 
     clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
 
@@ -155,8 +151,8 @@ class DPOSettings(TaskSettings):
     )
     normalise: bool | None = setting(
         None,
-        about="Average log-probabilities over the tokens of an answer instead of summing them; none averages for ipo, "
-        "simpo and orpo.",
+        about="Whether log-probabilities are averaged over the tokens of an answer instead of summed; if none: true "
+        "for ipo, simpo and orpo.",
     )
 
     def __post_init__(self) -> None:
@@ -176,19 +172,20 @@ class DPOSettings(TaskSettings):
 
     @property
     def means(self) -> bool:
-        """Whether log-probabilities are averaged over an answer: `normalise`, or if it is None, a default."""
+        """Whether log-probabilities are averaged over an answer: `normalise`, or the default of the loss."""
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KTOSettings(TaskSettings):
-    """KTO on single answers that are desirable or undesirable; `padfree.tasks.kto` has the formula."""
+    """KTO: single answers that are desirable or undesirable."""
 
     command: ClassVar[str] = "kto"
     help: ClassVar[str] = "train on single answers with a label, desirable or not: KTO"
     title: ClassVar[str] = "KTO"
     kind: ClassVar[str] = "kto"
     data_format: ClassVar[str] = "labelled"
+    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
     has_reference: ClassVar[bool] = True
     beta: float = setting(0.1, above=0, about="Scale of the log-ratio.", fix="give a positive number")
@@ -211,7 +208,7 @@ class KTOSettings(TaskSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardModelSettings(TaskSettings):
-    """Pairwise loss of a reward model: the chosen answer should score at least `margin` above the rejected one."""
+    """Loss of a reward model: the chosen answer should score at least `margin` above the rejected one."""
 
     command: ClassVar[str] = "reward"
     help: ClassVar[str] = "train a reward model on pairs of answers"
@@ -233,6 +230,23 @@ class RewardModelSettings(TaskSettings):
         alone = config.lora.rank > 0 and config.lora.export == "adapter"
         fix = "set lora.export=merged: an adapter folder would lack the trained head of the reward model"
         need(not alone, "lora.export", config.lora.export, fix)
+
+
+def check_sampled_images(config: Any) -> None:
+    """Refuse settings with which responses to images cannot be sampled."""
+    rollout = config.rollout
+    if not config.model.vision:
+        return
+    fix = "set model.vision=false, or set rollout.reward: rollout files have no images"
+    need(rollout.source is not None, "model.vision", True, fix)
+    fix = "set model.vision=false, or rollout.reward: conversations with an environment have no images"
+    need(not rollout.has_episodes, "model.vision", True, fix)
+    fix = "set rollout.engine=in_process, the only engine that samples responses to images, or model.vision=false"
+    need(rollout.engine == "in_process", "rollout.engine", rollout.engine, fix)
+    fix = "set model.vision=false, or a function as rollout.reward: reward models read text"
+    need(model_of(rollout.reward) is None, "rollout.reward", rollout.reward, fix)
+    fix = "set model.vision=false, or another loss.advantage: critics read text"
+    need(config.loss.advantage != "gae", "loss.advantage", config.loss.advantage, fix)
 
 
 def check_answers(config: Any) -> None:

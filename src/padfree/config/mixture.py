@@ -1,4 +1,4 @@
-"""The sources of a mixture, `[[data.sources]]`, and the checks of a list of sources."""
+"""The sources of a mixture, `[[data.sources]]`, and their checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""Maximum weight of a source. It bounds the list of the samples of an epoch; for more repetition, use `data.epochs`."""
+"""Maximum weight of a source. For more repetition, use `data.epochs`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +30,14 @@ class DataSource:
     )
     name: str | None = setting(
         None,
-        about="Name in metrics and messages; none takes the name of the first file or folder.",
+        about="Name in metrics and messages; if none, the name of the first file or folder.",
         resume=SAMPLES,
     )
     columns: dict[str, str] | None = setting(
-        None, about="Like data.columns, for this source; none takes data.columns.", resume=SAMPLES
+        None, about="Like data.columns, for this source; if none, data.columns.", resume=SAMPLES
     )
-    split: str | None = setting(None, about="Like data.split, for this source; none takes data.split.", resume=SAMPLES)
-    subset: str | None = setting(
-        None, about="Like data.subset, for this source; none takes data.subset.", resume=SAMPLES
-    )
+    split: str | None = setting(None, about="Like data.split, for this source; if none, data.split.", resume=SAMPLES)
+    subset: str | None = setting(None, about="Like data.subset, for this source; if none, data.subset.", resume=SAMPLES)
 
     def __post_init__(self) -> None:
         expand_home(self, "path")
@@ -51,12 +49,12 @@ class DataSource:
 
     @property
     def exact_weight(self) -> Fraction:
-        """The weight as an exact fraction: 0.1 becomes 1/10, although the float 0.1 is not exactly one tenth."""
+        """The weight as an exact fraction: 0.1 becomes 1/10."""
         return Fraction(repr(self.weight))
 
 
 def check_sources(sources: Sequence[DataSource]) -> None:
-    """Raise a `UserError` if the sources cannot be mixed. The error names the source, e.g. `data.sources.0`."""
+    """Raise a `UserError` that names the source, such as `data.sources.0`, if the sources cannot be mixed."""
     names: dict[str, int] = {}
     for number, source in enumerate(sources):
         where = f"data.sources.{number}"
@@ -80,10 +78,7 @@ def check_sources(sources: Sequence[DataSource]) -> None:
 
 
 def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
-    """Raise a `UserError` if both sources read the same files with the same columns, split and subset.
-
-    `where` and `there` are the names of the two sources in the message, e.g. `data.sources.1`.
-    """
+    """Raise a `UserError` if the sources named `where` and `there` read the same data."""
     if (source.columns, source.split, source.subset) != (other.columns, other.split, other.subset):
         return
     for path in source.path:

@@ -1,10 +1,10 @@
-"""Check that a model folder holds the necessary files, and that they are whole. Torch is not imported.
+"""Check that a model folder has the necessary files, and that they are complete. Torch is not imported.
 
 config.json                                             the config: a JSON object, not of a quantized model
 model.safetensors, or model.safetensors.index.json      the weights: all files of the index, each with its whole size
 tokenizer*                                              the tokenizer
 
-Only the headers of weight files are read. `padfree.model.model_files` checks the tensors later.
+Only the headers of weight files are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".s
 
 
 def check_model_folders(config: Config) -> None:
-    """Refuse models on this disk whose folder has no config, no weights or no tokenizer."""
+    """Refuse model folders without a config, weights or a tokenizer."""
     for setting, name in named_models(config).items():
         folder = Path(name).expanduser()
         if not folder.is_dir() or setting == "model.tokenizer":
@@ -46,7 +46,7 @@ def check_config_file(folder: Path) -> None:
 
 
 def check_weight_files(folder: Path, init_setting: str | None) -> None:
-    """Refuse a folder without weights. `init_setting`: the setting that asks for random weights, if there is one."""
+    """Refuse a folder without weights. `init_setting` is the setting that asks for random weights, if there is one."""
     names = {path.name for path in folder.iterdir()}
     if WEIGHTS in names or INDEX in names or any(SHARD.fullmatch(name) for name in names):
         return
@@ -62,7 +62,7 @@ def check_weight_files(folder: Path, init_setting: str | None) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a config that is not a JSON object, and the config of a quantized model."""
+    """Refuse a config that is not a JSON object, or that describes a quantized model."""
     path = folder / CONFIG
     config = _read_json(path)
     if not isinstance(config, dict):
@@ -80,7 +80,7 @@ def check_config(folder: Path) -> None:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], Any]:
-    """Read an index file. Returns the file of each tensor, and the metadata."""
+    """Read an index file: the file of each tensor, and the metadata."""
     index = _read_json(path)
     mapping = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
@@ -89,7 +89,7 @@ def read_index(path: Path) -> tuple[dict[str, str], Any]:
 
 
 def check_headers(folder: Path) -> None:
-    """Refuse weight files that are missing according to the index, or that are not whole."""
+    """Refuse weight files that are missing or incomplete."""
     names = {path.name for path in folder.iterdir()}
     if INDEX in names:
         files = sorted(set(read_index(folder / INDEX)[0].values()))
@@ -106,10 +106,7 @@ def check_headers(folder: Path) -> None:
 
 
 def _header_problem(path: Path) -> str | None:
-    """Return the problem with the size or the header of a safetensors file, or None if there is none.
-
-    8 bytes: the length of the header; the header, as JSON; the tensors, one after the other
-    """
+    """Return what is wrong with the size or the header of a safetensors file, or None."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -135,10 +132,10 @@ def _read_json(path: Path) -> Any:
 
 
 def check_tokenizer_files(config: Config) -> bool:
-    """Whether the run has a tokenizer. Refuses a run that needs one and has none.
+    """Whether the run has a tokenizer. A run that needs one and has none is refused.
 
-    A run on rollout files is not refused, because the files may contain token ids. If they contain text instead,
-    `read_rollouts` asks for a tokenizer.
+    A run on rollout files may contain token ids only, so it may do without a tokenizer. `read_rollouts` asks for one if
+    the files contain text.
     """
     path = Path(config.model.tokenizer or config.model.path)
     if not path.exists() or has_tokenizer(path):

@@ -1,4 +1,4 @@
-"""The sections that name models: the trained model and its adapters, the reference, the teacher and the critic."""
+"""The sections that name models: the trained model, its adapters, the reference, the teacher and the critic."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=
 
 
 def expand_home(section: Any, *names: str) -> None:
-    """Expand `~` in the paths of the fields `names` of `section`.
-
-    A shell expands `~` only at the beginning of a word, and therefore not in `model.path=~/qwen`.
-    """
+    """Expand `~` in the paths of the fields `names` of `section`, because a shell does not."""
     for name in names:
         value = getattr(section, name)
         if isinstance(value, str):
@@ -45,15 +42,15 @@ class ModelConfig:
         "weights", about="Start from the weights of model.path, or from random weights drawn with run.seed."
     )
     tokenizer: str | None = setting(
-        None, about="A folder or Hub id of a tokenizer; none takes the tokenizer of the model.", resume=SAMPLES
+        None, about="A folder or Hub id of a tokenizer; if none, the tokenizer of the model.", resume=SAMPLES
     )
     dtype: ComputeDtype = setting(
         "float32",
-        about="The dtype of the computation; with bfloat16, weights, gradients and optimizer state stay in float32.",
+        about="The dtype of the computation. With bfloat16, weights, gradients and optimizer state stay in float32.",
     )
     attention: str = setting(
         "auto",
-        about="The attention backend by name; auto takes the fastest one that supports the model on this device.",
+        about="The attention backend; auto takes the fastest one that supports the model on this device.",
     )
     freeze: tuple[str, ...] = setting(
         (),
@@ -68,7 +65,7 @@ class ModelConfig:
         about="Train a whole vision-language model on rows with images; false trains its language model on text.",
         needs=need_of(
             "loss.task.reads_images",
-            fix="leave it out: only padfree sft, dpo and distill read images",
+            fix="leave it out: padfree reward reads text only",
             about="a command that reads images from data.path",
         ),
         resume=STAYS,
@@ -82,7 +79,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraConfig:
-    """Low-rank adapters (LoRA, through PEFT) that are trained instead of all weights."""
+    """Low-rank adapters (LoRA) that are trained instead of all weights."""
 
     rank: int = setting(
         0,
@@ -95,18 +92,19 @@ class LoraConfig:
     alpha: float | None = setting(
         None,
         above=0,
-        about="Adapters are scaled by alpha / rank; none sets alpha to the rank, i.e. the scale to 1.",
+        about="Adapters are scaled by alpha / rank; if none, the scale is 1.",
         resume=STAYS,
     )
     dropout: float = setting(0.0, least=0, below=1, about="Dropout probability of the adapter inputs.")
     targets: tuple[str, ...] = setting(
         ("all-linear",),
-        about="Modules that get adapters: all-linear, or names such as q_proj. all-linear does not include experts and "
-        "routers; name them as well.",
+        about="Modules that get adapters: all-linear, or names such as q_proj. Experts and routers are not part of "
+        "all-linear; name them as well.",
         resume=STAYS,
     )
     export: LoraExport = setting(
-        "merged", about="Export the model with the adapters merged into its weights, or the adapters as a PEFT folder."
+        "merged",
+        about="Export the model with the adapters merged into its weights, or only the adapters as a PEFT folder.",
     )
 
     def __post_init__(self) -> None:
@@ -120,7 +118,7 @@ class ReferenceConfig:
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the reference; none takes model.path (DPO, KTO) or ref_logprobs of the data (RL).",
+        about="Folder or Hub id of the reference; if none, model.path (DPO, KTO) or the ref_logprobs of the data (RL).",
         filled=NAMED,
         resume=BETWEEN,
     )
@@ -132,7 +130,7 @@ class ReferenceConfig:
     refresh: int | None = setting(
         None,
         least=1,
-        about="Number of rollout batches after which the reference takes over the policy's weights; none is never.",
+        about="Number of rollout batches after which the reference takes over the policy's weights; if none, never.",
         needs=need_of("path", fix="set reference.path, or leave it out"),
     )
     precompute: bool = setting(
@@ -150,11 +148,11 @@ class ReferenceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherConfig:
-    """The teacher of `padfree distill` and of `loss.advantage=teacher`. It must have the vocabulary of the model."""
+    """The teacher of `padfree distill` and of `loss.advantage=teacher`. It shares the vocabulary of the model."""
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the teacher; all tokens of the run's tokenizer must have the same ids in it.",
+        about="Folder or Hub id of the teacher. Its tokenizer must give all tokens the same ids.",
         filled=NAMED,
         resume=STAYS,
     )
@@ -171,12 +169,12 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticConfig:
-    """The value model of `loss.advantage=gae` (PPO), a model with a scalar head."""
+    """The value model of `loss.advantage=gae` (PPO), with a scalar head."""
 
     path: str | None = setting(
         None,
-        about="A causal language model, which gets a new scalar head, or a reward model, which keeps its head; none "
-        "copies model.path.",
+        about="A causal language model, which gets a new scalar head, or a reward model, which keeps its head; if "
+        "none, a copy of model.path.",
         filled=NAMED,
         needs=GAE,
         resume=STAYS,
@@ -184,7 +182,7 @@ class CriticConfig:
     lr: float | None = setting(
         None,
         above=0,
-        about="Base learning rate of the critic; none takes optimizer.lr.",
+        about="Base learning rate of the critic; if none, optimizer.lr.",
         fix="give more than 0, or leave it out",
         needs=GAE,
     )
@@ -217,20 +215,20 @@ class CriticConfig:
     clip: float | None = setting(
         0.2,
         above=0,
-        about="Maximum change of the value of a token during the updates of one batch; none does not clip.",
+        about="How much the value of a token may change during the updates of one batch; if none, it is not limited.",
         fix='give more than 0, or "none"',
         needs=GAE,
     )
     whiten: bool = setting(
         True,
-        about="Normalise advantages to mean 0 and standard deviation 1 over the scored tokens of a rollout batch.",
+        about="Normalise advantages to mean 0 and standard deviation 1 over a rollout batch.",
         needs=GAE,
         resume=BETWEEN,
     )
     max_grad_norm: float | None = setting(
         1.0,
         above=0,
-        about="Maximum gradient norm of the critic; larger gradients are clipped, and none does not clip.",
+        about="Maximum gradient norm of the critic; if none, gradients are not clipped.",
         fix='give more than 0, or "none"',
         needs=GAE,
     )

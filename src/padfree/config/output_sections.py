@@ -1,10 +1,10 @@
-"""Check that an output file or folder can be written, before the work of a command begins.
+"""Check that output files and folders can be written, before the work of a command begins.
 
     check_output("report/page.html", "--html")       a file: its folder exists and is writable
     check_folder("runs/first", "run.folder")         a folder: it exists and is writable, or it can be created
 
-The checks create an anonymous temporary file in the folder and remove it at once. This detects missing permissions,
-read-only file systems and files in place of folders alike. Existing files are not changed.
+The checks create a temporary file in the folder and remove it at once. This detects missing permissions, read-only file
+systems, and files in place of folders.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from padfree.errors import UserError
 
 
 def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> None:
-    """Raise a `UserError` if the file `path` cannot be written. `name`: the option or setting that gave the path.
+    """Raise a `UserError` if the file `path` cannot be written. `name` is the setting that gave the path.
 
-    `makes_folder`: whether the caller will create the folder of the file if it does not exist.
+    `makes_folder`: the caller creates the folder of the file if it does not exist.
     """
     path = Path(path)
     kind = special_kind(path)
@@ -46,7 +46,7 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Raise a `UserError` if a folder cannot be created or written to. `name`: the setting that gave its path."""
+    """Raise a `UserError` if a folder cannot be created or written to. `name` is its setting."""
     path = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

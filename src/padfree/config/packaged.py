@@ -4,8 +4,7 @@
     verifiers:wordle#eval                                     as data: its held-out rows
     openenv:http://127.0.0.1:8000?turns=8                    a server of an OpenEnv environment
 
-A name of verifiers selects the environment (`rollout.environment`) and its data (`data.path`). The values of arguments
-are JSON; a value that is not JSON is a text.
+The name of an environment also names its data (`data.path`). The values of arguments are JSON, or else text.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ VERIFIERS, OPENENV = "verifiers", "openenv"
 PACKAGES = (VERIFIERS, OPENENV)
 DISTRIBUTIONS = {VERIFIERS: ("verifiers",), OPENENV: ("openenv", "openenv-core")}
 SUPPORTED = {VERIFIERS: ((0, 2), (0, 4)), OPENENV: ((0, 2), (1, 0))}
-"""The first supported version of each package, and the first one that is not supported."""
+"""For each package, the first supported version and the first one that is not supported any more."""
 
 HELD_OUT = "eval"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedEnvironment:
-    """An environment of another package. `name` is the name within the package."""
+    """An environment of another package. `name` is its name within the package."""
 
     package: str
     name: str
@@ -40,12 +39,12 @@ class PackagedEnvironment:
 
 
 def is_packaged(name: str) -> bool:
-    """Whether the name of an environment or of data begins with the name of a supported package."""
+    """Whether the name begins with the name of a supported package."""
     return name.partition(":")[0] in PACKAGES and ":" in name
 
 
 def packaged_environment(name: str, setting: str) -> PackagedEnvironment:
-    """Parse the name of an environment. `setting`: the setting that gave the name, for error messages."""
+    """Parse the name of an environment. `setting` gave the name, for error messages."""
     package, _, rest = name.partition(":")
     rest, mark, part = rest.partition("#")
     own, _, query = rest.partition("?")
@@ -75,10 +74,7 @@ def _value(text: str) -> Any:
 
 
 def check_package(package: str, setting: str, value: str) -> None:
-    """Raise a `UserError` if the package is missing, or if padfree does not support its version. Nothing is imported.
-
-    `value`: the value of `setting`, which needs the package.
-    """
+    """Raise a `UserError` if the package is missing or has an unsupported version. Nothing is imported."""
     install = 'pip install "padfree[environments]"'
     if importlib.util.find_spec(package) is None:
         raise UserError(setting, f"needs the package {package}, which is not installed", install, value=value)

@@ -5,8 +5,8 @@
                                        differ between sampler and trainer
                       kl_*, entropy_*  terms that are added to the loss
 
-The formula of an objective is in `padfree.losses.objectives`, in the file named after its `kind`. The other formulas
-are in `padfree.losses`.
+The formulas are in `padfree.losses`. That of an objective is in the file of the same name in
+`padfree.losses.objectives`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from padfree.choices import KLEstimator, KLWeighting, OldPolicy, SequenceStatistic
-from padfree.config.loss_settings import TaskSettings
+from padfree.config.loss_settings import TaskSettings, check_sampled_images
 from padfree.config.setting import check_table, setting
 from padfree.errors import UserError, check_choice, need
 
@@ -25,7 +25,7 @@ from padfree.errors import UserError, check_choice, need
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """The policy loss as a function of a token's ratio π / π_old and advantage. `kind`: the name of the objective."""
+    """An objective: the loss of a token as a function of its ratio π / π_old and its advantage."""
 
     kind: ClassVar[str]
 
@@ -35,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings(Objective):
-    """Clipped ratio (PPO, GRPO), in [1 - low, 1 + high]. `dual` is its upper bound for negative advantages."""
+    """Clipped ratio (PPO, GRPO), in [1 - low, 1 + high]. `dual` is the upper bound for negative advantages."""
 
     kind: ClassVar[str] = "clip"
     low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
@@ -46,17 +46,17 @@ class ClipSettings(Objective):
         None,
         above=1,
         most=math.inf,
-        about="Dual clip: upper bound of the ratio for negative advantages; none does not bound it.",
+        about="Dual clip: upper bound of the ratio for negative advantages; if none, there is no such bound.",
         fix="give more than 1, or leave it out",
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPOSettings(Objective):
-    """Clipped sequence ratio (GSPO). The default bounds are those of the paper.
+    """Clipped ratio of a whole sequence (GSPO). The default bounds are those of the paper.
 
-    The bounds are much tighter than those of PPO, because the log-ratio is averaged over the tokens of a sequence. This
-    mean varies far less than the log-ratio of a single token.
+    The bounds are much tighter than those of PPO, because the mean log-ratio of a sequence varies less than that of a
+    token.
     """
 
     kind: ClassVar[str] = "gspo"
@@ -77,7 +77,7 @@ class CISPOSettings(Objective):
         None,
         least=0,
         most=1,
-        about="The importance weight is clipped to at least 1 - low; none has no lower bound.",
+        about="The importance weight is clipped to at least 1 - low; if none, there is no lower bound.",
         fix="give 0 to 1, or leave it out for no lower bound",
     )
     high: float = setting(
@@ -107,7 +107,7 @@ LOW_BAND, HIGH_BAND = "0 to 1, less than high", "1 or more, more than low"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """A factor that multiplies the policy objective of a token. `kind` is the name of the correction in a recipe."""
+    """A factor that multiplies the policy objective of a token. `kind` is its name in a recipe."""
 
     kind: ClassVar[str]
     compares_sampler: ClassVar[bool] = True  # needs the sampler's log-probabilities
@@ -165,15 +165,15 @@ class IcePopSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskSettings(BandCorrection):
-    """Mask a sequence whose importance ratio is outside [low, high]; `padfree.losses.corrections` defines the ratio."""
+    """Mask a sequence whose importance ratio is outside [low, high]."""
 
     kind: ClassVar[str] = "sequence_mask"
     low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)
     high: float = setting(2.0, about="Sequences with a larger importance ratio are masked.", allowed=HIGH_BAND)
     statistic: SequenceStatistic = setting(
         "mean",
-        about="The ratio of a sequence: mean or sum takes this statistic of its log-ratios per token; token masks the "
-        "sequence if the ratio of any token is outside the bounds.",
+        about="mean or sum: the ratio of a sequence is this statistic of its log-ratios. token: a sequence is masked "
+        "if the ratio of any of its tokens is outside the bounds.",
     )
 
     def __post_init__(self) -> None:
@@ -184,7 +184,9 @@ class SequenceMaskSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OPSMSettings(Correction):
-    """Off-policy sequence masking: mask sequences with a negative advantage and a mean log π_old - log π > `delta`."""
+    """Off-policy sequence masking: mask sequences with a negative advantage whose mean log π_old - log π exceeds
+    `delta`.
+    """
 
     kind: ClassVar[str] = "opsm"
     compares_sampler: ClassVar[bool] = False
@@ -206,17 +208,16 @@ TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySettings(TaskSettings):
-    """A policy loss: the objective, its corrections, and the terms added to it.
+    """A policy loss: an objective, its corrections, and the KL and entropy terms.
 
-    `old_policy` chooses the log-probabilities in the denominator of the ratio π / π_old:
+    `old_policy` chooses the denominator π_old of the ratio π / π_old:
 
         trainer    computed by the trainer in a forward pass before the update (`old_logprobs`)
         sampler    reported by the sampler (`rollout_logprobs`)
         current    the log-probabilities of π in the update itself, without a separate forward pass. Every batch is
                    then used for one step only. The ratio is 1, and its gradient equals that of the log-probability
 
-    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by the ratio of the token. The ratio is
-    differentiable, so it changes the gradient even if its value is 1.
+    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by the ratio, which also changes its gradient.
     """
 
     command: ClassVar[str] = "rl"
@@ -225,6 +226,7 @@ class PolicySettings(TaskSettings):
     kind: ClassVar[str] = "clip"
     data_format: ClassVar[str] = "rollouts"
     eval_metrics: ClassVar[tuple[str, ...]] = ("reward", "pass@1", "pass@k", "response_length")
+    reads_images: ClassVar[bool] = True
     in_rows: ClassVar[bool] = False
     weighs_tokens: ClassVar[bool] = True
     samples_responses: ClassVar[bool] = True
@@ -259,9 +261,10 @@ class PolicySettings(TaskSettings):
     def check_run(self, config: Any) -> None:
         fix = "set batch.samples=64 and batch.tokens=none: RL batches consist of whole groups of samples"
         need(config.batch.samples is not None, "batch.samples", None, fix)
+        check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
-        """Return the objective and the corrections as `object`, because a caller may have passed values of any type."""
+        """Return the objective and the corrections as `object`, because they may have any type."""
         return self.objective, self.corrections
 
     @property

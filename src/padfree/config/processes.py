@@ -1,4 +1,4 @@
-"""The rank of this process, from the environment variables of torchrun or of processes that were started by hand.
+"""The rank of this process, from the environment variables that torchrun sets.
 
 RANK, WORLD_SIZE                 rank of this process and number of processes, over all hosts
 LOCAL_RANK, LOCAL_WORLD_SIZE     rank of this process and number of processes, on this host
@@ -18,7 +18,7 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processes:
-    """The rank of this process and the number of processes, over all hosts and on this host."""
+    """The rank of this process and the number of processes, in total and on this host."""
 
     rank: int = 0
     world: int = 1
@@ -34,8 +34,8 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the rank and the number of processes from environment variables.
 
-    If a variable has an impossible value, raise a `UserError` that names it. Set `meet=False` if the processes will not
-    connect, as in a dry run; the variables RANK and MASTER_ADDR may then be missing.
+    Raises a `UserError` for a variable with an impossible value. With `meet=False` (as in a dry run), RANK and
+    MASTER_ADDR may be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")

@@ -8,9 +8,9 @@ from padfree.errors import UserError
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into tuples (text, name of the column after this text, or None at the end of the template).
+    """Split a template into pairs (text, name of the column after it). The last name is None.
 
-    `{{` and `}}` are literal braces. Other braces must contain a column name and nothing else.
+    `{{` and `}}` are literal braces. Other braces contain the name of a column.
     """
     fix = "write {prompt} or {column}, and {{ or }} for a brace"
     try:

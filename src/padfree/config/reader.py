@@ -1,4 +1,4 @@
-"""Convert TOML and `section.name=value` overrides to a `Config`, and check every value."""
+"""Convert TOML and `section.name=value` overrides to a checked `Config`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LARGEST_FLOAT = 3.4e38
 """Maximum value of a float setting: the largest float32."""
 
 LARGEST_COUNT = (1 << 53) - 1
-"""Maximum value of an int setting: up to here, a float64 represents every integer exactly."""
+"""Maximum value of an int setting. Up to here, a float64 represents every integer exactly."""
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Read the settings in a TOML file, apply `section.name=value` overrides, and return the checked settings.
+    """Read a TOML file, apply `section.name=value` overrides, and return the checked settings.
 
     If `path` is None, there are only overrides and defaults.
     """
@@ -47,7 +47,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
-    """Read a TOML file or a shipped recipe, and return its tables. Settings are not checked."""
+    """Read a TOML file or a shipped recipe, and return its tables unchecked."""
     path = recipe_path(path)
     check_regular(path, "config")
     try:
@@ -72,7 +72,7 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a TOML file, updated with the nested tables in `changes`. Settings are not checked."""
+    """Return the tables of a TOML file, updated with `changes`, unchecked."""
     values = read_recipe(path)
     kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
     values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
@@ -81,7 +81,7 @@ def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dic
 
 
 def _merged(before: Any, changes: Any) -> Any:
-    """Return `before` updated with `changes`. Tables are merged recursively; any other value replaces the old one."""
+    """Update `before` with `changes`. Tables are merged; any other value replaces the old one."""
     if not isinstance(before, Mapping) or not isinstance(changes, Mapping):
         return changes
     return {**before, **{name: _merged(before.get(name), value) for name, value in changes.items()}}
@@ -90,10 +90,10 @@ def _merged(before: Any, changes: Any) -> Any:
 def _check_bounds_are_meant(
     values: Mapping[str, Any], kind: Any, said: Collection[str], path: str | PathLike[str]
 ) -> None:
-    """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` and an override changes `loss.kind`.
+    """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
 
-    Such a bound was chosen for the kind of loss in the file. `values`: the settings of the file, changed by the
-    overrides. `kind`: `loss.kind` in the file at `path`. `said`: names of the settings that overrides give.
+    `kind` is `loss.kind` in the file, `values` are the settings with the overrides, and `said` the names in the
+    overrides.
     """
     loss = _loss_of(values)
     for name in BOUNDS:
@@ -152,7 +152,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """Return the entry of the list `entries` with the index `part`, e.g. "0" in "data.sources.0.weight=2"."""
+    """Return entry `part` of the list `entries`, such as "0" in "data.sources.0.weight=2"."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
         known = f"has the entries 0 to {len(entries) - 1}" if entries else "is empty"
         raise UserError(
@@ -162,7 +162,7 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Parse the value of an override as TOML. Text that is not TOML becomes a string, and `none` becomes None."""
+    """Parse the value of an override as TOML. Other text is a string, and `none` is None."""
     if text.lower() in ("none", "null"):
         return None
     try:
@@ -173,9 +173,9 @@ def _parsed(text: str) -> Any:
 
 
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
-    """Build the dataclass `kind` from the table `values`. `prefix`: the table's name with a dot at its end.
+    """Build the dataclass `kind` from the table `values`. `prefix` is the table's name with a dot.
 
-    The names of all settings that are given a value other than None are added to `named`.
+    The names of all settings with a value other than None are added to `named`.
     """
     if not isinstance(values, Mapping):
         raise UserError(
@@ -218,7 +218,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
-    """Build the dataclass `kind` from each table of a list. A single table counts as a list of one."""
+    """Build the dataclass `kind` from each table of a list. A single table is a list of one."""
     entries = list(values) if isinstance(values, (list, tuple)) else [values]
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -236,10 +236,7 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """Check that `value` of the setting `name` has the type `hint`, and return it converted to this type.
-
-    An int is accepted as a float, and a single entry as a list of one.
-    """
+    """Check that `value` has the type `hint`, and return it converted to this type (an int to a float)."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise UserError(name, "", "remove the null character", value=value)
@@ -257,7 +254,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
 
 
 def _check_numbers(value: Any, name: str) -> None:
-    """Raise a `UserError` if a number exceeds the bounds of all settings: the largest float32, or 2**53 - 1 for an int.
+    """Raise a `UserError` for a number above the largest float32, or an int above 2**53 - 1.
 
     Settings of the loss may be infinite, which means unbounded.
     """
@@ -271,10 +268,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _table_fix(name: str, value: str) -> str:
-    """Return the fix that tells how to write a table on a command line, where bash expands braces and removes quotes.
-
-    `value`: the table as bash passed it.
-    """
+    """Return how to write a table on a command line, where a shell expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]

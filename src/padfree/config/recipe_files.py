@@ -9,29 +9,23 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return the paths of the recipes that come with the package, by name and in alphabetical order."""
+    """Return the paths of the shipped recipes by name, in alphabetical order."""
     return {path.stem: path for path in sorted(FOLDER.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def recipe_path(name: str | PathLike[str]) -> Path:
-    """Return the path of a recipe. `name` is a path, or the name of a recipe that comes with the package.
-
-    If both exist, the path is used.
-    """
+    """Return the path of a recipe. `name` is a path or the name of a shipped recipe."""
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 
 
 def summary(path: Path) -> str:
-    """Return the first comment of a recipe, which says what the recipe is for."""
+    """Return the first comment of a recipe, which says what it is for."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()
 
 
 def default_recipe(command: str) -> str | None:
-    """Return the name of the recipe that a command uses if none is given, e.g. "sft".
-
-    Return None if the command has several recipes, as `rl` has.
-    """
+    """Return the recipe that a command uses by default, or None if there are several, as for `rl`."""
     names = [name for name in shipped_recipes() if name == command or name.startswith(f"{command}-")]
     return command if names == [command] else None

@@ -1,4 +1,4 @@
-"""The section `rollout`: which engine samples the responses of a run, how many, and how they are rewarded."""
+"""The section `rollout`: how the responses of a run are sampled and rewarded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_PROCESSES = 1024
 """Maximum number of reward processes per rank."""
 
 TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
-"""The settings that truncate the softmax of the sampler, with the values that truncate nothing."""
+"""The settings that truncate the sampler's softmax, with the values that truncate nothing."""
 
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
@@ -34,7 +34,7 @@ FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Servers that the run starts, monitors and stops. It runs `command` once for each entry of `devices`."""
+    """Servers that the run starts and stops. It runs `command` once for each entry of `devices`."""
 
     command: tuple[str, ...] = setting(
         (),
@@ -56,16 +56,16 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """Rollouts that the run samples itself, because `reward`, `environment` or `agent` is set.
+    """Rollouts that the run samples itself. One of `reward`, `environment` and `agent` is set.
 
-    In such a run, `data.path` holds prompts, `batch.samples` counts responses, and `loss.temperature` is also the
-    temperature of the sampler. If none of the three is set, `data.path` holds finished rollouts.
+    In such a run, `data.path` holds prompts, and `batch.samples` counts responses. Otherwise `data.path` holds finished
+    rollouts.
     """
 
     reward: str | None = setting(
         None,
-        about="The reward: exact_match, number_after_hashes, a function of your own as module:function, or a reward "
-        "model as model:folder.",
+        about="The reward: exact_match, number_after_hashes, your own function as module:function, or a reward model "
+        "as model:folder.",
         resume="may change within RL",
     )
     environment: str | None = setting(
@@ -81,13 +81,12 @@ class RolloutConfig:
     episode_timeout: float = setting(
         300.0,
         **SECONDS,
-        about="Time limit of an episode with its reward in seconds, not counting the time spent waiting for tokens; "
-        "without an environment, the limit of each reward.",
+        about="Time limit in seconds of an episode with its reward, without the time spent waiting for tokens. "
+        "Without an environment: of each reward.",
     )
     on_failure: OnFailure = setting(
         "error",
-        about="What happens if an episode or a reward raises an error or hangs: end the run, or skip its group and "
-        "list it in failures.jsonl.",
+        about="If an episode or a reward fails or hangs: end the run, or skip its group and list it in failures.jsonl.",
     )
     reward_processes: int = setting(
         0,
@@ -110,21 +109,21 @@ class RolloutConfig:
     max_concurrent: int = setting(
         256,
         least=1,
-        about="Maximum number of responses that a device generates at the same time; with servers, maximum "
-        "number of requests that a process sends to each server at the same time.",
+        about="Maximum number of responses that a device generates at the same time. With servers: of requests that "
+        "a process sends to each server.",
         formerly="batch",
     )
     kv_cache_memory: Literal["auto"] | float = setting(
         "auto",
         **GIB,
-        about="Size of the KV cache on a GPU in GiB; auto takes what rollout.max_concurrent responses need, but at "
-        "most half of the free memory.",
+        about="Size of the KV cache on a GPU in GiB. auto: what rollout.max_concurrent responses need, at most half "
+        "of the free memory.",
         fix="give 'auto' or a number of GiB greater than 0",
     )
     exact: Literal["auto"] | bool = setting(
         "auto",
-        about="With in_process: the sampler's log-probabilities have the same bits as the trainer's; auto: true if "
-        "every operator of the model allows it on this device.",
+        about="With in_process: the log-probabilities of sampler and trainer have the same bits. auto: true if the "
+        "model supports this on this device.",
         fix="give 'auto', true or false",
     )
     staleness: int = setting(
@@ -135,8 +134,8 @@ class RolloutConfig:
     )
     routing: Routing = setting(
         "recompute",
-        about="The experts of a mixture of experts in training: recompute lets the routers choose them again; replay "
-        "uses the experts that the sampler chose for each token.",
+        about="Which experts a token gets in training: recompute lets the routers choose again, replay uses the "
+        "sampler's choice.",
     )
     filter: RolloutFilter = setting(
         "none", about="equal replaces groups whose rewards are all equal by groups of other prompts."
@@ -144,14 +143,14 @@ class RolloutConfig:
     oversample: float = setting(
         1.0,
         least=1,
-        about="With a filter: number of groups that are requested at once, as a multiple of the number that is needed.",
+        about="With a filter: how many groups are requested at once, as a multiple of the groups still needed.",
         needs=FILTERED,
     )
     filter_bound: float = setting(
         3.0,
         least=1,
-        about="With a filter: maximum number of groups requested for a batch, as a multiple of the groups in a "
-        "batch; after that, groups with equal rewards fill the batch.",
+        about="With a filter: maximum number of groups requested for a batch, as a multiple of the groups of a "
+        "batch. After that, groups with equal rewards fill the batch.",
     )
     overlong_buffer: int = setting(
         0,
@@ -178,8 +177,8 @@ class RolloutConfig:
     )
     transfer_folder: str | None = setting(
         None,
-        about="Folder for the files of a weight sync, which the run and the servers must see under the same path; none "
-        "uses memory (/dev/shm) or the run folder.",
+        about="Folder for the files of a weight sync, under the same path for the run and the servers; if none, "
+        "memory (/dev/shm) or the run folder.",
         filled="give a folder, or leave it out",
     )
     timeout: float = setting(600.0, **SECONDS, about="Seconds without a responsive server after which the run ends.")
@@ -187,7 +186,7 @@ class RolloutConfig:
         None,
         above=0,
         most=math.inf,
-        about="Maximum mean difference between the log-probabilities of server and trainer; none is 0.002, or 0.1 "
+        about="Maximum mean difference between the log-probabilities of server and trainer; if none, 0.002, or 0.1 "
         "in bfloat16.",
         fix="give more than 0, or leave it out",
     )
@@ -195,8 +194,8 @@ class RolloutConfig:
         1.0,
         above=0,
         most=1,
-        about="Sample only from the most likely tokens whose probabilities sum to this number; the trainer's "
-        "log-probabilities are computed under the truncated distribution.",
+        about="Sample only from the most likely tokens whose probabilities sum to this number. The trainer truncates "
+        "its distribution in the same way.",
     )
     top_k: int | None = setting(
         None,
@@ -221,7 +220,7 @@ class RolloutConfig:
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers sample the responses. A user's own engine may work without servers."""
+        """Whether servers sample the responses. A user's own engine may have no servers."""
         return bool(self.servers or self.launch.command)
 
     def keeps_sent_weights(self, dtype: str) -> bool:
@@ -235,7 +234,7 @@ class RolloutConfig:
 
     @property
     def source(self) -> str | None:
-        """The name of the setting that makes the run sample responses; None if the run reads finished rollouts."""
+        """The setting that makes the run sample responses, or None if the run reads finished rollouts."""
         for name in ("environment", "agent", "reward"):
             if getattr(self, name):
                 return f"rollout.{name}"
@@ -243,7 +242,7 @@ class RolloutConfig:
 
     @property
     def has_episodes(self) -> bool:
-        """Whether an environment or agent plays episodes. Otherwise every response is an episode of one turn."""
+        """Whether an environment or agent plays episodes. Otherwise a response is an episode of one turn."""
         return self.environment is not None or bool(self.agent)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The sections of a recipe except those for models, rollouts and the loss: one frozen dataclass per section.
+"""The sections of a recipe except models, rollouts and the loss: one frozen dataclass each.
 
-Each section refuses values that it cannot use. Rules that involve several sections are in `padfree.config.config`.
+A section checks its own settings. `padfree.config.config` has the rules that involve several sections.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ MOST_IMAGE_PIXELS = 178_956_970
 """Maximum of `data.max_image_pixels`: Pillow refuses larger images."""
 
 MOST_EPOCHS = 100_000
-"""Maximum of `data.epochs`: before a run starts, its steps are counted epoch by epoch, which takes time."""
+"""Maximum of `data.epochs`, because the steps of a run are counted epoch by epoch before it starts."""
 
 EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or give none and set run.steps"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """The training data: one path, or a mixture of `sources`. `padfree.data` reads it."""
+    """The training data: one path, or a mixture of `sources`."""
 
     path: tuple[str, ...] = setting(
         (), about="Files or folders (JSONL, JSON, Parquet) or Hub ids with the training data.", resume=SAMPLES
@@ -81,7 +81,8 @@ class DataConfig:
     )
     columns: dict[str, str] = setting(
         factory=dict,
-        about='Renames columns: { question = "prompt", answer = "response" } maps your names to padfree\'s.',
+        about='Renames columns: { question = "prompt", answer = "response" } reads your column question as padfree\'s '
+        "prompt.",
         resume=SAMPLES,
     )
     loss_on: LossOn = setting(
@@ -92,8 +93,8 @@ class DataConfig:
     )
     turns: Turns = setting(
         "auto",
-        about="Whether the assistant turns of a conversation form one sample (together) or one sample each (apart); "
-        "auto is together unless the chat template rewrites earlier turns.",
+        about="together: the assistant turns of a conversation are one sample. apart: each turn is a sample. auto: "
+        "together, unless the chat template rewrites earlier turns.",
         resume=SAMPLES,
     )
     system: str | None = setting(
@@ -113,13 +114,13 @@ class DataConfig:
     )
     prompt_format: PromptFormat = setting(
         "auto",
-        about="Whether prompts go through the chat template (chat) or are used as they are (plain); auto is chat if "
-        "the tokenizer has a template.",
+        about="chat: prompts go through the chat template. plain: they are used as they are. auto: chat if the "
+        "tokenizer has a template.",
         resume=SAMPLES,
     )
     chat_template: str | None = setting(
         None,
-        about="A file with a chat template; none takes the template of the tokenizer.",
+        about="A file with a chat template; if none, the template of the tokenizer.",
         filled="give a file, or leave it out",
         resume=SAMPLES,
     )
@@ -132,12 +133,13 @@ class DataConfig:
     )
     on_bad_row: OnBadRow = setting(
         "error",
-        about="What happens to a row that cannot be used; skipped rows are listed in rows.jsonl of the run folder.",
+        about="skip leaves out rows that cannot be used and lists them in rows.jsonl of the run folder; error ends "
+        "the run.",
         resume=SAMPLES,
     )
     image_folder: str | None = setting(
         None,
-        about="The folder of relative image paths; none: the folder of the data file.",
+        about="The folder of relative image paths; if none, the folder of the data file.",
         filled="give a folder, or leave it out",
         needs=IMAGES,
         resume=SAMPLES,
@@ -146,7 +148,7 @@ class DataConfig:
         1 << 26,
         least=1,
         most=MOST_IMAGE_PIXELS,
-        about="Maximum width × height of an image; a row with a larger image is a bad row.",
+        about="Maximum width × height of an image; a row with a larger image cannot be used.",
         needs=IMAGES,
         resume=SAMPLES,
     )
@@ -155,7 +157,7 @@ class DataConfig:
         1,
         least=1,
         most=MOST_EPOCHS,
-        about="Number of passes over the data; none continues until run.steps is reached.",
+        about="Number of passes over the data; if none, as many as run.steps needs.",
         fix=EPOCHS_FIX,
         resume=STAYS,
     )
@@ -179,11 +181,11 @@ class DataConfig:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All files, folders and Hub ids with training data, from `path` or from all `sources`."""
+        """All files, folders and Hub ids with training data."""
         return self.path or tuple(path for source in self.sources for path in source.path)
 
     def of_source(self, source: DataSource) -> DataConfig:
-        """Return these settings with `source` as the only data, so that this source can be read alone."""
+        """Return these settings with `source` as the only data."""
         own = {name: getattr(source, name) for name in ("columns", "split", "subset")}
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, path=source.path, sources=(), **given)
@@ -191,7 +193,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """Evaluation on held-out data. The settings of `data` (columns, templates, lengths) apply to it as well."""
+    """Evaluation on held-out data. The settings of `data` apply to it as well."""
 
     path: tuple[str, ...] = setting(
         (), about="Files, folders or Hub ids with held-out data; without them nothing is evaluated."
@@ -200,17 +202,17 @@ class EvalConfig:
     every: int | None = setting(
         None,
         least=1,
-        about="Number of steps between evaluations; none evaluates at the start and at the end only.",
+        about="Number of steps between evaluations; if none, only at the start and at the end.",
         needs=HELD_OUT,
     )
     start: bool = setting(True, about="Evaluate before the first step as well.")
     samples: int | None = setting(
-        None, least=1, about="Number of samples to evaluate, from the beginning of the data; none takes all."
+        None, least=1, about="Number of samples to evaluate, from the beginning of the data; if none, all."
     )
     # RL only
     reward: str | None = setting(
         None,
-        about="RL: the reward function for held-out responses; none takes rollout.reward.",
+        about="RL: the reward function for held-out responses; if none, rollout.reward.",
         needs=(HELD_OUT, SAMPLED),
     )
     greedy: bool = setting(
@@ -242,7 +244,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """The global batch of a step, given as a number of `samples` or as a budget of `tokens`."""
+    """The global batch of a step: a number of `samples`, or a budget of `tokens`."""
 
     samples: int | None = setting(
         None, least=1, about="Number of samples per step over all devices; RL does not split groups.", resume=STAYS
@@ -255,8 +257,8 @@ class BatchConfig:
     )
     overlong: RunOverlong = setting(
         "error",
-        about="What happens to a sample that is longer than batch.tokens or batch.max_tokens; alone puts it into a "
-        "micro-batch of its own.",
+        about="What happens to a sample longer than batch.tokens or batch.max_tokens; alone gives it a micro-batch "
+        "of its own.",
         resume="may change with batch.samples",
     )
     buffer: int = setting(
@@ -267,13 +269,13 @@ class BatchConfig:
     )
     cost: str | None = setting(
         None,
-        about="A cost model file written by padfree plan --calibrate; none estimates costs as FLOPs from the model's "
+        about="A cost model file of padfree plan --calibrate; if none, costs are estimated as FLOPs from the model's "
         "config.",
     )
     share_prefixes: SharePrefixes = setting(
         "auto",
-        about="Compute a common prefix of several samples once: auto does so within a group if it saves time, true "
-        "for any samples, false never.",
+        about="Compute a common prefix of several samples once. auto: within a group if it saves time; true: for any "
+        "samples; false: never.",
     )
 
     def __post_init__(self) -> None:
@@ -286,10 +288,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How a run divides its processes, of which there are replicate x shard x context.
+    """How a run divides its processes: replicate x shard x context.
 
-    The size of shard is not a setting. It follows from the number of processes and the other two sizes. `expert`
-    divides the shard x context processes of a replica in another way, for the weights of experts only.
+    `shard` is not a setting: it follows from the number of processes. `expert` divides shard x context processes in
+    another way, for the weights of experts only.
     """
 
     context: Literal["auto"] | int = setting(
@@ -302,16 +304,16 @@ class ParallelConfig:
     expert: int = setting(
         1,
         least=1,
-        about="Number of neighbouring ranks that divide the experts of a layer among them and exchange tokens; 1 "
-        "gathers all experts of a layer on every rank.",
+        about="Number of neighbouring ranks that divide the experts of a layer among them; with 1, every rank "
+        "gathers all experts.",
     )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: str = setting(
         "auto",
-        about="Activation checkpointing: none keeps all activations, host offloads matmul results of compiled layers, "
-        "selective recomputes everything but matmuls, full whole layers; auto chooses a level for each layer on a GPU, "
-        "as in '6 host, 30 none'.",
+        about="Activations that layers keep for backward: none keeps all, host moves matmul results of compiled "
+        "layers to host memory, selective keeps matmul results, full only the input of a layer. auto: a level for "
+        "each layer on a GPU, as in '6 host, 30 none'.",
         allowed="auto, none, host, selective, full, or numbers of layers with their levels",
     )
     compile: CompilerOrAuto | bool = setting(
@@ -319,13 +321,13 @@ class ParallelConfig:
     )
     kernels: LayerKernels = setting(
         "auto",
-        about="Use padfree's fused operators (RMSNorm, QK-norm with RoPE, SwiGLU) in compiled layers; none uses "
-        "torch.compile only.",
+        about="Use padfree's fused operators (RMSNorm, QK-norm with RoPE, SwiGLU) in compiled layers; none leaves "
+        "them to the compiler.",
     )
     linear: LinearDtype = setting(
         "bfloat16",
-        about="The dtype in which linear layers of decoder layers multiply: float8 casts the operands with one scale "
-        "per matrix row. Weights, adapters, the head, routers and experts stay as they are.",
+        about="The dtype in which linear layers of decoder layers multiply. Adapters, the head, routers and experts "
+        "never use float8.",
         needs=need_of(
             "model.dtype", "bfloat16", fix="set model.dtype=bfloat16: float8 matmuls have bfloat16 inputs and results"
         ),
@@ -338,21 +340,21 @@ class ParallelConfig:
     float8_budget: float | None = setting(
         None,
         above=0.0,
-        about="Maximum relative change of any decoder layer's gradient that float8 in one layer may cause. It is "
-        "measured on the first micro-batch; layers that cause more stay in bfloat16. none: nothing is measured.",
+        about="Maximum relative change of any layer's gradient that float8 in one layer may cause, measured on the "
+        "first micro-batch. Layers that cause more stay in bfloat16. If none, nothing is measured.",
         needs=FLOAT8,
     )
     head_memory: HeadMemory | float = setting(
         "speed",
         **GIB,
-        about="Memory for the logits: speed (about 4 GiB), low (about 1 GiB) or a number of GiB; the less memory, the "
-        "more is recomputed.",
+        about="Memory for the logits: speed (about 4 GiB), low (about 1 GiB) or a number of GiB. With less memory, "
+        "more logits are computed twice.",
         fix="give 'speed', 'low' or a number of GiB greater than 0",
     )
     reshard: Literal["auto"] | bool = setting(
         "auto",
-        about="Free the gathered weights of a layer after its forward and gather them again for the backward; false "
-        "keeps them in memory, and auto is false if they fit.",
+        about="Free the gathered weights of a layer after its forward, and gather them again for its backward. auto: "
+        "false if they fit into memory.",
     )
     offload: bool = setting(False, about="Keep weights, gradients and optimizer state in CPU memory.")
 
@@ -367,7 +369,7 @@ class ParallelConfig:
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def most_context(self, processes: int) -> int:
-        """Return the maximum number of ranks that share a pack: all ranks of a replica if `context` is "auto"."""
+        """Return the maximum number of ranks that share a pack: all ranks of a replica for "auto"."""
         return max(1, processes // self.replicate) if self.context == "auto" else self.context
 
     def __post_init__(self) -> None:
@@ -390,25 +392,25 @@ class CheckpointConfig:
     every: int | None = setting(
         None,
         least=1,
-        about="Number of steps between checkpoints; the last step writes one too. With none, only checkpoint.best and "
-        "a signal that stops the run write checkpoints; a finished run is then exported, but cannot continue.",
+        about="Number of steps between checkpoints; the last step writes one too. If none, only checkpoint.best and "
+        "a signal that stops the run write checkpoints.",
     )
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: bool = setting(False, about="Write checkpoints in the background while training continues.")
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(
-        "base", about="The dtype of the exported weights; base is the dtype of the files of model.path."
+        "base", about="The dtype of the exported weights; base: that of the files of model.path."
     )
     best: str | None = setting(
         None,
-        about="An evaluation metric such as eval/loss: the checkpoint with the best value is kept and exported to "
+        about="An evaluation metric such as eval/loss. The checkpoint with the best value is kept and exported to "
         "model-best/.",
         needs=need_of("eval.path", fix="set eval.path to held-out data: the metric is measured on it"),
     )
     better: Better = setting(
         "auto",
-        about="Whether the best value of checkpoint.best is the lowest or the highest; auto is lowest for loss, "
+        about="Whether the lowest or the highest value of checkpoint.best is the best. auto: the lowest for loss, "
         "perplexity and length.",
         needs=need_of("best", fix="leave it out, or set checkpoint.best"),
     )
@@ -447,7 +449,7 @@ class RunConfig:
     """The run itself: its folder, its length and its device."""
 
     folder: str = setting(about="The folder for everything that the run writes.", filled="give a folder for the run")
-    steps: int | None = setting(None, least=1, about="Number of optimizer steps; none runs until the data ends.")
+    steps: int | None = setting(None, least=1, about="Number of optimizer steps; if none, until the data ends.")
     seed: int = setting(
         0,
         least=0,

@@ -1,4 +1,4 @@
-"""The rules and the meaning of a setting, stored as metadata of its dataclass field.
+"""The rules and the meaning of a setting, as metadata of its dataclass field.
 
     lr: float = setting(1e-5, least=0, about="Base learning rate.")
 
@@ -10,8 +10,8 @@
     formerly                     the former name of the setting; it is refused with a message that gives the new name
     resume                       whether the setting may change when a run resumes from a checkpoint
 
-A field without rules takes every value of its type and may change on resume. Rules that involve several settings in
-other ways are in the `__post_init__` of their section, or of `Config`.
+A field without rules takes every value of its type and may change on resume. Other rules are in the `__post_init__` of
+a section or of `Config`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STAYS: Resume = "must stay"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number, both ends included, and the fix in the error message for a number outside it."""
+    """The range of a number with both ends, and the fix in the error message."""
 
     low: float
     high: float
@@ -53,12 +53,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement of a setting: the other setting `name` must have one of `values`.
+    """A requirement: the other setting `name` must have one of `values`, or any value if `values` is empty.
 
-    If `values` is empty, the other setting must be set to any value.
-
-    A name without a dot is a field or property of the same table. A name with a dot is looked up
-    from the `Config`, as in `loss.kind`.
+    A name without a dot belongs to the same table. A name with a dot, such as `loss.kind`, is looked up from the
+    `Config`.
     """
 
     name: str
@@ -75,7 +73,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The meaning and the rules of a setting, as the metadata of its dataclass field."""
+    """The meaning and the rules of a setting."""
 
     about: str = ""
     bounds: Bounds | None = None
@@ -105,10 +103,10 @@ def setting(
     resume: Resume = "may change",
     formerly: str | None = None,
 ) -> Any:
-    """Return a dataclass field with its meaning and its rules. The module docstring explains the arguments.
+    """Return a dataclass field with its meaning and its rules.
 
-    A number must be finite unless `most` is infinity. None is accepted if the type of the field includes None. If
-    `filled` is given, an empty string is refused, and `filled` is the fix in the error message.
+    A number must be finite unless `most` is infinity. None is accepted if the field's type includes None. `filled` is
+    the fix for an empty string, which is otherwise accepted.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
@@ -141,10 +139,10 @@ def _range_words(least: float | None, above: float | None, most: float | None, b
 
 
 def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
-    """Return the requirement that the setting or property `name` has one of `values`; without `values`, that it is set.
+    """Return the requirement that the setting `name` has one of `values`, or any value.
 
-    `fix`: the fix in the error message. `about`: the requirement in words. It is needed if `name` is a property of a
-    section, such as `rollout.may_have_servers`, which users do not know.
+    `fix` is the fix in the error message. `about` describes the requirement if `name` is a property that users do not
+    know.
     """
     wanted = f"{name}={str(values[0]).lower()}" if values else name
     return Needs(name, values, fix or f"set {wanted}, or leave it out", about)
@@ -156,10 +154,7 @@ def rules_of(entry: Field[Any]) -> Rules:
 
 
 def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> None:
-    """Raise a `UserError` if the field `name` of the dataclass `kind` does not accept `value`.
-
-    `setting`: the full name of the setting, for the message.
-    """
+    """Raise a `UserError` about `setting` if the field `name` does not accept `value`."""
     entry: Field[Any] = kind.__dataclass_fields__[name]
     rules, written = rules_of(entry), str(entry.type)
     if rules.filled is not None:
@@ -172,10 +167,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` for a value outside its bounds, or for `needs` that other settings of the table do not meet.
-
-    `prefix` is the name of the table with a dot at its end.
-    """
+    """Raise a `UserError` for a value outside its bounds, or for unmet `needs` within the table."""
     for entry in fields(table):
         value = getattr(table, entry.name)
         check_bounds(type(table), entry.name, value, f"{prefix}{entry.name}")
@@ -185,7 +177,7 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` for `needs` that settings of other tables do not meet."""
+    """Raise a `UserError` for unmet `needs` of other tables."""
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:
@@ -202,10 +194,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Map the name of each setting of the dataclass `kind` to its rule for resuming, such as "must stay".
-
-    `hints`: function that returns the type hints of a dataclass. `prefix`: name of the table, with a dot at its end.
-    """
+    """Map each setting of the dataclass `kind` to its rule for resuming, such as "must stay"."""
     found: dict[str, Resume] = {}
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

@@ -1,4 +1,4 @@
-"""Every setting with its type, default, bounds, requirements and meaning, collected from the fields of `Config`.
+"""Every setting with its type, default, bounds and meaning, collected from the fields of `Config`.
 
     batch.samples    int or none    none    1 or more    "Number of samples per step over ..."    must stay
 
@@ -40,7 +40,7 @@ class SettingEntry:
 
     @property
     def section(self) -> str:
-        """The name of the table that contains the setting: everything before the last dot of `name`."""
+        """The table of a setting: everything before the last dot of `name`."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -62,12 +62,12 @@ class SectionEntry:
 
 
 def setting_entries() -> list[SettingEntry]:
-    """Return every setting, in the order of the sections of `Config`. The settings of a table are adjacent."""
+    """Return every setting, in the order of the sections."""
     return [_entry(kind, entry, prefix) for kind, entry, prefix in _fields(Config, "")]
 
 
 def section_entries() -> dict[str, SectionEntry]:
-    """Return every table of settings by name. The meaning of a table is the first paragraph of its class docstring."""
+    """Return every table of settings by name. Its meaning is the first paragraph of the class docstring."""
     found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")
@@ -77,7 +77,7 @@ def section_entries() -> dict[str, SectionEntry]:
 
 
 def matching_entries(name: str | None) -> list[SettingEntry]:
-    """Return the settings of a table (`rollout`), one setting (`loss.kind`) or, if `name` is None, all settings.
+    """Return the settings of a table (`rollout`), one setting (`loss.kind`), or all if `name` is None.
 
     Raise a `UserError` for an unknown name.
     """
@@ -92,10 +92,7 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """Return the fix for an unknown name.
-
-    The fix suggests the new name of a renamed setting, settings with the same last part, or the closest name.
-    """
+    """Return the fix for an unknown name: the new name, names with the same last part, or the closest one."""
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]
     names = [name for entry in entries for name in (entry.name.partition(".")[0], entry.section, entry.name)]
@@ -107,10 +104,7 @@ def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
 
 
 def _fields(kind: type[Any], prefix: str) -> Iterator[tuple[type[Any], Field[Any], str]]:
-    """Yield every setting of the dataclass `kind` and of its nested tables: its class, its field, and its prefix.
-
-    The prefix is the name of the table with a dot at its end. The settings of a table come before its nested tables.
-    """
+    """Yield the class, the field and the table prefix of every setting of `kind` and of its nested tables."""
     nested: list[tuple[type[Any], str]] = []
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):
@@ -176,7 +170,7 @@ def _type_words(hint: Any) -> str:
 
 
 def value_words(value: Any) -> str:
-    """Return a value as a recipe spells it, without the quotes around a word."""
+    """Return a value as a recipe spells it, without quotes."""
     if value is None:
         return "none"
     if isinstance(value, (tuple, list)):
@@ -195,10 +189,7 @@ def _need_words(need: Needs, prefix: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], widest: int = 36) -> str:
-    """Format rows of cells as text with aligned columns.
-
-    A column is at most `widest` characters wide. A longer cell moves the rest of its line to the right.
-    """
+    """Format rows of cells as aligned columns; a cell longer than `widest` moves the rest of its line."""
     columns = range(len(rows[0]) - 1)
     widths = [max((len(row[column]) for row in rows if len(row[column]) <= widest), default=0) for column in columns]
     return "".join(

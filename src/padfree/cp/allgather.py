@@ -1,14 +1,16 @@
 """Context parallelism by gathering keys: each rank holds some queries and receives all keys that they see.
 
-A pack of T tokens is divided over `world` ranks, T/world tokens each. A rank holds pieces of documents. It receives
-from other ranks the keys and values that its pieces read (see `padfree.cp.keys`), arranges the received and its own
-keys in the order of its pieces, and calls the kernel once. No partial results have to be merged, because this call sees
-all keys of a query. If documents are short, most of them are whole on one rank and hardly anything is sent. If one
-document is as long as the pack, every key is sent to other ranks, as in an all-gather. The gradients of keys are sent
-back the same way, in the dtype of the keys. They are summed in float32 in rank order, so that the sum is deterministic.
+A pack of T tokens is divided over `world` ranks. Each rank holds pieces of documents, T/world tokens in total. The rank
+receives the keys and values that its pieces read from the other ranks, and then calls the kernel once. This call sees
+all keys of a query, so no partial results are merged.
 
-`local_attention` is the computation without the communication. With it, one process can simulate the ranks one after
-the other: `k_pool = k.index_select(0, prepare_keys(plan).pool_tokens)` selects a rank's keys from the k of the pack.
+The amount of communication depends on the documents. Short documents are mostly whole on one rank, and almost nothing
+is sent. If one document fills the pack, every key is sent to other ranks.
+
+The gradients of keys are sent back the same way. They are summed in float32 in rank order, so the sum is deterministic.
+
+`local_attention` is the computation without the communication, so that one process can simulate the ranks one after the
+other.
 """
 
 from __future__ import annotations
@@ -44,8 +46,7 @@ def attend_allgather(
 ) -> Tensor:
     """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
-    k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv]. `options`
-    are those of `varlen_attention`: scale, softcap, sinks, backend.
+    k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """
     keys = prepare_keys(plan, causal=causal, window=window)
     if image_blocks is not None:
@@ -72,9 +73,8 @@ def local_attention(
 ) -> Tensor:
     """Attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
 
-    Returns [T/world, H, dv]. The pool holds the rank's own keys and the keys it received: `k_pool` [N, Hkv, d] and
-    `v_pool` [N, Hkv, dv]. Each may also be a tuple of two tensors: one for the rank's own keys, one for the received
-    keys. `options` are those of `varlen_attention`: scale, softcap, sinks, backend.
+    The pool holds the rank's own keys and the received keys: `k_pool` [N, Hkv, d] and `v_pool` [N, Hkv, dv]. Each may
+    also be a tuple (own, received). Returns [T/world, H, dv].
     """
     keys = prepare_keys(plan, causal=causal, window=window)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -91,10 +91,7 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select from a pool of N keys the K keys that this rank's pieces read: [N, ...] -> [K, ...].
-
-    The pool is one tensor, or two: one for the rank's own keys, one for the received keys.
-    """
+    """Select the K keys that this rank's pieces read from a pool of N keys, in one or two tensors."""
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, *pool: Tensor) -> Tensor:
@@ -111,9 +108,10 @@ class _SelectKeys(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Exchange keys and values with the other ranks, and select those that this rank's pieces read.
+    """Exchange keys and values with the other ranks, and return those that this rank's pieces read.
 
-    Takes this rank's keys and values, each [T/world, ...], and returns those that its pieces read, each [K, ...].
+    Takes this rank's keys and values, each [T/world, ...], and returns the keys and values of its pieces, each [K,
+    ...].
     """
 
     @staticmethod
@@ -146,10 +144,8 @@ def _exchanged(
 ) -> list[tuple[Tensor, ...]]:
     """Exchange slices of several tensors with all ranks in one all-to-all.
 
-    `leaving` holds the slices to send: the slices of all tensors for rank 0, then those for rank 1, and so on.
-    `send[r]` and `receive[r]` are the numbers of tokens sent to rank r and received from it. Each tensor has the same
-    trailing dimensions as the tensor in `like` with the same index. Returns, for each tensor, the slices received from
-    all ranks, in rank order.
+    `leaving` holds the slices to send, in rank order. `send[r]` and `receive[r]` are the numbers of tokens sent to rank
+    r and received from it. Returns the slices received from all ranks, in rank order, for each tensor.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

@@ -56,11 +56,11 @@ def attend(
     sinks: Tensor | None = None,
     image_blocks: bool = False,
 ) -> Tensor:
-    """Attention of this rank's tokens within their pack; differentiable. `context` describes the pack and the ranks.
+    """Attention of this rank's tokens within their pack; differentiable.
 
-    A pack of T tokens is divided over `world` ranks. q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] and
-    sinks [H] -> [T/world, H, dv]. The gradient of `sinks` is this rank's contribution: sum it over the ranks, as for
-    every other parameter. If `image_blocks` is True, the tokens of an image attend to each other.
+    q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]. The gradient of `sinks` [H] is
+    this rank's contribution: sum it over the ranks. If `image_blocks` is True, the tokens of an image attend to each
+    other.
     """
     segments = context.segments
     expected = segments.num_tokens // context.world
@@ -138,11 +138,7 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """The bytes that ranks send to each other for one causal attention layer with the given method and layout.
-
-    `element_size` is the number of bytes per element of q, k and v. Index arrays are not counted, because they are
-    never sent.
-    """
+    """Count the bytes that ranks send to each other for one causal attention layer."""
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size

@@ -1,24 +1,16 @@
-"""The pieces of the layout `balanced`: equal tokens and nearly equal cost on every rank. Pure index arithmetic.
+"""The layout `balanced`: equal tokens and nearly equal cost on every rank. Pure index arithmetic.
 
-As in `padfree.cp.layout`, a document is a segment of the pack, a piece is a range of a document, and the work of a
-piece is its number of (query, key) pairs.
+A document is a segment of the pack, a piece is a range of a document, and the *work* of a piece is its number of
+(query, key) pairs.
 
-A layout with equal tokens and equal work always exists. Lay the documents on a circle and slide a window of T/2 tokens
-around it. The mean work over all windows is half of the total work, and the work is a continuous function of the
-window's location (linear between two document boundaries); so some window has exactly half of the work. Its two ends
-cut the circle. The window goes to one half of the ranks and the remainder of the circle to the other half. Both parts
-are divided in the same way until each rank has one part. For S documents of any lengths, all ranks then have exactly
-equal numbers of tokens and, to any desired precision, equal work. There are at most S + 2 (world - 1) pieces in total.
-A document as long as the pack becomes head-tail pairs, a shorter long document becomes uneven pieces, and short
-documents stay whole.
+Tokens and work can always be divided equally. Lay the documents on a circle, and slide a window of half of the tokens
+around it. The work in the window changes continuously, and its mean is half of the total. So some window holds exactly
+half of the work. One half of the ranks gets the window, the other half gets the remainder. Both are divided in the same
+way until each rank has one part. There are at most S + 2 (world - 1) pieces for S documents.
 
-Work is not the only cost. For a piece [a, b), the a keys before it are gathered and their gradients are sent back.
-Kernels compute whole tiles of queries against whole tiles of keys. Each tile of keys also has a fixed cost, so that
-short documents are expensive. `tile_cost` counts all these costs. Among the windows that give every rank at most
-1 + TOLERANCE of the mean work, the search takes the window whose more expensive side is cheapest. As a result, ranks
-that read many keys get less work, cuts are few and near the heads of documents, and the last cuts fall between tiles.
-The limit on work has priority over equal costs, so the rank that holds the head of a very long document, which reads
-the fewest keys, stays the cheapest.
+Work is not the only cost. Kernels compute whole tiles, each tile of keys has a fixed cost, and keys of other ranks must
+be fetched. `tile_cost` counts all of this. The search accepts windows whose work per rank is at most 1 + TOLERANCE of
+the mean. Among these it takes the window whose more expensive side is cheapest.
 """
 
 from __future__ import annotations
@@ -38,20 +30,20 @@ TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
 """Kernels process TILE keys and QUERY_TILE queries at a time."""
 
 OWN_KEY_PAIRS = 400
-"""Fixed cost of a key inside a piece, in (query, key) pairs. The number of keys is rounded up to whole tiles."""
+"""The fixed cost of a key inside a piece, in (query, key) pairs. Keys are counted in whole tiles."""
 
 EARLIER_KEY_PAIRS = 240
-"""Fixed cost, in (query, key) pairs, of a key before a piece: the key is gathered and its gradient is sent back, but
-its token is not a query of the piece."""
+"""The fixed cost of a key before a piece, in (query, key) pairs. Such a key is fetched and its gradient is sent back.
+"""
 
 TOLERANCE = 0.019
-"""The fraction by which a rank's work may exceed the mean work if that makes the modelled costs of ranks more equal."""
+"""A rank's work may exceed the mean work by this fraction, to make the costs of the ranks more equal."""
 
 GOOD = 1.015
-"""The cost per rank, relative to the mean, at which a window is accepted without a longer search."""
+"""A window with this cost per rank, relative to the mean, is accepted without a longer search."""
 
 REFUSED = 2.0**40
-"""The least score of a window whose work is outside the tolerance; larger than any relative cost."""
+"""A score above any relative cost, for windows whose work is outside the tolerance."""
 
 
 def causal_work(first: Indices, end: Indices) -> Indices:
@@ -60,11 +52,7 @@ def causal_work(first: Indices, end: Indices) -> Indices:
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """The cost of each piece [first, end), in (query, key) pairs.
-
-    It is the number of pairs in all tiles that a kernel computes, plus the fixed costs of keys. The first tile of
-    queries starts at `first`.
-    """
+    """The cost of each piece [first, end), in pairs of a query and a key: whole tiles and fixed costs of keys."""
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
@@ -76,18 +64,13 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
 
 
 def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """Divide the documents of a pack over `world` ranks.
-
-    Returns the starts of the pieces in the pack, ascending, and the rank that owns each piece.
-    """
+    """Divide a pack over `world` ranks: the ascending starts of the pieces, and the rank of each."""
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
-    # Short documents come first, in the order of the pack. This spreads the documents that whole tiles make expensive
-    # over the ranks. Long documents follow, the longest last. On the circle, short documents come after the longest
-    # document. So the ranks that hold the tail of the longest document, and read the most keys, get short documents
-    # too. The nodes of a prefix tree stay together, so that the ranks that hold a prefix also hold the nodes that read
-    # the prefix.
+    # Short documents come first on the circle, and long documents follow, the longest last. So the ranks that hold the
+    # tail of the longest document, and read the most keys, also get short documents. The nodes of a prefix tree stay
+    # together, so that a rank that holds a prefix also holds nodes that read it.
     together = _tree_lengths(segments)
     order = np.argsort(np.where(together >= 4 * TILE, together, 0), kind="stable")
     order = order[lengths[order] > 0]
@@ -103,7 +86,7 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """The number of tokens of each document or, if it is a node of a prefix tree, of its whole tree: an array [S]."""
+    """The number of tokens of each document, or of its whole tree if it is a node of a prefix tree: an array [S]."""
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -113,10 +96,7 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """P pieces of the pack, arranged on C circles. In a circle, the first piece follows the last one.
-
-    Circle c is divided among `world[c]` ranks.
-    """
+    """P pieces of the pack on C circles. `world[c]` ranks share circle c."""
 
     start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
@@ -126,10 +106,10 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle into two: a window for one half of its ranks, and the remainder for the other half.
+    """Cut each circle into two parts: a window for one half of its ranks, and the remainder for the other half.
 
-    A rank has `share` tokens, and the mean and the maximum of its work are `mean_work` and `most_work`. `last`: whether
-    the new circles are not cut again.
+    Each rank gets `share` tokens, and work near `mean_work` but at most `most_work`. `last`: the new circles are not
+    cut again.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -177,11 +157,7 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches each circle for the best window.
-
-    The best window is the one whose more expensive side (inside or outside) has the lowest modelled cost per rank,
-    among the windows within the limits on work.
-    """
+    """Searches each circle for the window whose more expensive side has the lowest cost per rank."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -213,23 +189,22 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """The modelled cost of each part [first, end) of a document that a cut creates."""
+        """The modelled cost of the parts [first, end) of documents that a cut creates."""
         if self.last:
             return tile_cost(first, end).astype(np.float64)
-        # More cuts will follow, so the tiles of a part are not known yet. On average, rounding to whole tiles adds half
-        # a tile of keys for every query, half a tile of queries if the part does not start at the start of its
-        # document, and at the end of the part half a tile of keys and half a tile of queries.
+        # A part may be cut again, so its tiles are not known yet. On average, rounding to whole tiles adds half a tile
+        # at each cut end.
         a, b = first.astype(np.float64), end.astype(np.float64)
         pairs = (b - a) * ((a + b) / 2 + (TILE // 2 + OWN_KEY_PAIRS) + QUERY_TILE // 2 * (a > 0))
         at_end = EARLIER_KEY_PAIRS * a + QUERY_TILE // 2 * b + OWN_KEY_PAIRS * (TILE // 2)
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """The expected cost of cutting each part [first, end) again, if it has more work than one rank's share.
+        """The expected cost of cutting the parts [first, end) again if their work exceeds one rank's share.
 
-        The cost of a cut is proportional to the number of keys before it. If n ranks share the work of [first, end)
-        equally, their parts start, on average, half a part before the mean position of the work. The mean position is
-        2/3 (end^3 - first^3) / (end^2 - first^2). The start of the first part is not counted, because it is not a cut.
+        A cut costs as much as the keys before it. If n ranks share the work of a part equally, the mean position of the
+        work is 2/3 (end^3 - first^3) / (end^2 - first^2). Each rank's part starts half a part earlier on average. The
+        start of the first part is not a cut.
         """
         ends = end + first
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
@@ -252,7 +227,7 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """The cost per rank inside and outside each of N windows, relative to the circle's mean: an array [2, N]."""
+        """The relative cost per rank inside and outside each of N windows: an array [2, N]."""
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
@@ -267,10 +242,7 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The score of each window: the relative cost per rank of its more expensive side (inside or outside).
-
-        If the work of the window is outside the limits, the score is at least `REFUSED`.
-        """
+        """The relative cost per rank of the more expensive side of each window; `REFUSED` for too much work."""
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
@@ -288,10 +260,7 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """For each circle, the beginning and the score of the best window that begins where a piece begins.
-
-        At most about 64 windows per circle are tried.
-        """
+        """For each circle, the best window that begins at the start of a piece, and its score."""
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
@@ -299,14 +268,9 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in the mask `which`, the beginning and score of the best window with a cut inside a piece.
-
-        Cuts are tried only between neighbouring boundaries that are more than `least` tokens apart.
-        """
-        # `begin` holds the windows that begin or end at a boundary of pieces. If a window is half of its circle, the
-        # windows that begin in the second half are the complements of those that begin in the first half, so only the
-        # first half is needed. In other circles, each boundary gives two windows: one begins there, the other ends
-        # there.
+        """For each circle in the mask `which`, the best window with a cut inside a piece, and its score."""
+        # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
+        # window, so half of the boundaries are enough.
         even = 2 * self.size == self.total
         turn = np.where(even, self.size, self.total)
         mine = which[self.circle].nonzero()[0]
@@ -318,9 +282,9 @@ class _Search:
         begin = (begin - self.base[circle]) % turn[circle]
         order = np.argsort(circle * self.total.max() + begin)
         begin, circle = begin[order], circle[order]
-        # While a window moves from one of these beginnings to the next, its work changes linearly. So does its cost,
-        # apart from the rounding to tiles. The candidates are the windows at which inside and outside cost the same, at
-        # which the work reaches the target, and at which the work comes within the tolerance.
+        # Between two of these windows, work and cost change linearly, apart from the rounding to tiles. The candidates
+        # are the windows where both sides cost the same, and those where the work reaches the target or a limit of the
+        # tolerance.
         load = self.load(self.window_ends(begin, circle))
         wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
@@ -342,14 +306,14 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """The given windows, and windows shifted by less than a tile so that one cut falls between two tiles."""
+        """The given windows, and the same windows moved by less than a tile so that one cut falls between two tiles."""
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """For each circle, the beginning of the window with the lowest score, and this score."""
+        """For each circle, the window with the lowest score, and this score."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]

@@ -1,13 +1,13 @@
-"""What one rank of context parallelism needs to know about a micro-batch. It is prepared once, on the host.
+"""What one context rank needs to know about a micro-batch, computed once on the host.
 
     pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the document of each of the T tokens (p: padding)
     own          indices in the pack of this rank's tokens    T/world of them, piece by piece
     rank order   rank 0's tokens, then rank 1's, ...          the result of an all-gather
     pieces       ranges of `own`, one document each           the query segments; pieces of one document are adjacent
 
-A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. A method of
-context parallelism needs further data, such as which keys each piece reads and which rank sends them. The first layer
-that uses the data prepares it, and it is cached here for the other layers.
+A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. The first
+layer of a model computes further data, such as which rank sends which keys. The data are cached here for the other
+layers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ Prepared = TypeVar("Prepared")
 
 
 class Pieces:
-    """All P pieces of a layout: arrays [P] with the rank that owns each piece and its start and end in the pack.
-
-    The pieces of rank 0 come first, then those of rank 1, and so on. A piece is a range of tokens of one document.
-    """
+    """The P pieces of a layout, in rank order: arrays [P] with the rank, the start and the end of each piece."""
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         self.world, self.share = layout.world, layout.num_tokens // layout.world
@@ -48,8 +45,8 @@ class Pieces:
         self.document_start = segments.offsets[self.document]
         self.document_end = segments.offsets[self.document + 1]
         self.offsets = segments.offsets
-        # If the documents are nodes of a prefix tree, the ancestors of each node, else None. The queries of a node also
-        # see the keys of its ancestors.
+        # The ancestors of each node of a prefix tree, whose keys the queries of the node also see. None without shared
+        # prefixes.
         self.ancestors = None if segments.parents is None else [path[:-1] for path in paths(segments.parents)]
 
     def of(self, rank: int) -> slice:
@@ -58,10 +55,7 @@ class Pieces:
 
 
 class ContextPlan:
-    """The precomputed data for one rank, one layout and the segments of one pack.
-
-    `padfree.cp.shard` creates it, and the layers only read it.
-    """
+    """The data of one rank for one pack and layout. The layers only read it."""
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
         self.layout, self.segments, self.rank, self.device = layout, segments, rank, device
@@ -76,20 +70,19 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """Reorder the tokens of a tensor [T, ...] from rank order (rank 0's tokens first) to the order of the pack."""
+        """Reorder tokens [T, ...] from rank order (rank 0's tokens first) to the order of the pack."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """Reorder the tokens of a tensor [T, ...] from the order of the pack to rank order (rank 0's tokens first)."""
+        """Reorder tokens [T, ...] from the order of the pack to rank order (rank 0's tokens first)."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The permutation between rank order and pack order, as two index arrays [T]. None if both orders are equal.
+        """The permutation between rank order and pack order, as two index arrays [T]. None if the orders are equal.
 
-        The first array maps an index in rank order to the index of the same token in the pack. The second array maps
-        an index in the pack to the index in rank order.
+        The first array maps indices from rank order to pack order, the second from pack order to rank order.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():
@@ -99,7 +92,7 @@ class ContextPlan:
         return to_device(tokens, self.device), to_device(places, self.device)
 
     def prepared(self, key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
-        """The result of `prepare()`, computed once per micro-batch and then cached under `key`."""
+        """Return the result of `prepare()`, which is computed once per micro-batch and cached under `key`."""
         if key not in self._prepared:
             self._prepared[key] = prepare()
         made: Prepared = self._prepared[key]

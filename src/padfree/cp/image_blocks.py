@@ -4,10 +4,8 @@
     ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
     queries    rank 0: 1 2 8    rank 1: 3 6 7     see the later keys of their block, which may be on other ranks
 
-Such models show each token the earlier tokens, and the tokens of an image also the later tokens of the same image
-(`padfree.attention.later_keys`). Only keys of images can be later keys, so there are few of them. With context ranks
-and the method `allgather`, a rank receives the later keys of its queries in a separate exchange. With `ulysses`, each
-rank has all tokens.
+In such a model, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`). With the
+method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`, each rank has all tokens.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ class WholePack:
 
 
 class ImageBlocks:
-    """The blocks of a pack. The first layer that uses them prepares the data, which is cached for the other layers."""
+    """The image blocks of a pack, prepared once and cached for all layers."""
 
     def __init__(self, tokens: Indices, segments: Segments, device: torch.device) -> None:
-        """`tokens` [M] are the indices of the placeholder tokens in the pack, ascending."""
+        """`tokens` [M] are the ascending indices of the image tokens in the pack."""
         self.tokens, self.segments, self.device = tokens, segments, device
         self._whole: WholePack | None = None
         self._shared_out: tuple[LaterKeys, RowExchange, Copies] | None = None
@@ -71,7 +69,7 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """For the method `allgather`: this rank's queries, and how it receives the later keys that they see."""
+        """For `allgather`: this rank's queries that see later keys, and how the rank receives these keys."""
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends
             own = [concatenated_ranges(first, last - first) for first, last in zip(starts, ends, strict=True)]
@@ -84,11 +82,7 @@ class ImageBlocks:
         return self._shared_out
 
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
-        """Return the queries among this rank's tokens `own` that see later keys, and the pack indices of these keys.
-
-        `starts`: the tokens at which the pieces of the rank begin. Adjacent tokens of one block and one piece are one
-        segment.
-        """
+        """Return the queries among this rank's tokens `own` that see later keys, and the pack indices of these keys."""
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
         first[1:] = (np.diff(self.tokens) != 1) | (np.diff(after) != 0)
@@ -144,7 +138,7 @@ def receive_later_keys(
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of `attend_with_later_keys`. Raises `UserError` for options that it does not support."""
+    """Check and return the options of `attend_with_later_keys`."""
     if not options.pop("causal", True):
         raise UserError("causal", "False is not supported for image tokens", "set causal=True")
     if options.pop("sinks", None) is not None:

@@ -5,10 +5,9 @@
     tokens     rank 0: 7 * * * 9 4 *    rank 1: * * 2 8 * * 1
     receive    rank 0: a0 a1 a2         rank 1: a1 a2 b0 b1
 
-The placeholder tokens of a pack are divided like all tokens, but the tower must see a whole image. Each distinct image
-is therefore encoded by one rank, and every rank receives the features of its own placeholder tokens. The largest image
-is assigned first, each to the rank with the fewest patches so far. Images are independent of each other in a tower, so
-that features do not depend on the rank.
+The vision tower must see a whole image, but the image tokens of a pack are divided over ranks. So each image is encoded
+by one rank, which sends the features to the ranks that hold its tokens. Images are assigned from the largest to the
+smallest, each to the rank with the fewest patches.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ import torch
 from padfree.arrays import concatenated_ranges
 from padfree.attention.copies import copies_of
 from padfree.batch import AttnContext, LocalImages, PackedImages
+from padfree.cp.ranges import to_device
 from padfree.cp.row_exchange import Indices, plan_rows
 
 
 def local_images(images: PackedImages, context: AttnContext, device: torch.device) -> LocalImages:
-    """The images that this context rank encodes, and the features that its placeholder tokens need."""
+    """The images that this context rank encodes, and the features that its tokens need."""
     layout, rank = context.layout, context.rank
     if layout is None:
         features = copies_of(images.index, images.num_features, device)
@@ -35,6 +35,7 @@ def local_images(images: PackedImages, context: AttnContext, device: torch.devic
             counts=images.counts,
             patches=images.patches,
             placeholder=images.placeholder,
+            tokens=to_device(images.tokens, device),
             features=features,
         )
     owner = owners(images.patches, layout.world)
@@ -43,20 +44,20 @@ def local_images(images: PackedImages, context: AttnContext, device: torch.devic
     own_features = np.zeros(images.num_features, dtype=np.int64)  # the index of each feature on the rank that has it
     feature_owner = np.repeat(owner, counts)
     for each in range(layout.world):
-        held = feature_owner == each
-        own_features[held] = np.arange(held.sum())
+        encoded = feature_owner == each
+        own_features[encoded] = np.arange(encoded.sum())
     number = np.full(layout.num_tokens, -1)
     number[images.tokens] = images.index
-    wanted: list[Indices] = []
-    for starts, ends in zip(layout.starts, layout.ends, strict=True):
-        held = number[concatenated_ranges(starts, ends - starts)]
-        wanted.append(held[held >= 0])
+    ranges = zip(layout.starts, layout.ends, strict=True)
+    held = [number[concatenated_ranges(starts, ends - starts)] for starts, ends in ranges]
+    wanted: list[Indices] = [own[own >= 0] for own in held]
     exchange, features = plan_rows(feature_owner, own_features, wanted, rank, context.group, device)
     return LocalImages(
         inputs=images.inputs_of(mine) if mine else {},
         counts=tuple(images.counts[image] for image in mine),
         patches=tuple(images.patches[image] for image in mine),
         placeholder=images.placeholder,
+        tokens=to_device(np.flatnonzero(held[rank] >= 0), device),
         features=features,
         exchange=exchange,
     )

@@ -1,14 +1,15 @@
-"""Which keys each rank reads, which ranks own these keys, and how a rank assembles them: pure index arithmetic.
+"""Which keys each rank reads, and which ranks own these keys: pure index arithmetic.
 
     rank 1 holds three pieces    X[0, a),   Y[b, end)   and all of Z, which are ranges of the documents X, Y and Z
     the pool of rank 1           the keys of these pieces, then the keys it receives: Y[0, b), in the order of ranks
     keys that its pieces read    X[0, a),   Y[0, end)   and Z: selected from the pool, one segment per piece
 
-Causal attention of a piece [a, b) of a document reads the document's keys [0, b), or with a window of W only the keys
-[a - W + 1, b). So a rank does not need the keys of the whole pack, only keys of the documents that it shares with other
-ranks. The layout determines which rank needs which keys, so every rank knows what to send without being asked. If
-samples share prefixes, documents are nodes of a prefix tree, and a piece first reads the keys of its node's ancestors.
-The keys of a piece are then several ranges. A rank receives each key once, even if several of its pieces read it.
+A piece [a, b) of a document reads the keys [0, b) of the document. With a window of W it reads only the keys [a - W +
+1, b). The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key
+once, even if several of its pieces read it.
+
+If samples share prefixes, documents are nodes of a prefix tree, and a piece also reads the keys of its node's
+ancestors.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
-    """The keys that the pieces of one rank read, which ranks they come from, and how they are assembled."""
+    """The keys that the pieces of one rank read, and the ranks that own them."""
 
     # the ranges of the pool, (starts, ends) in the pack: the rank's own, then those received from rank 0, rank 1, ...
     pool: tuple[Indices, Indices]
@@ -45,21 +46,18 @@ class KeyPlan:
 
     @property
     def pool_tokens(self) -> Tensor:
-        """The indices [N] in the pack of the tokens of this rank's pool: its own keys and the keys it receives.
-
-        They are needed to simulate a rank without its process group.
-        """
+        """The pack indices [N] of the keys that this rank owns or receives, to simulate a rank."""
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
 
 def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None) -> KeyPlan:
-    """The key plan of this rank: which keys its pieces read and where they come from. Computed once per micro-batch."""
+    """The key plan of this rank, computed once per micro-batch."""
     return plan.prepared(("keys", causal, window), lambda: _key_plan(plan, causal, window))
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """A matrix [world, world], whose element (i, j) is the number of keys that rank i receives from rank j."""
+    """Element (i, j) is the number of keys that rank i receives from rank j: an array [world, world]."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -106,11 +104,7 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
-    """The keys that each piece reads, as ranges of the pack.
-
-    If the documents are nodes of a prefix tree, the ranges of the node's ancestors come first. The range in the piece's
-    own document follows.
-    """
+    """The keys that each piece reads, as ranges of the pack; those of ancestors come first."""
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
@@ -137,10 +131,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) of the pack into parts, each of which lies in one piece.
-
-    Returns four arrays: the index of the range, the index of the piece, and the begin and end of each part.
-    """
+    """Cut ranges [begin, end) into parts, each inside one piece: arrays with range, piece, begin and end."""
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
@@ -151,10 +142,7 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """n ranges of keys that a rank needs from another rank, as five arrays [n].
-
-    Rank `reader` needs the keys [begin, end), which are on rank `owner`. The ranges of one reader do not overlap.
-    """
+    """The keys that ranks need: rank `reader` needs the keys [begin, end) of rank `owner`. Five arrays [n]."""
 
     reader: Indices
     owner: Indices
@@ -167,16 +155,13 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """The needs selected by the mask `which`, sorted by reader or owner (`sort`) and then in pack order.
-
-        The sender and the receiver of keys both use this order.
-        """
+        """The needs in the mask `which`, sorted by reader or owner and then in pack order."""
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """The index of each key in the concatenation of all needed ranges. `keys` holds indices in the pack."""
+        """The index of each key in the concatenation of all needed ranges. `keys` are pack indices."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

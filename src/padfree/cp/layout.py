@@ -1,23 +1,20 @@
-"""The token ranges of a pack that each context rank holds: pure index arithmetic on the host.
+"""The tokens of a pack that each context rank holds: pure index arithmetic on the host.
 
     segments    lengths 5 3 5, pad 3  0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              the document of each token
     contiguous  4 chunks of 4         0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3              the rank of each token
     headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0              the rank of each token
     balanced    nearly equal costs    most documents are whole, some are divided over ranks (see `balanced_layout`)
 
-The example has T = 16 tokens and `world` = 4 ranks. In this module a document is a segment. A range that crosses a
-segment boundary is cut there, so that every range is a *piece*: consecutive queries of one document. The query at
-position p of its document reads p + 1 keys, so a piece [a, b) of a document costs b(b+1)/2 - a(a+1)/2 pairs: its causal
-*work*. The pad counts as a document, because the kernels compute it too.
+The example has 16 tokens and 4 ranks. A document is a segment of the pack, and a *piece* is a range of tokens of one
+document on one rank. The query at position p of its document reads p + 1 keys. A piece [a, b) therefore computes
+b(b+1)/2 - a(a+1)/2 pairs of a query and a key: its *work*. The pad counts as a document, because kernels compute it
+too.
 
 If samples share prefixes, a document is a node of the prefix tree. Its queries also read the keys of the node's
-ancestors. Positions in the document therefore start at the number of these keys, and the formula for the work holds
-with these positions.
+ancestors, so its first position is the number of these keys.
 
-A rank holds its pieces in pack order. In `balanced`, however, pieces of divided documents come first, because they read
-keys of other ranks. Whole documents follow, the longest first, because kernels process segments in order and the last
-ones to start should be short. This order also keeps received and own keys nearly in the order in which the kernel reads
-them. The pieces of a document are always adjacent.
+A rank holds its pieces in pack order. The layout `balanced` has another order: first pieces of divided documents, then
+whole documents, the longest first. Kernels process segments in order, so the last ones to start should be short.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
 
 
 def work(layout: Layout, segments: Segments) -> Indices:
-    """The causal work of each rank, i.e. the number of (query, key) pairs it computes: an array [world]."""
+    """The number of (query, key) pairs that each rank computes: an array [world]."""
     return np.array(
         [causal_work(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
@@ -75,34 +72,31 @@ def pieces(layout: Layout) -> Indices:
 
 
 def keys_read(layout: Layout, segments: Segments) -> Indices:
-    """The number of keys each rank reads, an array [world]. A piece reads its document up to the end of the piece."""
+    """The number of keys that each rank reads: an array [world]."""
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def modelled_cost(layout: Layout, segments: Segments) -> Indices:
-    """The work of each rank in the whole tiles that kernels compute, plus the fixed costs of keys: an array [world]."""
+    """The modelled cost of each rank, in whole tiles: an array [world]."""
     return np.array(
         [tile_cost(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """The index of the segment that contains each token. `tokens` holds indices in the pack."""
+    """The segment of each token. `tokens` are pack indices."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """For each piece [a, b) of a rank, its bounds a and b as positions in the document."""
+    """The bounds [a, b) of each piece of a rank, as positions in its document."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
-    """The rank and the start of each chunk. A rank has one chunk, or two if `pairs` is True.
-
-    The first chunk of a pair may be one token longer than the second.
-    """
+    """The rank and the start of each chunk of tokens. With `pairs`, a rank has two chunks, otherwise one."""
     ranks = np.arange(world)
     if not pairs:
         return ranks, ranks * share
@@ -113,10 +107,7 @@ def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
 def _layout(
     kind: LayoutKind, world: int, num_tokens: int, starts: Indices, owners: Indices, offsets: Indices
 ) -> Layout:
-    """Make a layout from the pieces that tile the pack: piece i begins at `starts[i]` and belongs to rank `owners[i]`.
-
-    Adjacent pieces of one document and one owner are merged.
-    """
+    """Make a layout from pieces: piece i begins at `starts[i]` and belongs to rank `owners[i]`."""
     ends = np.append(starts[1:], num_tokens)
     starts, owners = starts[starts < ends], owners[starts < ends]
     document = document_index(starts, offsets)
@@ -140,12 +131,10 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Return a number for each piece, by which the pieces of the layout `balanced` are sorted.
+    """Return the sort key of each piece in the layout `balanced`.
 
-    Pieces are sorted by owner. For one owner, the pieces of divided documents come before whole documents. Among
-    divided documents, and among whole documents, the pieces with the largest `end` come first. All pieces that an owner
-    has of one document are sorted by the `end` of the last of them, so that they stay adjacent. `first` and `end` are
-    positions in the document.
+    Pieces are sorted by owner. Pieces of divided documents come before whole documents, and larger positions come
+    first. The pieces of one document stay adjacent. `first` and `end` are positions in the document.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -1,17 +1,17 @@
-"""Gather ranges of a tensor's tokens one after the other (forward), and sum the gradients of each token (backward).
+"""Gather ranges of tokens one after the other (forward), and sum the gradients of each token (backward).
 
     ranges [0, 3) [0, 5)   of 5 tokens      take     a b c d e        ->  a b c a b c d e
                                             summed   p q r s t u v w  ->  p+s q+t r+u v w
 
-A query piece reads the keys of its document from the start, so two pieces of one document on one rank read some keys
-twice, and the gradients of these keys must be added. The order of additions is fixed, so that the sum is deterministic:
-the gradient of each token is copied from one of its occurrences in the selection, and the other occurrences are added
-in layers. A layer contains each token at most once. Usually there is one layer or none. If there are more, because many
-nodes of a prefix tree read one prefix, all occurrences of each token are summed at once (`padfree.attention.copies`).
+Two pieces of one document on a rank both read the start of the document. So some tokens are selected twice, and their
+gradients must be added. The order of additions is fixed, so that the sum is deterministic.
 
-There are few ranges (adjacent whole documents are one range), so slices and one concatenation move them at memory
-speed, and a selection of a single range is not copied at all. Gradients are moved even less: if they are in the order
-"received keys, then own keys" with few exceptions, only the exceptions are moved (`summed_apart`).
+The gradient of each token is copied from one of its occurrences. Other occurrences are added in layers, each of which
+has a token at most once. If there are many layers, all occurrences of a token are summed at once
+(`padfree.attention.copies`).
+
+There are few ranges, so slices and one concatenation move the tokens at memory speed. A selection of a single range is
+a view.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def segments_of(lengths: Indices, device: torch.device) -> Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Selection:
-    """Selects m of the n tokens of a tensor, in any order and with repetitions: [n, ...] -> [m, ...].
+    """A selection of m of the n tokens of a tensor, in any order and with repetitions: [n, ...] -> [m, ...].
 
-    The tensor may be given in several parts [n_i, ...], whose tokens are numbered across the parts.
+    The tensor may be given in several parts, whose tokens are numbered across the parts.
     """
 
     sizes: tuple[int, ...]  # [n_i]
@@ -60,7 +60,7 @@ class Selection:
 
     @property
     def is_everything(self) -> bool:
-        """Whether the selection is all tokens in their order, so that nothing needs to be copied."""
+        """Whether the selection is all tokens in their order."""
         return self.ranges == ((0, 0, sum(self.sizes)),)
 
     def take(self, *parts: Tensor) -> Tensor:
@@ -72,10 +72,7 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...].
-
-        Every token must be selected at least once.
-        """
+        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...] of all its tokens."""
         self._check_all_selected()
         if self.sums is not None:
             return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
@@ -86,10 +83,10 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `summed`, but returns two tensors: the gradient of the first part, and that of all other parts together.
+        """Like `summed`, but returns two gradients: that of the first part, and that of all other parts together.
 
-        May overwrite `gradient`. If no token is selected twice, and few tokens must be moved to bring the other parts
-        before the first part, then only these tokens are moved, and both results are views of `gradient`.
+        May overwrite `gradient`. If no token is selected twice and few tokens must move, both results are views of
+        `gradient`.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -112,10 +109,7 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """The ranges (index in the selection, length) of all tokens, sorted by part for `summed_apart`.
-
-        The tokens of the first part come last.
-        """
+        """The ranges of all tokens, as (index in the selection, length), sorted by part."""
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:
@@ -139,8 +133,7 @@ class Selection:
 def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
     """The `Selection` of the ranges [starts, ends) of tokens from parts of the given sizes.
 
-    Tokens are numbered across parts, and no range crosses the boundary of a part. The cost grows with the number of
-    ranges, not with the number of tokens.
+    Tokens are numbered across parts, and no range crosses the boundary of a part.
     """
     starts, ends = starts[ends > starts], ends[ends > starts]
     borders = np.cumsum(sizes, dtype=np.int64)
@@ -157,10 +150,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """For each stretch, the occurrence in the selection that `layer` more occurrences of the stretch follow.
+        """The occurrences of tokens that are added in one layer.
 
-        Layer 0 has the last occurrence of every stretch, layer 1 the second to last one, and so on. Stretches with
-        fewer occurrences are left out. Returns arrays (token, index in the selection, length), sorted by token.
+        Layer 0 has the last occurrence of every token, layer 1 the second to last one, and so on. Returns arrays
+        (token, index in the selection, length), sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -1,27 +1,26 @@
-"""Ring context parallelism: keys and values are passed from rank to rank, and no rank ever holds all of them.
+"""Ring context parallelism: keys and values travel from rank to rank, and no rank ever holds all of them.
 
     step     0          1          2          3
     block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
 
-While a rank computes, the next block is in flight. Each rank holds pieces of documents, with T/world of the T tokens of
-a pack in total. The keys and values of these tokens are the rank's block. Two pieces of a document never overlap. So a
-query piece sees all of another rank's piece if that piece comes earlier in the document, and nothing of it otherwise.
-In step 0 a piece sees the earlier pieces of its document on its own rank, and itself causally. The pieces of a document
-are adjacent in a block, so the keys that a query piece sees of a block are one range. A step leaves out the queries
-that see nothing of its block, and a step without queries is skipped. If samples share prefixes, documents are nodes of
-a prefix tree, and a piece also sees all pieces of its node's ancestors. It then sees several ranges of a block, of
-which the range of its own node is the last.
+A rank's *block* is the keys and values of its T/world tokens. In each step a rank computes with one block while the
+next block is in flight. In step 0 it uses its own block.
 
-Each block gives an output and the log-sum-exp lse of its scores. The outputs of two blocks are merged in float32:
+Each rank holds pieces of documents. A query piece sees all of a piece of the same document that comes earlier, and
+nothing of a later one. The pieces of a document are adjacent in a block, so a query piece sees one range of the block.
+A step without visible keys is skipped.
+
+If samples share prefixes, documents are nodes of a prefix tree. A piece then also sees the pieces of its node's
+ancestors.
+
+Each block gives an output and the log-sum-exp lse of its scores. Two results are merged in float32:
 
     lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
-In the backward pass the blocks go around once more. Given the output and lse over all blocks, the gradient of each
-block can be computed by itself. The gradient of a block travels with the block, in float32. Each rank adds its
-contribution, and after `world` passes the gradient is back on the rank that owns the block.
+In the backward pass the blocks go round once more, together with their gradients in float32. Each rank adds its
+contribution. After `world` steps a gradient is back on the rank that owns its block.
 
-`ring_forward` and `ring_backward` take the ring as an argument. With `PlayedRing` one process can simulate the ranks of
-a group one after the other.
+`PlayedRing` replaces the communication, so that one process can simulate the ranks one after the other.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingStep:
-    """What one rank computes in one step: which of its queries see which keys of the current block."""
+    """One step of one rank: which of its queries see which keys of the current block."""
 
     queries: Tensor | None  # the queries that see a key of the block; None if all do
     segments_q: Segments
@@ -56,7 +55,7 @@ class RingStep:
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """The `world` ring steps of this rank. A step is None if the rank computes nothing in it."""
+    """The `world` ring steps of this rank. None for a step in which the rank computes nothing."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )
@@ -95,10 +94,10 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """The ring step if the documents are nodes of a prefix tree. None if this rank computes nothing in the step.
+    """A ring step with shared prefixes. None if this rank computes nothing in the step.
 
-    The block belongs to the rank that is `distance` steps before this rank in the ring. `border[i]` is the
-    index in the block at which its i-th piece begins.
+    The block comes from the rank `distance` places earlier in the ring. `border[i]` is the index in the block at which
+    its i-th piece begins.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -107,8 +106,8 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
     number: list[int] = []
     ranges: list[tuple[int, int]] = []
     for query, (node, start) in enumerate(zip(pieces.document[mine].tolist(), pieces.start[mine], strict=True)):
-        # A piece sees each ancestor of its node from start to end, and its own node up to the piece. It sees itself
-        # only if the block is the rank's own.
+        # A piece sees all of its node's ancestors, and its own node up to itself. It sees itself only in the rank's own
+        # block.
         seen = [(pieces.offsets[above], pieces.offsets[above + 1]) for above in pieces.ancestors[node]]
         seen.append((pieces.offsets[node], start + (distance == 0)))
         for begin, end in seen:
@@ -141,11 +140,11 @@ class RingLike(Protocol):
 
 
 class PlayedRing:
-    """Simulates the ring for one rank of a group, without the process group.
+    """Simulates the ring for one rank, without a process group.
 
-    `blocks` holds the block of every rank, and `collect` returns them in the order of a real ring. To simulate the ring
-    of gradients, set `blocks` to None: `collect` then returns zeros, so `posted[i]` is the contribution of this rank to
-    the gradient of the block of rank `rank - i`.
+    `blocks` holds the blocks of all ranks; `collect` returns them in the order of a real ring. If `blocks` is None,
+    `collect` returns zeros, and `posted[i]` is this rank's contribution to the gradient of the block of rank `rank -
+    i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -166,8 +165,8 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
 
-    `steps` comes from `prepare_steps`, and `ring` passes the keys and values on. Returns the output [T/world, H, dv]
-    and the log-sum-exp lse [T/world, H], both in float32.
+    `ring` passes the keys and values on. Returns the output [T/world, H, dv] and the log-sum-exp [T/world, H] in
+    float32.
     """
     block: tuple[Tensor, ...] = (k, v)
     out: Tensor | None = None
@@ -194,9 +193,9 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the results `part` and `part_lse` for one block into `out` and `lse`, the results for earlier blocks.
+    """Merge the result of one block into `out` and `lse`, the result of the earlier blocks.
 
-    `queries` are the indices of the queries of `part`; None means all queries. Returns the merged out and lse.
+    `queries` are the indices of the queries of `part`; None means all queries.
     """
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)
@@ -220,8 +219,7 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's q, k and v in float32.
 
-    `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp over the keys of all blocks
-    and the sinks.
+    `dout` is the gradient of the output. `out` and `lse` are the results over all blocks and the sinks.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None

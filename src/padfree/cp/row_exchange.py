@@ -7,8 +7,8 @@
     rank 0 sends row 0 to itself and rows 0 1 to rank 1, and receives row 2 of rank 1
     received   rank 0: 0 4      rank 1: 0 1       each needed row once, ordered by owner
 
-Every rank knows the whole plan, because the plan is computed on the host from data that all ranks have. In backward,
-the gradients of the received rows go back to their owners, and each owner sums the gradients of a row.
+All ranks compute the same plan of who needs which rows. In the backward pass, the gradients of received rows return to
+their owners, which sum them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Indices = NDArray[np.int64]
 def plan_rows(
     owner: Indices, row: Indices, wanted: Sequence[Indices], rank: int, group: Any, device: torch.device
 ) -> tuple[RowExchange, Copies]:
-    """The exchange of one rank, and the gather from the received rows to the rows that the rank wants, in their order.
+    """The rows that one rank sends and receives, and the order in which it uses them.
 
-    `owner` [n] and `row` [n] say where each row of the group is, and `wanted[r]` holds the rows that rank r needs.
+    `owner` [n] is the rank of each row and `row` [n] its index there. `wanted[r]` are the rows that rank r needs.
     """
     world = len(wanted)
     order = np.lexsort((row, owner))
@@ -57,7 +57,7 @@ def plan_rows(
 
 
 def receive_rows(tensor: Tensor, exchange: RowExchange) -> Tensor:
-    """The rows [received, ...] that this rank needs, from the rows [n, ...] that each rank owns. Collective."""
+    """Fetch the rows [received, ...] that this rank needs. `rows` [n, ...] are the rows that it owns. Collective."""
     if exchange.group is None:
         raise UserError(
             "group",

@@ -4,9 +4,8 @@
     shard      [T/world]   A A A A                              rank 0 of 4, contiguous
     gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
 
-T is the number of tokens of the pack, and `world` the number of ranks. Packing has already shifted the labels inside
-each sample, so a rank needs nothing from its neighbours to score its own tokens. Positions, sample indices and weights
-are divided in the same way as the tokens.
+T is the number of tokens of the pack, and `world` the number of ranks. Labels were shifted when the pack was built, so
+a rank can score its tokens without its neighbours.
 """
 
 from __future__ import annotations
@@ -50,12 +49,10 @@ def shard(
     method: str = "allgather",
     backend: str = "auto",
 ) -> LocalBatch:
-    """The part of a pack that belongs to context rank `rank` of `world`, with the `AttnContext` of this part.
+    """The part of a pack that belongs to context rank `rank`, with its `AttnContext`.
 
-    `group` is the process group of the context ranks. Without a group, the shards can be inspected but attention cannot
-    be computed, and one process can create the shards of all ranks. If `world` is 1, the pack stays whole. `kind` is
-    the layout of the tokens. The method `ulysses` balances the work with every kind of layout, and with
-    `contiguous` it saves a permutation.
+    `group` is the process group of the context ranks. Without it, one process can create the shards of all ranks, but
+    attention cannot be computed. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -142,7 +139,7 @@ def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
     """The entries of the pack that belong to this rank.
 
-    An entry is a token to score. It belongs to the rank that holds the position which predicts the token.
+    An entry is a token to score. It belongs to the rank that holds the position which predicts it.
     """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device
@@ -161,14 +158,13 @@ def gather_tokens(
 ) -> Tensor:
     """Gather the values [T/world, ...] of all ranks to [T, ...] in pack order, on every rank; differentiable.
 
-    `loss` says how the ranks use the result, which determines the gradient of `values`:
+    `loss` says how the ranks use the result:
 
-    - "replicated": every rank computes the same loss from the result, and this loss counts once. Each rank takes the
-      gradient of its own result, and keeps the part for its tokens.
-    - "partial": each rank computes one term of the loss, and the loss is the sum of these terms. The gradients of all
-      ranks are summed, and each rank keeps the part for its tokens.
+    - "replicated": every rank computes the same loss. Each rank keeps the part of its own gradient for its tokens.
+    - "partial": each rank computes one term of the loss. The gradients of all ranks are summed, and each rank keeps the
+      part for its tokens.
 
-    In both cases, the parameters' gradients summed over the ranks equal the gradients that one process would compute.
+    In both cases, the gradients of the parameters, summed over the ranks, equal those of one process.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)
@@ -200,7 +196,7 @@ def sum_over_context(values: Tensor, context: AttnContext) -> Tensor:
 
 
 def need_group(context: AttnContext) -> ProcessGroup:
-    """The process group of a context with several ranks. Raises `UserError` if it is not set."""
+    """Return the process group of the context ranks, or raise a `UserError` if it is not set."""
     if context.group is None:
         raise UserError(
             "group",

@@ -1,13 +1,14 @@
-"""Ulysses context parallelism: all-to-all exchanges tokens for heads before attention, and heads for tokens after it.
+"""Ulysses context parallelism: one all-to-all exchange before attention, and one after it.
 
     q  [T/world, H, d]      some tokens, all heads     ->  [T, H/world, d]      all tokens, some heads
     k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head per rank
 
-A pack has T tokens, H query heads and Hkv key heads of size d. Each rank computes attention for all tokens and its own
-heads, exactly as on one device. Therefore every mask, window and length is supported, and the work is balanced with
-every layout of the tokens. The layout `contiguous` saves the permutation into pack order. If there are fewer key heads
-than ranks, a key head is sent to every rank whose query heads use it. q, k and v are sent in one exchange, the output
-in another, and the gradients likewise.
+T tokens, H query heads and Hkv key heads of size d are divided over the ranks. Before attention, each rank receives all
+tokens of some heads. It then computes attention as on one device, so every mask, window and length is supported. A
+second exchange returns the output to the ranks of the tokens.
+
+If there are fewer key heads than ranks, a key head is sent to every rank whose query heads use it. The layout
+`contiguous` is slightly faster than the other layouts, because it needs no permutation.
 """
 
 from __future__ import annotations
@@ -43,10 +44,7 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys that each node of the pack's prefix tree sees, computed once per micro-batch.
-
-    None if the samples share no prefix.
-    """
+    """The keys that each node of the prefix tree sees, or None without shared prefixes."""
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
@@ -87,10 +85,7 @@ def attend_ulysses(
 
 
 class _RepeatHeads(torch.autograd.Function):
-    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d].
-
-    The gradients of the copies are summed in float32.
-    """
+    """Repeat each head `copies` times: [n, h, d] -> [n, h * copies, d]. Gradients are summed in float32."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, copies: int) -> Tensor:
@@ -106,13 +101,13 @@ class _RepeatHeads(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Go from this rank's tokens with all heads to all tokens with this rank's heads, in one exchange.
+    """Exchange this rank's tokens with all heads for all tokens with this rank's heads.
 
     Each tensor [T/world, h, d] becomes [T, h/world, d] in pack order.
     """
     world = plan.world
-    # Rank r gets the r-th part of the heads. Each tensor becomes [T/world, world, h/world * d]. The tensors are
-    # then concatenated in the last dimension, so that one exchange sends them all.
+    # Rank r gets part r of the heads. Each tensor becomes [T/world, world, h/world * d]. The tensors are concatenated,
+    # so that one exchange sends them all.
     parts = [tensor.reshape(tensor.shape[0], world, -1) for tensor in tensors]
     packed = torch.cat(parts, dim=2).transpose(0, 1).flatten(0, 1)  # [world * T/world, width]
     counts = [plan.pieces.share] * world
@@ -124,9 +119,9 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Go from all tokens with this rank's heads to this rank's tokens with all heads, in one exchange.
+    """Exchange all tokens with this rank's heads for this rank's tokens with all heads.
 
-    Each tensor [T, h/world, d] in pack order becomes [T/world, h, d]. The inverse is `_heads_of_all_tokens`.
+    Each tensor [T, h/world, d] in pack order becomes [T/world, h, d]: the inverse of `_heads_of_all_tokens`.
     """
     world, share = plan.world, plan.pieces.share
     parts = [tensor.flatten(1) for tensor in tensors]

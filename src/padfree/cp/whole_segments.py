@@ -1,15 +1,14 @@
-"""Move each segment as a whole to one rank and back, for layers that cannot compute on parts of a segment.
+"""Move whole segments to one rank each and back, for layers that need all tokens of a segment.
 
     pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | p p         the segment of each of the T tokens (p: padding)
     layout      rank 0: 0 0 0 2 2 2 2 p     rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
     moved       rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
-Segments are assigned longest first, each to the rank with the fewest tokens so far. If several ranks have the fewest,
-the segment goes to the rank among them that already holds most of the segment's tokens. The pad is not moved. A segment
-that is longer than a rank's share of T/world tokens raises an error, because the other ranks would have to wait for the
-rank of this segment.
+Segments are assigned from the longest to the shortest, each to the rank with the fewest tokens. Among several such
+ranks, the one that already holds most of the segment gets it. The pad stays where it is. A segment may not be longer
+than a rank's share of the tokens; a longer one raises an error.
 
-The number of bytes that a rank sends to move values with `width` numbers per token to whole segments and back:
+Bytes that a rank sends for values with `width` numbers per token:
 
     forward     (tokens that it sends to other ranks + tokens that it receives and returns) · width · element size
     backward    the same
@@ -37,7 +36,7 @@ from padfree.segments import Segments
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:
-    """The rank to which each of the B samples of a pack is assigned, as an array [B].
+    """The rank of each of the B samples of a pack, as an array [B].
 
     Raises `UserError` if a sample is longer than a rank's share of the tokens.
     """
@@ -66,7 +65,7 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moves:
-    """The tokens that one rank sends and receives to get whole segments. Only indices on the host, no communication."""
+    """The tokens that one rank sends and receives to get whole segments: pure index arithmetic."""
 
     lengths: tuple[int, ...]  # lengths of the segments assigned to this rank, in pack order
     leaving: Indices  # indices of this rank's tokens to send: tokens for rank 0 first, then for rank 1, ...
@@ -96,10 +95,9 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """The bytes that each rank sends in the forward pass of one layer that needs whole segments, as an array [world].
+    """The bytes that each rank sends in the forward pass of one layer with whole segments, as an array [world].
 
-    The input and the output of the layer are [T, width] for the T tokens of the pack. The backward pass sends the same
-    number of bytes.
+    The input and the output of the layer are [T, width]. The backward pass sends as many bytes.
     """
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):
@@ -133,20 +131,14 @@ def _prepared(context: AttnContext) -> _Prepared:
 
 
 def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
-    """Move values [T/world, ...] so that each segment is whole on one rank; differentiable.
-
-    Returns the values of this rank's segments in pack order, and the lengths of these segments.
-    """
+    """Move values [T/world, ...] so that each segment is on one rank; return them with the lengths of its segments."""
     prepared = _prepared(context)
     moved: Tensor = _ToSegments.apply(values, prepared, need_group(context))  # type: ignore[no-untyped-call]
     return moved, prepared.moves.lengths
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """The inverse of `to_whole_segments`: return the values to the ranks that hold their tokens, [T/world, ...].
-
-    Padding tokens get zeros.
-    """
+    """The inverse of `to_whole_segments`: move the values [T/world, ...] back. Padding tokens get zeros."""
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world
     back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]

@@ -62,11 +62,11 @@ def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UserError(
-            "cache", f"{path} is damaged ({error})", f"delete {folder}, and the next run rebuilds it"
-        ) from None
+        raise unusable_cache(folder, f"{path} is damaged ({error})") from None
     if array.shape != shape:
-        raise UserError(
-            "cache", f"{path} has shape {array.shape}, not {shape}", f"delete {folder}, and the next run rebuilds it"
-        )
+        raise unusable_cache(folder, f"{path} has shape {array.shape}, not {shape}")
     return array
+
+
+def unusable_cache(folder: Path, problem: str) -> UserError:
+    return UserError("cache", problem, f"delete {folder}, and the next run rebuilds it")

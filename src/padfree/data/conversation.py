@@ -138,7 +138,7 @@ def need_no_images(conversation: Conversation) -> Conversation:
         if image_parts(message):
             raise RowError(
                 f"message {index + 1} ({message['role']}) has an image, but the data is read as text; remove the "
-                "image, or set model.vision=true in padfree sft, dpo or distill"
+                "image, or set model.vision=true"
             )
     return conversation
 

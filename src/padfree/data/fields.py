@@ -33,6 +33,12 @@ UNUSED = "unused"
 MOST_CHOICES = 4
 
 
+CONTEXT = ("input", "context", "passage")
+"""Columns that may belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended to the prompt without
+a setting.
+"""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
     """A format of rows: its required and its optional fields."""
@@ -302,12 +308,6 @@ def _may_follow(column: str, reading: _Reading) -> bool:
     """Whether an unused column may hold text to append to the prompt."""
     possible = "input" in reading.format.may and "input" not in reading.columns
     return possible and column.lower() in CONTEXT
-
-
-CONTEXT = ("input", "context", "passage")
-"""Columns that may belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended to the prompt without
-a setting.
-"""
 
 
 def _all_names(schema: Schema) -> set[str]:

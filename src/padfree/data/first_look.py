@@ -18,7 +18,7 @@ from padfree.config import Config
 from padfree.config.hub import DATA_FILES, check_names
 from padfree.config.model_folder import check_model_folders
 from padfree.data.fields import check_mapping, resolve
-from padfree.data.formats import SCHEMAS
+from padfree.data.formats import SCHEMAS, reading_images
 from padfree.data.sources import open_sources
 
 LARGE = 1 << 24
@@ -40,6 +40,8 @@ def check_columns(config: Config) -> None:
     if any(path.suffix == ".json" and path.stat().st_size > LARGE for path in paths):
         return
     schema = SCHEMAS["prompts" if config.rollout.source is not None else config.loss.task.data_format]
+    if config.model.vision:
+        schema = reading_images(schema)
     check_mapping(config.data.columns, schema)
     for source in open_sources(list(config.data.path)) if paths else ():
         first = source.first_row()

@@ -157,7 +157,7 @@ ROLLOUT_SCHEMA = Schema(
     preferred=("tokens", "token pair"),
 )
 
-SHOW_IMAGES = ("messages", "pair", "prompted", "continued", "implicit")
+SHOW_IMAGES = ("messages", "pair", "prompt", "prompted", "continued", "implicit")
 """The kinds of formats whose rows can have a column with images."""
 
 

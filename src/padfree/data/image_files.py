@@ -91,7 +91,7 @@ def read_file(path: str, name: str) -> bytes:
 
 def decode(content: bytes, name: str, max_pixels: int, path: str | None = None) -> Any:
     """Decode an image file as a Pillow image in RGB."""
-    pillow, operations = _pillow()
+    pillow, operations = pillow_modules()
     if len(content) > MOST_BYTES:
         raise ImageFileError(f"{name} has {len(content):,} bytes; expected at most {MOST_BYTES:,}", path)
     try:
@@ -127,7 +127,8 @@ def content_hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _pillow() -> tuple[Any, Any]:
+def pillow_modules() -> tuple[Any, Any]:
+    """Return Pillow's modules `Image` and `ImageOps`. Raise a `UserError` if Pillow is missing."""
     try:
         from PIL import Image, ImageOps
     except ModuleNotFoundError:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from padfree.data.hashing import hash_of
+from padfree.data.image_files import pillow_modules
 from padfree.data.records import RowError
 from padfree.errors import UserError, shown_error
 from padfree.sample import Sample
@@ -174,10 +175,7 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    try:
-        import PIL  # noqa: F401
-    except ModuleNotFoundError:
-        raise UserError("model.vision", "true, which needs Pillow", "pip install 'padfree[vision]'") from None
+    pillow_modules()
     auto: Any = transformers
     config = auto.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if type(config) not in PROCESSOR_MAPPING:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.array_files import ArrayWriter, open_array
+from padfree.data.array_files import ArrayWriter, open_array, unusable_cache
 from padfree.data.image_files import content_hash, decode, file_status, read_file
 from padfree.data.image_processor import Expansion, ImageSettings
 from padfree.data.records import RowError
@@ -118,7 +119,7 @@ class StoredImages:
         self._digests = np.asarray(open_array(folder, "image_digests", (distinct, 32)))
         path = folder / "image_contents.bin"
         if not path.exists() or path.stat().st_size != int(about["bytes"]):
-            raise UserError("cache", f"{path} is damaged", f"delete {folder}, and the next run rebuilds it")
+            raise unusable_cache(folder, f"{path} is damaged")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StoredImages, (self.folder, self._about, self._num_samples, self.settings)
@@ -157,7 +158,7 @@ class StoredImages:
     def _image(self, number: int, positions: NDArray[np.int64]) -> Image:
         grid = tuple(self._value(number, name) for name in ("grid_t", "grid_h", "grid_w"))
         return Image(
-            digest=f"{self._digest(number)}-{self.settings.processor.digest[:16]}",
+            digest=image_digest(self._digest(number), self.settings),
             positions=positions,
             load=StoredImage(self, number),
             grid=(grid[0], grid[1], grid[2]) if grid[0] else None,
@@ -178,21 +179,12 @@ class StoredImages:
         if not self._value(number, "is_path"):
             return self._written(number), f"image {number} of {self.folder}"
         path = self._written(number).decode()
-        try:
-            content = read_file(path, "an image of the data")
-        except RowError as error:
-            raise UserError("data", error.problem, "restore the file, or start again without it") from None
-        if content_hash(content) != self._digest(number):
-            raise UserError(
-                "data", f"{path} has changed since the data was read", "restore the file, or start the run again"
-            )
-        return content, path
+        return unchanged_file(path, self._digest(number)), path
 
     def about(self, number: int) -> str:
         """Describe an image: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
-        where = self._written(number).decode() if self._value(number, "is_path") else "in the row"
-        size = f"{self._value(number, 'width')} × {self._value(number, 'height')}"
-        return f"{size}, {where}, sha256 {self._digest(number)[:12]}"
+        path = self._written(number).decode() if self._value(number, "is_path") else None
+        return described(self._value(number, "width"), self._value(number, "height"), path, self._digest(number))
 
     def summary(self, kept: NDArray[np.int64]) -> str:
         """Describe the images of the samples `kept`: `15 images, 4 distinct, 130 tokens`."""
@@ -220,12 +212,70 @@ class StoredImage:
         self.images, self.number = images, number
 
     def __call__(self) -> dict[str, NDArray[Any]]:
-        content, name = self.images.content(self.number)
-        settings = self.images.settings
-        try:
-            return settings.processor.tower_inputs(decode(content, name, settings.max_pixels), name)
-        except RowError as error:
-            raise UserError("data", error.problem, "restore the file, or start the run again") from None
+        return tower_inputs(*self.images.content(self.number), self.images.settings)
 
     def __str__(self) -> str:
         return self.images.about(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptImage:
+    """Loads one image of a prompt, which is in no cache folder."""
+
+    read: ReadImage
+    settings: ImageSettings
+
+    def __call__(self) -> dict[str, NDArray[Any]]:
+        path = self.read.path
+        content = self.read.content if path is None else unchanged_file(path, self.read.digest)
+        assert content is not None
+        return tower_inputs(content, path or "an image of a row", self.settings)
+
+    def __str__(self) -> str:
+        return described(self.read.width, self.read.height, self.read.path, self.read.digest)
+
+
+def images_of(read: Sequence[ReadImage], tokens: NDArray[Any], settings: ImageSettings) -> tuple[Image, ...]:
+    """Return the images of a prompt with the tokens [n]."""
+    places = np.flatnonzero(tokens == settings.placeholder)
+    ends = np.cumsum([one.expansion.num_tokens for one in read])
+    return tuple(
+        Image(
+            digest=image_digest(one.digest, settings),
+            positions=places[end - one.expansion.num_tokens : end],
+            load=PromptImage(one, settings),
+            grid=one.expansion.grid,
+        )
+        for one, end in zip(read, ends.tolist(), strict=True)
+    )
+
+
+def image_digest(file_digest: str, settings: ImageSettings) -> str:
+    """Identify the tower's inputs by the file of the image and the settings of the processor."""
+    return f"{file_digest}-{settings.processor.digest[:16]}"
+
+
+def unchanged_file(path: str, digest: str) -> bytes:
+    """Read an image file. Raises `UserError` if its content has changed since the data was read."""
+    try:
+        content = read_file(path, "an image of the data")
+    except RowError as error:
+        raise UserError("data", error.problem, "restore the file, or start again without it") from None
+    if content_hash(content) != digest:
+        raise UserError(
+            "data", f"{path} has changed since the data was read", "restore the file, or start the run again"
+        )
+    return content
+
+
+def tower_inputs(content: bytes, name: str, settings: ImageSettings) -> dict[str, NDArray[Any]]:
+    """Decode an image file, and return the inputs of the vision tower. `name`: the image, for messages."""
+    try:
+        return settings.processor.tower_inputs(decode(content, name, settings.max_pixels), name)
+    except RowError as error:
+        raise UserError("data", error.problem, "restore the file, or start the run again") from None
+
+
+def described(width: int, height: int, path: str | None, digest: str) -> str:
+    """Describe an image: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
+    return f"{width} × {height}, {path or 'in the row'}, sha256 {digest[:12]}"

@@ -29,7 +29,7 @@ from padfree.data.hashing import hash_of
 from padfree.data.image_processor import ImageSettings
 from padfree.data.image_store import StoredImages
 from padfree.data.record_source import RecordSource
-from padfree.data.records import bad_row
+from padfree.data.records import bad_row, no_usable_row
 from padfree.data.rows import is_messages
 from padfree.data.sources import open_sources, optional_package
 from padfree.data.store import (
@@ -122,26 +122,11 @@ def load_rows(
     num_workers: int | None = None,
     progress: bool | Progress = False,
 ) -> Dataset:
-    """Load rows with the formats of `schema`.
+    """Load rows with the formats of `schema`: tokenise them, unless the cache has their tokens.
 
     `kind` is the class that turns rows into samples. `dataset` is the class of the result.
     """
     settings = settings or SFTDataSettings()
-    found = _tokenised(data, kind, schema, tokenizer, settings, cache, num_workers, progress)
-    return dataset(found, max_length=settings.max_length, overlong=settings.overlong, images=settings.images)
-
-
-def _tokenised(
-    data: str | Path | Iterable[str | Path],
-    kind: type[RowTokenizer],
-    schema: Schema,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: SFTDataSettings,
-    cache: str | Path | None,
-    num_workers: int | None,
-    progress: bool | Progress,
-) -> Path:
-    """Tokenise the data unless the cache has its tokens, and return the folder of the tokens in the cache."""
     known = schema
     if settings.images is not None:
         schema = reading_images(schema)
@@ -169,7 +154,7 @@ def _tokenised(
     if settings.on_bad_row == "error" and (skipped := read_skipped(found)):
         units = {file["name"]: file["unit"] for file in read_metadata(found)["files"]}
         raise bad_row(skipped[0], units[skipped[0].file])
-    return found
+    return dataset(found, max_length=settings.max_length, overlong=settings.overlong, images=settings.images)
 
 
 def _identity(
@@ -263,17 +248,8 @@ def _build(
             report(done, total)
         for source in sources:
             source.check_unchanged()
-        names = [source.name for source in sources]
-        if not any(rows):
-            raise UserError("data", f"{', '.join(names)} has no rows", "give a file with rows")
         if not writer.num_samples:
-            first = writer.skipped[0]
-            raise UserError(
-                "data",
-                f"none of {sum(rows)} rows can be used; for example, {first.file}:{first.line} is rejected: "
-                f"{first.reason}",
-                "correct the rows",
-            )
+            raise no_usable_row([source.name for source in sources], sum(rows), writer.skipped)
         files = [
             {"name": source.name, "unit": source.unit, "rows": count, "read_as": reading and reading[1]}
             for source, count, reading in zip(sources, rows, readings, strict=True)

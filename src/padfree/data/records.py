@@ -11,7 +11,7 @@ The message of a `RowError` names the field and what was expected. The caller ad
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -138,6 +138,18 @@ def bad_row(row: SkippedRow, unit: str) -> UserError:
         f"{row.file} {unit} {row.line}",
         f"{row.reason}",
         "correct the row, or set data.on_bad_row=skip to skip rows like this",
+    )
+
+
+def no_usable_row(files: Iterable[str], num_rows: int, rejected: Sequence[SkippedRow]) -> UserError:
+    """Return the error for files without a sample. `rejected`: the rows that cannot be used."""
+    if not num_rows:
+        return UserError("data", f"{', '.join(files)} has no rows", "give a file with rows")
+    first = rejected[0]
+    return UserError(
+        "data",
+        f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: {first.reason}",
+        "correct the rows",
     )
 
 

@@ -60,6 +60,7 @@ from padfree.data.records import (
     bad_row,
     integer,
     items,
+    no_usable_row,
     number,
     shown,
     string,
@@ -89,6 +90,46 @@ class RolloutData:
     lines: Sequence[int]  # the line number of each sample in its file, which is `Sample.source`
     report: DataReport
     notes: tuple[str, ...] = ()  # how the files are read
+
+
+def read_rollouts(
+    data: str | Path | Iterable[str | Path],
+    settings: RolloutDataSettings | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> RolloutData:
+    """Read rollout files, or folders of them. A tokenizer is needed if rollouts are given as text."""
+    settings = settings or RolloutDataSettings()
+    check_mapping(settings.columns, ROLLOUT_SCHEMA)
+    reader = _RolloutReader(tokenizer, settings)
+    collected = _CollectedRollouts(settings)
+    files: list[dict[str, str]] = []
+    for source in open_sources(data, split=settings.split, subset=settings.subset):
+        first = source.first_row()
+        fields = None
+        if first is not None:
+            fields = resolve(first, settings.columns, ROLLOUT_SCHEMA, source.name, reader.template_names)
+            files.append(
+                {"name": source.name, "read_as": described(fields, first, ROLLOUT_SCHEMA, TITLES[fields.kind])}
+            )
+        if fields is not None and fields.kind == "text" and tokenizer is None:
+            raise UserError(
+                "model.tokenizer",
+                f"is not set, but {source.name} has rollouts as text",
+                "set it to a folder or Hub id, or give rollouts as token ids",
+            )
+        collected.rows_per_file[source.name] = 0
+        for chunk in source.chunks(fields.needed if fields else ()):
+            collected.rows_per_file[source.name] += len(chunk.numbers)
+            # If no row of the file can be parsed, its fields are unknown. The errors of the rows are reported anyway.
+            results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
+            for line, result in zip(chunk.numbers, results, strict=True):
+                if isinstance(result, RowError):
+                    collected.skip(source.name, line, source.unit, result)
+                else:
+                    collected.add(result, source.name, line, source.unit)
+        source.check_unchanged()
+    return collected.rollouts(reading_notes(files))
 
 
 class _Tokens(NamedTuple):
@@ -367,16 +408,8 @@ class _CollectedRollouts:
     def rollouts(self, notes: tuple[str, ...]) -> RolloutData:
         self._refuse_unnamed()
         num_rows = sum(self.rows_per_file.values())
-        if not num_rows:
-            raise UserError("data", f"{', '.join(self.rows_per_file)} has no rows", "give a file with rows")
         if not self.samples:
-            first = (self.skipped or self.dropped)[0]
-            raise UserError(
-                "data",
-                f"none of {num_rows} rows can be used; for example, {first.file}:{first.line} is rejected: "
-                f"{first.reason}",
-                "correct the rows",
-            )
+            raise no_usable_row(self.rows_per_file, num_rows, self.skipped or self.dropped)
         report = DataReport(
             num_rows=num_rows,
             num_samples=len(self.samples),
@@ -387,43 +420,3 @@ class _CollectedRollouts:
             truncated=tuple(self.truncated),
         )
         return RolloutData(samples=self.samples, lines=self.lines, report=report, notes=notes)
-
-
-def read_rollouts(
-    data: str | Path | Iterable[str | Path],
-    settings: RolloutDataSettings | None = None,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-) -> RolloutData:
-    """Read rollout files, or folders of them. A tokenizer is needed if rollouts are given as text."""
-    settings = settings or RolloutDataSettings()
-    check_mapping(settings.columns, ROLLOUT_SCHEMA)
-    reader = _RolloutReader(tokenizer, settings)
-    collected = _CollectedRollouts(settings)
-    files: list[dict[str, str]] = []
-    for source in open_sources(data, split=settings.split, subset=settings.subset):
-        first = source.first_row()
-        fields = None
-        if first is not None:
-            fields = resolve(first, settings.columns, ROLLOUT_SCHEMA, source.name, reader.template_names)
-            files.append(
-                {"name": source.name, "read_as": described(fields, first, ROLLOUT_SCHEMA, TITLES[fields.kind])}
-            )
-        if fields is not None and fields.kind == "text" and tokenizer is None:
-            raise UserError(
-                "model.tokenizer",
-                f"is not set, but {source.name} has rollouts as text",
-                "set it to a folder or Hub id, or give rollouts as token ids",
-            )
-        collected.rows_per_file[source.name] = 0
-        for chunk in source.chunks(fields.needed if fields else ()):
-            collected.rows_per_file[source.name] += len(chunk.numbers)
-            # If no row of the file can be parsed, its fields are unknown. The errors of the rows are reported anyway.
-            results = reader.read(chunk, fields or Fields(kind="tokens", columns={}))
-            for line, result in zip(chunk.numbers, results, strict=True):
-                if isinstance(result, RowError):
-                    collected.skip(source.name, line, source.unit, result)
-                else:
-                    collected.add(result, source.name, line, source.unit)
-        source.check_unchanged()
-    return collected.rollouts(reading_notes(files))

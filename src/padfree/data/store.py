@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from padfree.data.array_files import ArrayWriter, open_array
+from padfree.data.array_files import ArrayWriter, open_array, unusable_cache
 from padfree.data.hashing import hash_of
 from padfree.data.image_store import ImageWriter, ReadImage
 from padfree.data.record_source import RecordSource
@@ -291,20 +291,15 @@ def _umask() -> int:
 def read_metadata(folder: Path) -> dict[str, Any]:
     path = folder / "metadata.json"
     if not path.exists():
-        raise UserError("cache", f"{folder} has no metadata.json", "delete the folder, and the next run rebuilds it")
+        raise unusable_cache(folder, f"{folder} has no metadata.json")
     try:
         metadata: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         known = isinstance(metadata["format"], int)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            "cache", f"{path} is damaged ({error})", "delete its folder, and the next run rebuilds it"
-        ) from None
+        raise unusable_cache(folder, f"{path} is damaged ({error})") from None
     if not known or metadata["format"] != FORMAT:
-        raise UserError(
-            "cache",
-            f"{folder} has format {metadata['format']}, but this version reads format {FORMAT}",
-            "delete the folder, and the next run rebuilds it",
-        )
+        version = metadata["format"]
+        raise unusable_cache(folder, f"{folder} has format {version}, but this version reads format {FORMAT}")
     return metadata
 
 

@@ -6,8 +6,8 @@
     gather_objects       the Python objects of all ranks, on every rank: for small objects
     Ring                 tensors -> tensors of the same shapes from the previous rank, overlapped with computation
 
-All of them work with gloo on the CPU and with NCCL on CUDA. If a peer is gone or stuck, they raise a one-line
-`PeerLostError` within the timeout of the group (see `padfree.distributed.peers`).
+All collectives work with gloo on the CPU and NCCL on CUDA. If a peer is gone or stuck, they raise `PeerLostError`
+within the timeout of the group.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Concatenate the tensors [n, ...] of all ranks in rank order: [world * n, ...].
-
-    n must be the same on every rank.
-    """
+    """Concatenate the tensors [n, ...] of all ranks: [world * n, ...]. n must be the same on every rank."""
     gathered = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     with watching("all_gather_rows", group):
         _all_gather(gathered, tensor.contiguous(), group=group)
@@ -39,7 +36,7 @@ def all_gather_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum the tensors [world * n, ...] of all ranks, and return this rank's n elements of the sum: [n, ...].
+    """Sum the tensors [world * n, ...] of all ranks, and return this rank's part of the sum: [n, ...].
 
     The sum has the dtype of the input.
     """
@@ -53,7 +50,7 @@ def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def exchange_rows(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
     """Send the first `send[0]` elements of the tensor to rank 0, the next `send[1]` to rank 1, and so on.
 
-    Returns the elements received from all ranks in rank order, `receive[r]` of them from rank r.
+    Returns the elements from all ranks, `receive[r]` of them from rank r.
     """
     assert tensor.shape[0] == sum(send), (tuple(tensor.shape), send)
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])
@@ -71,13 +68,13 @@ def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
 
 
 class Ring:
-    """Sends tensors to the next rank of a group while tensors from the previous rank arrive.
+    """Sends tensors to the next rank of a group and receives tensors from the previous rank.
 
         ring.post(block)          # starts both transfers and returns
         ...                       # compute with `block`, which must not change meanwhile
         block = ring.collect()    # what the previous rank posted
 
-    Two rings of one group may be in flight at once if they have different tags and every rank posts in the same order.
+    Two rings may be in flight at once if their tags differ and every rank posts in the same order.
     """
 
     def __init__(self, group: ProcessGroup, tag: int = 0) -> None:

@@ -1,10 +1,10 @@
-"""Initialise the process group of a run, and make the groups for its parallelism.
+"""Initialise the process group of a run, and make its groups of processes.
 
     8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
 
-Here `|` separates groups of ranks that share a pack, and `||` separates replicas, each of which holds all weights.
-One DeviceMesh contains all processes, with the dimensions `replicate`, `shard` and `context`: [2, 2, 2]. Every group
-spans some of these dimensions. The table shows the ranks of each group, and in the last column its dimensions.
+`|` separates groups of ranks that share a pack, and `||` separates replicas, each of which holds all weights. All
+processes form one mesh with the dimensions `replicate`, `shard` and `context`, here [2, 2, 2]. The table shows the
+ranks and the dimensions of each group.
 
     context    ranks that share one pack         0 1 | 2 3 | 4 5 | 6 7    context
     data       ranks with different samples      0 2 4 6 | 1 3 5 7        replicate, shard
@@ -12,21 +12,17 @@ spans some of these dimensions. The table shows the ranks of each group, and in 
                weights                                                                     dimension, if it is > 1)
     loss       ranks that sum one loss           0 1 2 3 4 5 6 7          replicate, shard, context
 
-With `expert` 2, the same processes also form a mesh for the weights of experts. It divides all ranks of a replica into
-groups of neighbours: [replicate, fsdp, expert] = [2, 2, 2].
+With `expert` 2, the processes also form a mesh for the weights of experts, in which neighbours hold different experts:
+[replicate, fsdp, expert] = [2, 2, 2].
 
     expert     ranks with different experts      0 1 | 2 3 | 4 5 | 6 7
     fsdp       ranks that shard the same         0 2 | 1 3 | 4 6 | 5 7
                experts
 
-Code asks for a group by purpose: `mesh.context.group`, `mesh.data.rank`, `fully_shard(model, mesh=mesh.fsdp)`. Sharding
-rules ask by dimension: `mesh.over(shard=("shard",), replicate=("context",))`.
-Neighbouring ranks share a pack, because context parallelism communicates in every layer and neighbouring ranks are on
-the same machine. Weights are sharded over data and context ranks together, so that the gradients of context ranks are
-summed too.
+Code asks for a group by purpose, such as `mesh.context.group` or `mesh.fsdp`. Neighbouring ranks share a pack, because
+context parallelism communicates in every layer and neighbours are usually on the same machine.
 
-One process needs no launcher: without torchrun's environment `init_distributed` makes a group of one process, and all
-other code is the same.
+Without a launcher, `init_distributed` makes a group of one process.
 """
 
 from __future__ import annotations
@@ -58,15 +54,13 @@ from padfree.errors import UserError
 DEFAULT_TIMEOUT = 600.0
 """The default time limit of one collective operation, in seconds."""
 LONGEST_TIMEOUT = 1e8
-"""The longest allowed time limit, in seconds (about three years). With a longer limit, the backends, which count in
-nanoseconds, would overflow.
-"""
+"""The longest time limit in seconds, about three years. The backends count in nanoseconds and would overflow."""
 
 
 DIMENSIONS = ("replicate", "shard", "context")
 """The dimensions of the mesh of all processes.
 
-The last dimension varies fastest, so neighbouring ranks differ in it.
+The last dimension varies fastest: neighbouring ranks differ in it.
 """
 
 
@@ -81,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """The process groups that this process belongs to, by purpose (`context`, `data`, `fsdp`, `loss`)."""
+    """The groups of this process, by purpose (`context`, `data`, `fsdp`, `loss`)."""
 
     device: torch.device
     devices: DeviceMesh  # the mesh of all processes, with the dimensions in `DIMENSIONS`
@@ -90,25 +84,26 @@ class Mesh:
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
-    """For each number of ranks that the step plan may choose for a pack, the group of this many ranks that contains
-    this process. Empty if the group `context` shares every pack."""
+    """The context groups of this process by size, if the step plan chooses a number of context ranks for each pack.
+    Otherwise empty.
+    """
     experts: DeviceMesh | None = None
-    """The mesh of all processes with the dimensions `fsdp` and `expert`, and `replicate` before them if there are
-    replicas. The weights of experts are divided over `expert`. None if experts are sharded like all other weights."""
+    """The mesh of the weights of experts, which are divided over its dimension `expert`. None if experts are sharded
+    like all other weights.
+    """
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
         """The group of this rank and the ranks that share a pack with it.
 
-        `width` is the size of the group if the step plan chooses a size for each pack. None if all packs use the same.
+        `width` is the size of the group, if the step plan chooses a size for each pack. Otherwise None.
         """
         return self.context if width is None else self.contexts[width]
 
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for `fully_shard` over some of the dimensions in `DIMENSIONS`. Collective.
+        """A mesh for `fully_shard` over some of the mesh dimensions. Collective.
 
-        The dimensions in `shard` are flattened into one dimension. If `replicate` is not empty, its dimensions are
-        flattened into another one, which comes first.
+        The dimensions in `shard` become one dimension. Those in `replicate`, if any, become another one before it.
         """
         return self.groups.mesh(self.device.type, shard, replicate)
 
@@ -116,8 +111,8 @@ class Mesh:
 def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
     """Initialise the default process group, and return the device of this process.
 
-    `timeout` is the time limit of one collective, in seconds; a lost peer may go unnoticed for this long. `device` is
-    "cpu", "cuda" or "auto". If the process group is already initialised, this function only chooses the device.
+    `timeout` is the time limit of one collective in seconds; a lost peer may go unnoticed for this long. `device` is
+    "cpu", "cuda" or "auto".
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError("device", "is not a device type", "choose 'auto', 'cpu' or 'cuda'", value=device)
@@ -159,7 +154,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
 
 @contextmanager
 def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
-    """A block that turns a failed rendezvous into a one-line error, which names the environment variable to correct."""
+    """A block that reports a failed rendezvous in one line, with the environment variable to correct."""
     assert processes.address is not None
     host, _, port = processes.address.rpartition(":")
     try:
@@ -198,15 +193,15 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """A view of the rendezvous store with a new key prefix, so that keys of an earlier start are not seen. Collective.
+    """A view of the rendezvous store that does not see the keys of an earlier start. Collective.
 
-    torchrun keeps its store when it restarts the processes (PyTorch issue 135712), and the new processes would use the
-    addresses of processes that no longer exist. So each process draws a nonce at its start:
+    torchrun keeps its store when it restarts the processes (PyTorch issue 135712), so the store may contain addresses
+    of processes that are gone. Each process therefore draws a nonce:
 
         rank r   publishes its own nonce, waits for the answer, which is the nonce of rank 0, and confirms it
         rank 0   repeatedly answers the latest nonce of each rank, until all ranks have confirmed
 
-    The nonce of rank 0 is the new key prefix.
+    All processes use the nonce of rank 0 as the new key prefix.
     """
     nonce = uuid.uuid4().hex
     if rank > 0:
@@ -235,35 +230,24 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Compute the ranks of each process group for `world` processes.
-
-    Neighbouring ranks form a group that shares a pack, or a copy of the weights, because they are usually on the same
-    machine.
-    """
+    """Compute the ranks of each process group for `world` processes; neighbours form a group."""
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
 class Groups:
-    """Process groups over some of the mesh dimensions, created on first use. All methods are collective.
-
-    `init_device_mesh` is not used because its groups have the backend's default timeout, so that a lost peer would go
-    unnoticed for longer than `timeout`.
-    """
+    """Process groups over some mesh dimensions, created on first use. All methods are collective."""
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
-        """`ranks` holds all ranks, as an array with the dimensions [replicate, shard, context]."""
+        """`ranks` is an array of all ranks with the dimensions [replicate, shard, context]."""
         self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The group of the processes that differ from this one only in the given dimensions of the mesh."""
+        """The group of the processes that differ from this one only in the given mesh dimensions."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create several process groups, and return the one that contains this process.
-
-        `groups` is an array of shape [number of groups, ranks per group]; each matrix row lists the ranks of a group.
-        """
+        """Create the process groups `groups`, and return the one that contains this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:
@@ -278,7 +262,7 @@ class Groups:
         return self._made[key]
 
     def mesh(self, device_type: str, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for FSDP2 with the dimension `fsdp`, or with `replicate` and `fsdp` if `replicate` is not empty."""
+        """A mesh for FSDP2 with the dimension `fsdp`, and before it `replicate` if there are replicas."""
         sharded = self.axis(*shard)
         if not replicate:
             return DeviceMesh.from_group(sharded.group, device_type, mesh_dim_names=("fsdp",))
@@ -293,7 +277,7 @@ class Groups:
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
 
     def experts(self, device_type: str, expert: int) -> DeviceMesh:
-        """A mesh of all processes for the weights of experts, in which `expert` neighbours hold different experts."""
+        """A mesh for the weights of experts, in which `expert` neighbouring ranks hold different experts."""
         table = self.ranks.reshape(len(self.ranks), -1, expert)
         groups = [
             self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
@@ -335,8 +319,7 @@ def make_mesh(
 
     If `expert` is above 1, every `expert` neighbouring processes divide the experts of a model among them.
 
-    `contexts` lists further sizes of context groups, each a divisor of the number of processes. For each size,
-    neighbouring ranks form groups of this size.
+    `contexts` lists further sizes of context groups, each a divisor of the number of processes.
 
     `timeout` is the time limit of one collective in these groups, in seconds.
     """
@@ -368,10 +351,9 @@ def make_mesh(
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """A block with an initialised process group, which is destroyed at the end. Yields the device of this process.
+    """A block with an initialised process group, which is destroyed at the end. Yields the device.
 
-    The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail
-    (`failing_together`).
+    The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail.
     """
     already = dist.is_initialized()
     chosen = init_distributed(device=device, timeout=timeout)

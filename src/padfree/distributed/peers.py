@@ -9,8 +9,8 @@
              (with NCCL the collective may hang until its timeout: the process exits PATIENCE s after it has read the
              message)
 
-A process that is killed or stopped, or whose host is cut off, cannot report anything. So every process increments a
-heartbeat counter in the store, and a rank that has lost a peer looks for counters that no longer change:
+A process that is killed, stopped or cut off cannot report anything. So every process increments a heartbeat counter in
+the store, and a rank that has lost a peer looks for counters that stand still:
 
     rank 3   killed with its host: its counter stays at 41
     rank 0   its collective fails -> reads all counters twice, SILENCE s apart -> "rank 3 on b is gone, stuck ..."
@@ -37,8 +37,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Times in seconds, which the module docstring explains. A process increments its counter every POLL seconds. With very
-many ranks it does so less often (see `_Listener`).
+"""Times in seconds; see the module docstring. With very many ranks, a process increments its counter less often than
+every POLL seconds.
 """
 _BLOCKS = itertools.count()  # numbers the blocks; the number is part of store keys, because the store outlives a block
 _LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
@@ -47,17 +47,17 @@ _SIGNS_OF_LOSS = ("by peer", "timed out", "timeout", "broken pipe", "connection 
 
 
 class PeerLostError(RuntimeError):
-    """Raised if another process of the group exited, or did not respond within the timeout of the group."""
+    """Raised if another process of the group has exited, or does not respond within the timeout."""
 
     searched = False
-    """Whether the lost ranks have already been searched for. If the search found them, the message names them."""
+    """Whether the message already names the lost ranks, if they could be found."""
 
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """A block around one collective. If the backend gives up waiting for a peer, `PeerLostError` is raised.
+    """A block around one collective. It raises `PeerLostError` if the backend gives up waiting for a peer.
 
-    Its one-line message names the collective, `what`, and the ranks of the group.
+    The message names the collective, `what`, and the ranks of the group.
     """
     begin = time.monotonic()
     try:
@@ -74,17 +74,17 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether this error of a communication backend means that a peer is gone."""
+    """Whether this error of a backend means that a peer is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A block in which an error on one rank ends all ranks. The other ranks raise an error with the same message.
+    """A block in which an error on one rank ends all ranks with the same message.
 
-    Every rank must enter the block the same number of times. A killed rank cannot report anything. In this case the
-    other ranks raise an error that names the ranks that no longer respond.
+    Every rank must enter the block the same number of times. If a rank was killed, the other ranks raise an error that
+    names it.
     """
     if dist.get_world_size() == 1:
         yield
@@ -122,10 +122,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """Describe the loss of the ranks in `silent`, which no longer respond.
-
-    `silent` is None if the store does not answer.
-    """
+    """Describe the loss of the ranks in `silent`, or of the store if `silent` is None."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"
@@ -136,10 +133,7 @@ def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
 
 
 def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """Format ranks with their hosts, as in `ranks 0 and 1 on a, rank 2 on b`.
-
-    With a single host, its name is left out.
-    """
+    """Format ranks with their hosts, as in `ranks 0 and 1 on a, rank 2 on b`."""
     several = len(set(hosts)) > 1
     parts = []
     for host in dict.fromkeys(hosts[rank] for rank in ranks):
@@ -151,10 +145,7 @@ def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """A block that ignores SIGTERM, so that this rank can report its own error.
-
-    A launcher sends SIGTERM when another rank has exited.
-    """
+    """A block that ignores SIGTERM from the launcher, so that this rank can report its own error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,9 +157,9 @@ def sigterm_ignored() -> Iterator[None]:
 
 
 class _Listener(threading.Thread):
-    """A heartbeat thread. It increments this rank's counter in the store and polls for the message of a failed rank.
+    """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
 
-    It exits the process if the block has not ended within PATIENCE seconds after this message.
+    The thread exits the process if the block has not ended PATIENCE seconds after the message.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -187,7 +178,7 @@ class _Listener(threading.Thread):
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
     def publish_cause(self, line: str) -> None:
-        """Write the error message that ends all ranks into the store, unless there is one already."""
+        """Write the error message that ends all ranks into the store, unless it already has one."""
         with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
 
@@ -216,7 +207,7 @@ class _Listener(threading.Thread):
             os._exit(1)
 
     def silent_ranks(self) -> list[int] | None:
-        """The ranks whose counter no longer changes. None if the store does not answer."""
+        """The ranks whose counter no longer changes, or None if the store does not answer."""
         found: list[list[int]] = []
         asking = threading.Thread(target=self._find_silent, args=(found,), name="padfree silent ranks", daemon=True)
         asking.start()
@@ -244,8 +235,7 @@ class _Listener(threading.Thread):
 def raise_together(error: UserError | str | None, group: ProcessGroup | None = None) -> None:
     """Raise a `UserError` on every rank if any rank has an error. Collective.
 
-    `error` is this rank's error, a `UserError` or its message, or None. `group` is the process group; None means all
-    ranks.
+    `error` is a `UserError`, its message, or None. `group` None: all ranks.
     """
     errors: list[UserError | str | None] = [error]
     if dist.is_initialized():

@@ -17,6 +17,7 @@ the speed of copying to the host (`FLOPS_PER_COPIED_BYTE`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import nn
@@ -85,6 +86,15 @@ def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device:
             for number, total in enumerate(flops, 1)
         ),
     )
+
+
+def repeated_share(model: PreTrainedModel, memory: MemoryEstimate, size: int, levels: Sequence[LayerLevel]) -> float:
+    """The work that the backward pass repeats at these levels, as a share of the work of the layers without it."""
+    layers = layers_of(model)
+    repeated = sum(
+        level_flops(model, layer, level, size, memory.compiled) for layer, level in zip(layers, levels, strict=True)
+    )
+    return repeated / (3 * sum(forward_flops(model, layer) for layer in layers))
 
 
 def level_flops(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:

@@ -17,6 +17,8 @@
                                     differences
     cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
                                     sampling on the CPU
+    sampling                        logits of one token of every response, and with rollout.top_p, top_k or min_p what
+                                    finds their kept sets; on a GPU, the CUDA graphs of the sampler keep this memory
 
 `padfree.estimate.activations` counts the activations.
 
@@ -39,6 +41,7 @@ from padfree.choices import LayerLevel
 from padfree.config import Config
 from padfree.config.checkpointing import uses_host
 from padfree.config.functions import model_of
+from padfree.config.rollout import TRUNCATION
 from padfree.estimate.activations import (
     FLOAT32,
     cache_bytes,
@@ -91,7 +94,8 @@ class MemoryEstimate:
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
     sent_weights: int  # in host memory
     cache: int  # KV cache
-    cache_stays: bool  # if False, the KV cache exists only while the sampler generates
+    sampling: int  # temporary memory of a decode step
+    cache_stays: bool  # if False, KV cache and temporary memory exist only while the sampler generates
     parameters: int
     trained: int
 
@@ -106,7 +110,8 @@ class MemoryEstimate:
         standing += 0 if self.offloaded else self.states
         standing += 0 if self.reference_offloaded else self.reference
         training = self.gathered + self.activations + self.working
-        return standing + (training + self.cache if self.cache_stays else max(training, self.cache))
+        sampler = self.cache + self.sampling
+        return standing + (training + sampler if self.cache_stays else max(training, sampler))
 
     @property
     def host(self) -> int:
@@ -170,11 +175,12 @@ def estimate_memory(
         critic = _counts(other, shards).all
         groups += make_groups(other, config.optimizer.without_groups())
         divided |= shards.divided(other)
-    sampler = cache = 0
+    sampler = cache = sampling = 0
     if config.rollout.source is not None and config.rollout.engine == "in_process":
         alone = processes == 1 and not config.parallel.offload and not counts.frozen
         sampler = 0 if alone and (size == FLOAT32 or not reshard) else counts.parameters * size
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
+        sampling = _responses(config, processes) * _decode_bytes(config, model, size)
     tokens = max(config.batch.max_tokens, longest)
     # With several context ranks, attention breaks the graph of a compiled layer, so that the layer keeps more for its
     # backward pass. Divided experts and replayed routers also break the graph. Such layers are counted as if they were
@@ -207,6 +213,7 @@ def estimate_memory(
         sampler=sampler,
         sent_weights=_sent_weights(config, model, shards, size, device_type=device_type),
         cache=cache,
+        sampling=sampling,
         cache_stays=device_type != "cpu",
         parameters=counts.parameters,
         trained=counts.trained_parameters,
@@ -237,12 +244,31 @@ def _cache(
     if config.rollout.engine != "in_process":
         return 0
     rollout, samples = config.rollout, -(-(config.batch.samples or 1) // processes)
-    responses = min(rollout.max_concurrent, samples)
+    responses = _responses(config, processes)
     if device_type == "cpu":
         return responses * (prompt_tokens + rollout.max_new_tokens) * cache_bytes(model, size)
     prompts = -(-samples // rollout.samples_per_prompt)
     wanted = (responses * rollout.max_new_tokens + prompts * prompt_tokens) * cache_bytes(model, size)
     return wanted if rollout.kv_cache_bytes is None else min(wanted, rollout.kv_cache_bytes)
+
+
+def _responses(config: Config, processes: int) -> int:
+    """The number of responses that the sampler of a process generates at the same time."""
+    return min(config.rollout.max_concurrent, -(-(config.batch.samples or 1) // processes))
+
+
+def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
+    """The temporary bytes of a response in a decode step.
+
+    Its logits; if they are truncated, also their scaled values, weights, order and masks, with copies of the last two.
+    """
+    truncated = FLOAT32 * 6 + 4 if _is_truncated(config) else 0
+    return ModelSizes.of(model.config).vocabulary * (size + truncated)
+
+
+def _is_truncated(config: Config) -> bool:
+    """Whether labels have kept sets (`padfree.kept_sets`)."""
+    return any(getattr(config.rollout, name) != default for name, default in TRUNCATION.items())
 
 
 # Weights
@@ -374,6 +400,10 @@ def _working(
         backward += 2 * size * (sizes.key + sizes.value) * context
     if parallel.expert > 1:  # add the hidden states that a layer sends to and receives from other ranks
         backward += 2 * size * sizes.experts_per_token * sizes.hidden
+    fixed = 0
+    if parallel.linear == "float8":  # of the widest linear layer: two copies of the output's gradient, one of the input
+        backward += 2 * sizes.mlp + sizes.hidden
+        fixed = sizes.mlp * sizes.hidden  # a copy of its weight
     copied = 2 * size * (sizes.key + sizes.value) * copies  # copied keys and values, and their gradients
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     logits = 0
@@ -386,21 +416,32 @@ def _working(
             device_type=device_type,
             budget=budget_bytes(parallel.head_bytes),
             weight_gradient=bool(head.weight.requires_grad),
+            masks=_is_truncated(config),
         )
-    return WorkingParts(backward=tokens * backward + int(tokens * copied), recomputed=tokens * layer, head=logits)
+    fixed += int(tokens * copied)
+    return WorkingParts(backward=tokens * backward + fixed, recomputed=tokens * layer, head=logits)
 
 
 def head_bytes(
-    tokens: int, hidden: int, vocabulary: int, *, size: int, device_type: str, budget: int, weight_gradient: bool
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    *,
+    size: int,
+    device_type: str,
+    budget: int,
+    weight_gradient: bool,
+    masks: bool = False,
 ) -> int:
     """The bytes that the fused head needs if all tokens are scored.
 
-    The gradients of the hidden states and of the head's weight are included.
+    The gradients of the hidden states and of the head's weight are included. `masks`: tokens have kept sets, so that
+    each logit of a tile has a byte of a mask, and a byte of the list from which the mask is made.
     """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)
     tile = choose_tile(tokens, vocabulary, itemsize=FLOAT32, device_type=device_type, budget=budget)
-    products = tile.rows * tile.columns * FLOAT32
+    products = tile.rows * tile.columns * (FLOAT32 + (2 if masks else 0))
     plan = plan_fused(
         tokens,
         hidden,

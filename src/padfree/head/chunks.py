@@ -1,11 +1,10 @@
-"""The loop over chunks of tokens in `fused_loss`. It records no autograd graph.
+"""The loop of `fused_loss` over chunks of tokens. It records no autograd graph.
 
     logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss with respect to its scores  ->  gradient of
     the logits, in the same memory  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
 
-A chunk has C of the M labelled tokens. D is the hidden size and V the size of the vocabulary. `budget` chooses C and
-`kept`. Columns [kept, V) of the vocabulary, if any, only contribute to the softmax here; `tiles.tiled_gradients`
-computes their gradients after all chunks.
+C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. The columns [kept, V) of the
+vocabulary take part in the softmax; `tiles.tiled_gradients` computes their gradients after all chunks.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from padfree.head.tiles import (
 )
 
 ScoreGradient = Callable[[Softmax, int], Upstream]
-"""A function that returns the gradient of the loss with respect to the scores of a chunk of tokens. Its arguments are
-the softmax of the chunk, and the index of the chunk's first token among the M labelled tokens.
+"""Returns the gradient of the loss with respect to the scores of a chunk. The arguments are the softmax of the chunk
+and the index of its first token.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -39,10 +38,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def chunked_gradients(
     task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
 ) -> tuple[Softmax, Gradients]:
-    """Compute the softmax of all M labelled tokens and the gradients with respect to hidden, weight and bias.
-
-    `wanted` says which of the three gradients to compute. M must be greater than 0.
-    """
+    """Compute the softmax of all M > 0 labelled tokens, and the gradients that `wanted` asks for."""
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
     plan = _plan(task, wants_weight)
@@ -51,8 +47,8 @@ def chunked_gradients(
     grad_bias = weight.new_empty(len(weight)) if wants_bias else None
     weight_sums = None if grad_weight is None else WeightSums(grad_weight, plan, task)
     bias_sums = task.new_sums(plan.kept).zero_()
-    # grad_hidden has the dtype of sums if gradients of recomputed columns are added to it later, or if the matmuls
-    # convert the weight to another dtype. Otherwise it has the dtype of the weight.
+    # grad_hidden has the dtype of the sums if more gradients will be added to it, or if the matmuls convert the weight.
+    # Otherwise it has the dtype of the weight.
     exact = task.sum_dtype if not is_whole or operand != weight.dtype else operand
     grad_hidden = task.hidden.new_empty(task.num_rows, weight.shape[1], dtype=exact) if wants_hidden else None
 
@@ -134,7 +130,7 @@ def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
 
 
 class WeightSums:
-    """The weight gradient of the vocabulary columns [0, kept), while it is summed over the chunks."""
+    """The weight gradient of the vocabulary columns [0, kept), summed over the chunks."""
 
     def __init__(self, grad_weight: Tensor, plan: FusedPlan, task: ScoringTask) -> None:
         self.grad_weight = grad_weight[: plan.kept]
@@ -152,7 +148,7 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the contribution of one chunk of C tokens: `gradient` [C, kept] of the logits, and `hidden` [C, D]."""
+        """Add the contribution of one chunk: `gradient` [C, kept] of the logits, and `hidden` [C, D]."""
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return
@@ -161,13 +157,13 @@ class WeightSums:
         self.is_first = False
 
     def finish(self) -> None:
-        """Round the float32 sums into the 16-bit gradient, piece by piece, in the same memory.
+        """Round the float32 sums to 16 bits in the same memory, piece by piece.
 
             bytes of the gradient   | 16-bit gradient of columns 0 1 2 3 ...          |
             shared sums, same bytes | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
 
-        A rounded piece takes half of the bytes of its sums, so it overwrites only sums of earlier pieces. Only the
-        first piece would overwrite its own sums. Therefore it is rounded into separate memory first.
+        A rounded piece takes half the memory of its sums, so it overwrites only sums that were already rounded. The
+        first piece is an exception and is rounded into separate memory.
         """
         for start, end, part in self.parts:
             if part is not self.grad_weight:

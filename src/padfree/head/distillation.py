@@ -1,4 +1,4 @@
-"""Distillation: the divergence between the student's and the teacher's distribution over the vocabulary, fused.
+"""Distillation: the divergence between the student's and the teacher's distribution over the vocabulary.
 
     for each chunk of C tokens  the student's logits [C, V], then the teacher's logits [C, V], both in 16 bits
                                 -> softmax of both [C], which includes the log-probabilities of the labels
@@ -6,11 +6,11 @@
                                 -> gradient of the student's logits, in the same memory
                                 -> gradients of the student's hidden states and weight
 
-V is the size of the vocabulary. The loop needs four matmuls, the minimum: one for the logits of each model, and two for
-the student's gradients. Logits are never stored for more than one chunk at a time. Teacher and student may differ in
-hidden size but share one vocabulary.
+There are four matmuls, the minimum: the logits of each model, and two gradients of the student. Only the logits of one
+chunk of tokens are stored at a time. Teacher and student may differ in hidden size, but they share a vocabulary of V
+entries.
 
-As in `fused_loss`, the gradients are ready when the function returns, and `backward()` returns them.
+The gradients are computed together with the loss, and `backward()` returns them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from padfree.head.tiles import ROW_NUMBERS, ScoringTask, parts_of, restore_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss:
-    """The differentiable loss, and values per token [N] without gradient, which are 0 for tokens without a label."""
+    """The differentiable loss, and values per token [N] without gradient. They are 0 for tokens without a label."""
 
     loss: Tensor  # [] Σ weight · divergence
     divergences: Tensor  # [N] float32
@@ -64,20 +64,23 @@ def distillation_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> DistillationLoss:
-    """The weighted sum, over all labelled tokens, of the divergence between student and teacher.
+    """The weighted sum over all labelled tokens of the divergence between student and teacher.
 
-    The loss is differentiable in the student's `hidden` and `head`. There are N tokens, and the vocabulary has V
-    entries. hidden [N, D] and teacher_hidden [N, E] are the hidden states, and the heads have the weights [V, D] and
-    [V, E]; all have one dtype. Tokens with label -100 do not count. For the other tokens, the log-probability of the
-    label is returned with the loss.
+    `hidden` [N, D] and `teacher_hidden` [N, E] are the hidden states. The heads have weights [V, D] and [V, E] of the
+    same dtype. Tokens with label -100 do not count. The result also has the log-probability of each label. The loss is
+    differentiable in the student's `hidden` and `head`.
 
-    divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), "jsd" is the generalised
-    Jensen-Shannon divergence, in which `beta` is the teacher's share of the mixture. top_k: compare only the teacher's
-    k most probable vocabulary entries, and merge all others into one outcome; if None, compare all entries. weights
-    [N]: one weight per token; if None, all weights are 1. temperature divides the logits of both models. A higher
-    temperature makes the gradients smaller; they are not rescaled.
+    divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), and "jsd" is the
+    generalised Jensen-Shannon divergence, where `beta` is the teacher's share of the mixture.
 
-    memory: as for `fused_loss`; chunks are as large as this budget allows. The other arguments are those of `score`.
+    top_k: compare only the k entries that are most probable under the teacher, and merge all others into one outcome.
+    None: compare all entries.
+
+    weights [N]: one weight per token. None: all weights are 1.
+
+    temperature: divides the logits of both models. A higher temperature makes gradients smaller; they are not rescaled.
+
+    memory: the budget for chunks, as in `fused_loss`. The other arguments are those of `score`.
     """
     student, teacher = (as_head(one, bias=None, softcap=None, logit_scale=1.0) for one in (head, teacher_head))
     settings = _settings(divergence, beta, top_k)
@@ -121,10 +124,7 @@ class _Pair:
         return call.task(self.teacher_hidden, head.weight, head.bias)
 
     def results(self, divergences: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss, and the three per-token values scattered to all N tokens.
-
-        The arguments are the values [M] of the M labelled tokens.
-        """
+        """Turn the values [M] of the labelled tokens into the loss and three values for each of all N tokens."""
         call, loss = self.call, (self.weights * divergences).sum()
         if call.poison is not None:
             loss = loss + call.poison
@@ -132,19 +132,15 @@ class _Pair:
 
 
 TokenResults = tuple[Tensor, Tensor, Tensor]
-"""Three tensors [M] for the M labelled tokens: the divergence, and the log-probability of the label under the student
-and under the teacher.
+"""Three tensors [M] for the labelled tokens: the divergence, the student's log-probability of the label, and the
+teacher's.
 """
 
 
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
 ) -> tuple[TokenResults, Gradients]:
-    """Compute the divergences and the gradients in a loop over chunks of tokens, without an autograd graph.
-
-    Returns the values of each labelled token, and the gradients with respect to hidden, weight and bias that `wanted`
-    asks for.
-    """
+    """Compute the divergences, and the gradients that `wanted` asks for, chunk by chunk without autograd."""
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
     operand, vocabulary = student.operand_dtype, len(weight)
@@ -209,7 +205,7 @@ def chunked_distillation(
 
 
 class _Store:
-    """Memory for the logits of one chunk of tokens, for either the student or the teacher."""
+    """Memory for the logits of one chunk of tokens, of the student or of the teacher."""
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         operand, columns = task.operand_dtype, rounded_up(len(task.head.weight), ROW_NUMBERS)
@@ -219,7 +215,7 @@ class _Store:
         self.memory = task.hidden.new_empty(num_rows, columns, dtype=dtype)
 
     def fill(self, start: int, end: int) -> StoredLogits:
-        """Compute the logits of the tokens [start, end) and store them, overwriting the previous chunk."""
+        """Compute the logits of the tokens [start, end), and overwrite the previous chunk."""
         task, head = self.task, self.task.head
         rows = task.rows.part(start, end)
         stored = self.memory[: end - start, : len(head.weight)]
@@ -255,9 +251,7 @@ class _Distillation(torch.autograd.Function):
 
 
 def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
-    """The reference implementation of `distillation_loss`: all logits of both models at once, differentiated by
-    autograd.
-    """
+    """The reference for `distillation_loss`: all logits of both models at once, differentiated by autograd."""
     call, scale = pair.call, pair.call.rows.inverse_temperature
     student = full_log_softmax(picked(hidden, call.index), head, scale)
     teacher = full_log_softmax(picked(pair.teacher_hidden, call.index), pair.teacher, scale)

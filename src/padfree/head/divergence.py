@@ -1,4 +1,4 @@
-"""The divergence between a student's and a teacher's softmax for each token, and its gradient, in plain torch.
+"""The divergence between the student's and the teacher's softmax for each token, and its gradient, in plain torch.
 
     student   s = softmax(x)  [R, V]        x and y are the logits of R tokens, with bias, scale, cap and temperature
     teacher   t = softmax(y)  [R, V]        applied. `elementwise.reduce_tile` stores them minus the peak of their block
@@ -8,16 +8,15 @@
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
 The sums are over the V entries of the vocabulary. The last column is the derivative with respect to x_j, the student's
-logit of entry j. With top-k, the k entries that are most probable under the teacher keep their probabilities, and all
-others are merged into one outcome, "the rest". The two merged distributions have k + 1 outcomes. Their divergence is 0
-only if they agree, it never exceeds the divergence over all entries, and it accounts for probability that the student
-assigns to the rest.
+logit of entry j.
+
+With top-k, the teacher's k most probable entries keep their probabilities, and all others are merged into one outcome,
+"the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries.
 
     teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         an entry j of the rest has the gradient s_j · c, with
     student   .4 .2 | .3 .1                    .4 .2 .4         the same c for all entries of the rest
 
-Entries that are exactly as probable as the k-th also keep their probabilities, so that the result does not depend on
-the order of the vocabulary. Therefore a threshold on the logit decides which entries belong to the rest.
+Entries as probable as entry number k are also kept, so that the result does not depend on the order of the vocabulary.
 
 `triton_divergence` has the same functions as Triton kernels.
 """
@@ -45,7 +44,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model, and the numbers that turn them into log-probabilities."""
+    """The stored logits of R tokens of one model, and the values that turn them into log-probabilities."""
 
     below: Tensor  # [R, V] x - peak of the block
     block_peak: Tensor  # [R, K]
@@ -61,10 +60,7 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """The logits of the vocabulary columns [start, end) minus the largest logit of each token, as [R, W].
-
-        W is the number of these columns, which must lie in one block.
-        """
+        """The logits [R, W] of the columns [start, end) of a block, minus the largest logit of each token."""
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:
@@ -77,7 +73,7 @@ class StoredLogits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDivergence:
-    """The divergence of each of R tokens, and further values per token from which its gradient is computed."""
+    """The divergence of each of R tokens, and the values that its gradient needs."""
 
     value: Tensor  # [R] the divergence
     mean: Tensor  # [R] number that is subtracted from every log-ratio, so that the gradient sums to 0
@@ -86,7 +82,7 @@ class TokenDivergence:
 
 
 class DivergenceWork(Protocol):
-    """The interface of the functions that compute divergences. This module and `triton_divergence` implement it."""
+    """The interface of the functions that compute divergences, in plain torch or with Triton."""
 
     def divergence_sums(
         self, student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
@@ -106,7 +102,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """For each of R tokens, the teacher's k-th largest logit minus the teacher's largest logit, as [R]."""
+    """The teacher's k-th largest logit minus its largest logit, for each of R tokens."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):
@@ -143,9 +139,9 @@ def divergence_sums(
 ) -> Tensor:
     """Sums over the vocabulary for each of R tokens, as [4, R].
 
-    s and t are the distributions of the student and the teacher. Sum 0 is their divergence. For jsd, with the mixture m
-    of s and t, sums 0 and 1 are KL(s | m) and KL(t | m). With a `threshold` (top-k), these sums cover only the
-    teacher's k most probable entries. Sums 2 and 3 are then the total probability of all other entries under s and t.
+    The distributions of the student and the teacher are s and t. Sum 0 is their divergence. For jsd with the mixture m
+    of s and t, sum 0 is KL(s | m) and sum 1 is KL(t | m). With top-k, these sums cover only the teacher's top k
+    entries, and sums 2 and 3 are the total probability of all other entries under s and t.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))
@@ -179,10 +175,9 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient of each token's divergence, multiplied by the token's `factor` [R], into `out` [R, V].
+    """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
 
-    The gradient is with respect to the student's raw logits. `out` may be the memory of the student's stored logits.
-    `head` is the student's head.
+    The gradient is with respect to the student's raw logits. `out` may be the memory of the stored logits.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]
@@ -208,7 +203,7 @@ def divergence_gradient(
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(βt + (1−β)s), computed from log_s and log_t. It is finite even if t and s both underflow."""
+    """log(βt + (1−β)s), computed from log_s and log_t without underflow."""
     tiny = torch.finfo(log_s.dtype).tiny
     return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
 

@@ -1,16 +1,16 @@
-"""The elementwise work on a tile of logits, in plain torch. `triton_elementwise` has the same functions as kernels.
+"""The elementwise work on a tile of logits, in plain torch. `triton_elementwise` has the same functions as Triton
+kernels.
 
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
-The vocabulary is divided into K blocks of `block` columns. Three values are computed per token and block. The values
-of different blocks can be merged exactly, in any order and for logits of any size, because all exponents are relative
-to a maximum:
+The vocabulary is divided into K blocks. Three values per token and block are computed. They are relative to the largest
+logit of the block, so blocks can be merged without overflow:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
-If the gradient is computed later from the same logits, the logits are stored as x − peak. In bfloat16 training they are
-stored as float16: values that carry probability are near 0, where float16 is more precise than bfloat16.
+If the gradient will need the logits again, they are stored as x − peak. In bfloat16 training, float16 is used: it is
+more precise than bfloat16 near 0, where the probable entries are.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from padfree.batch import LmHead
 from padfree.head.kept_rows import KeptRows
 
 FLOOR = -1e30
-"""The lower bound of logits. With it, a bias of -inf (a vocabulary entry that does not exist) gives probability 0, not
-NaN. The logits outside the kept set of a token are set to it.
+"""The lower bound of logits. With a bias of -inf, the probability of an entry is then 0 and not NaN. Logits outside a
+kept set also get this value.
 """
 
 LOWEST_TANH = -2.0
-"""A lower bound of tanh(y / softcap), as computed from the logit. It keeps the slope of a logit of FLOOR finite."""
+"""A lower bound of tanh(y / softcap), so that the slope of the lowest logit is finite."""
 
 FLOAT16_FLOOR = -65504.0
-"""The lowest finite float16 number. exp() of any number near it is 0."""
+"""The lowest finite float16 number. Its exp() is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,10 +70,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """For each of R tokens: three values for each of K blocks (`peak`, `total`, `moment`), and the logit of its label.
-
-    The columns of [R, K] are contiguous in memory.
-    """
+    """Three sums per block (`peak`, `total`, `moment`) of R tokens over K blocks, and the logit of each label."""
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
@@ -82,8 +79,7 @@ class BlockSums:
 
     @staticmethod
     def empty(num_rows: int, num_blocks: int, like: Tensor, *, entropy: bool) -> BlockSums:
-        # Allocated as [K, R] and transposed. The sums of one block are then adjacent in memory, and a tile writes them
-        # together.
+        # Allocated as [K, R] and transposed, so that the sums of one block are adjacent in memory.
         peak = like.new_empty(num_blocks, num_rows).T
         return BlockSums(
             peak=peak,
@@ -103,10 +99,7 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each of R tokens. The log-probability of an entry with logit x is (x − peak) − log_total.
-
-    `peak` and `log_total` are separate, because their sum would lose digits if the logits are large.
-    """
+    """The softmax of each token, as two numbers: the log-probability of x is (x − peak) − log_total."""
 
     peak: Tensor  # [R]
     log_total: Tensor  # [R]
@@ -133,7 +126,7 @@ class Softmax:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Upstream:
-    """The gradient of the loss with respect to the log-probability and the entropy of each of R tokens."""
+    """The gradient of the loss with respect to the log-probability and the entropy of each token."""
 
     logprobs: Tensor  # [R]
     entropy: Tensor | None  # [R]
@@ -157,7 +150,7 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Elementwise(Protocol):
-    """The interface of the elementwise work on logits. This module and `triton_elementwise` implement it."""
+    """The interface of the elementwise work on logits, in plain torch or with Triton."""
 
     def reduce_tile(
         self,
@@ -197,10 +190,7 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """The interface of a matmul with the elementwise work on its result.
-
-    `tiles.TiledMatmuls` and the module `matmuls` implement this interface.
-    """
+    """The interface of a matmul with the elementwise work on its result."""
 
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
@@ -222,10 +212,10 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Reduce a tile of raw logits [R, W] to the sums of its blocks, which are written into `sums`.
+    """Reduce a tile of raw logits [R, W] to sums per block, and write them into `sums`.
 
-    Column 0 of the tile is column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given,
-    x - peak is written into it. Overwrites `raw_logits`.
+    The tile begins at column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given, x -
+    peak is written into it. Overwrites `raw_logits`.
     """
     num_columns = raw_logits.shape[1]
     logits = _logits_(raw_logits, first, head, rows)
@@ -247,10 +237,9 @@ def reduce_tile(
 
 
 def _sum_of_rows(values: Tensor) -> Tensor:
-    """Sum [R, K] over K, in the same order for every row.
+    """Sum [R, K] over K, in the same order for every token.
 
-    `BlockSums` stores [R, K] so that the elements of a column are adjacent in memory. PyTorch on a CPU would then sum
-    several rows at a time, but the last few rows in another order. The sum is therefore over a contiguous copy.
+    PyTorch sums the last few rows of this layout in another order. The sum is therefore over a contiguous copy.
     """
     return values.contiguous().sum(1)
 
@@ -277,9 +266,9 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to the raw logits of a tile into `out` [R, W].
+    """Write the gradient of the raw logits of a tile into `out` [R, W].
 
-    Column 0 of the tile is column `first` of the vocabulary. Overwrites `raw_logits` [R, W].
+    The tile begins at column `first` of the vocabulary. Overwrites `raw_logits` [R, W].
     """
     logits = _logits_(raw_logits, first, head, rows)
     log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
@@ -295,9 +284,9 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to the raw logits into `out` [R, V], computed from stored logits [R, V].
+    """Write the gradient of the raw logits into `out` [R, V], computed from the logits that `reduce_tile` stored.
 
-    `stored` and `peak` [R, K] were written by `reduce_tile`. `out` may be the memory of `stored`.
+    `peak` [R, K] was also written by `reduce_tile`. `out` may be the memory of `stored`.
     """
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])
@@ -308,7 +297,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Multiply the contiguous tensor `values` by `factor`, a scalar tensor, in place."""
+    """Multiply the contiguous tensor `values` by the scalar tensor `factor`, in place."""
     values.mul_(factor)
 
 
@@ -324,10 +313,9 @@ def _gradient(
 ) -> None:
     """Write the gradient with respect to the raw logits into `out`.
 
-    d loss / d x_j = g·[j = label] − p_j·(g + h·(log p_j + entropy)), where x_j is the logit of entry j, p_j its
-    probability, [j = label] is 1 for the label and 0 for other entries, and g and h are the gradients of the loss with
-    respect to the log-probability and the entropy. The result is then multiplied by the derivative of x_j with respect
-    to the raw logit.
+    The gradient of logit x_j is g·[j = label] − p_j·(g + h·(log p_j + entropy)). Here p_j is the probability of entry
+    j, g the gradient of the log-probability and h that of the entropy. [j = label] is 1 for the label, else 0. The
+    result is multiplied by the derivative of x_j with respect to the raw logit.
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
@@ -347,7 +335,7 @@ def _gradient(
 
 
 def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
-    """Compute the logits [R, W] from `raw_logits` [R, W] in place, and return them."""
+    """Turn the raw logits [R, W] into logits, in place."""
     if head.bias is not None:
         raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
     if head.softcap is None:

@@ -1,10 +1,10 @@
-"""The reference implementation: all logits at once, in plain torch, differentiated by autograd.
+"""The reference for scores: all logits at once, in plain torch, differentiated by autograd.
 
     hidden [M, D], weight [V, D] -> logits [M, V] -> log-probability of the label [M], entropy [M]
     hidden and weight of two models               -> divergence [M] between their distributions
 
-There are M labelled tokens, the hidden size is D and the vocabulary has V entries. The other implementations in this
-folder compute the same numbers without storing [M, V].
+There are M labelled tokens, the hidden size is D and the vocabulary has V entries. The other files of this folder
+compute the same numbers without storing [M, V].
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def full_scores(
     entropy: bool,
     kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of the label and the entropy of each of M labelled tokens, [M] each.
+    """The log-probability of the label and the entropy of each labelled token, [M] each.
 
-    They are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`, the
-    softmax of each token runs over its kept set.
+    Results are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`,
+    the softmax of a token covers only its kept set.
     """
     logits = full_logits(hidden, head, inverse_temperature)
     if kept is not None:
@@ -45,7 +45,7 @@ def full_scores(
 
 
 def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
-    """The log-probabilities [M, V] of all vocabulary entries for the hidden states [M, D]."""
+    """The log-probabilities [M, V] of all vocabulary entries."""
     return full_logits(hidden, head, inverse_temperature).log_softmax(1)
 
 
@@ -62,7 +62,7 @@ def full_logits(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Te
 
 
 def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
-    """The divergence [M] of each token, computed from the log-probabilities [M, V] of student and teacher."""
+    """The divergence [M] of each token, from the log-probabilities [M, V] of student and teacher."""
     if settings.top_k is not None and settings.top_k < student.shape[1]:
         least = teacher.topk(settings.top_k, dim=1).values[:, -1:]
         student, teacher = (_with_rest(log_p, teacher < least) for log_p in (student, teacher))
@@ -76,15 +76,12 @@ def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> T
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p | q) = Σ p (log p − log q) for each token, [M]. An entry with p = 0 adds 0."""
+    """KL(p | q) = Σ p (log p − log q) of each token, [M]. Entries with p = 0 add 0."""
     there = log_p > -torch.inf
     return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """Merge the vocabulary entries marked in `is_rest` into one: log-probabilities [M, V] -> [M, V + 1].
-
-    The merged entries become -inf, and the last entry holds their total probability.
-    """
+    """Merge the entries marked in `is_rest` into one, at the end: [M, V] -> [M, V + 1] log-probabilities."""
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

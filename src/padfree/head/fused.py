@@ -1,17 +1,16 @@
-"""Compute a loss and its gradient in one pass over the logits, with three matmuls, which is the minimum.
+"""A loss and its gradient in one pass over the logits, with three matmuls.
 
     for each chunk of C tokens    logits [C, V]  ->  logprobs, entropy [C]
                                                  ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
                                   gradient of the logits, in the same memory  ->  gradients of hidden and weight
 
-A chunk has C tokens, and V is the size of the vocabulary. `fused_loss` is for losses in which each token's term depends
-only on its own log-probability and entropy: SFT and every policy loss with a ratio per token. The gradient with respect
-to a token's logits is known as soon as its logits are known, so the logits need not be computed again as in `score`. A
-loss over whole sequences (GSPO) must use `score`.
+`fused_loss` is for losses in which the term of a token depends only on the token's own log-probability and entropy,
+such as SFT and policy losses with a ratio per token. The gradient is computed while the logits of a chunk are in
+memory, so logits are computed only once. A loss over whole sequences (GSPO) needs `score`. C is the number of tokens of
+a chunk, and V the vocabulary size.
 
-The gradients are ready when `fused_loss` returns. `backward()` returns them, multiplied by the incoming gradient of the
-loss. The product is exact if this factor is a power of two. Any other factor rounds a bfloat16 gradient a second time,
-so apply other factors inside `token_loss`.
+The gradients are ready when `fused_loss` returns. `backward()` multiplies them by the gradient of the loss. Apply
+factors inside `token_loss`, because a factor that is not a power of two rounds a bfloat16 gradient a second time.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from padfree.head.tiles import tiled_softmax
 from padfree.kept_sets import KeptSets
 
 TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
-"""A function of (logprobs [c], entropy [c] or None, positions [c]) that returns the loss [c] of each of c tokens."""
+"""A function of (logprobs [c], entropy [c] or None, positions [c]) that returns c losses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedLoss:
-    """The differentiable loss, and the scores that it was computed from (log-probabilities, entropies), detached."""
+    """The differentiable loss, and the detached log-probabilities and entropies."""
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label
@@ -64,13 +63,11 @@ def fused_loss(
 ) -> FusedLoss:
     """The sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
 
-    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the losses [c] of the c tokens of a chunk.
-    `positions` are the indices of these tokens among the N tokens of `hidden`, for example to select
-    advantages[positions]. Element t of the losses may depend only on element t of the arguments. `token_loss` is called
-    once per chunk, in order, and never for tokens without a label. Tensors that it captures get no gradient.
+    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the c losses of a chunk of tokens. `positions`
+    are the indices of the tokens in `hidden`, as in advantages[positions]. The loss of a token may depend only on the
+    log-probability and the entropy of this token. Tensors that `token_loss` captures get no gradient.
 
-    memory: as for `score`. If `memory` is small, a part of the logits is computed twice. The other arguments are the
-    same as in `score`.
+    memory: as in `score`. With little memory, some logits are computed twice. The other arguments are those of `score`.
     """
     if not callable(token_loss):
         raise UserError(
@@ -96,7 +93,7 @@ def fused_loss(
 
 
 class _Terms:
-    """Calls the user's `token_loss` chunk by chunk and collects the losses of all tokens."""
+    """Calls the user's `token_loss` for each chunk and collects the losses."""
 
     def __init__(self, call: Call, token_loss: TokenLoss) -> None:
         self.call = call
@@ -104,11 +101,7 @@ class _Terms:
         self.losses: list[Tensor] = []
 
     def evaluate(self, logprobs: Tensor, entropy: Tensor | None, start: int) -> Tensor:
-        """Call `token_loss` for one chunk and return its losses, after checking their type and shape.
-
-        `start` is the index of the chunk's first token among the M labelled tokens. The losses are also stored, without
-        their autograd graph.
-        """
+        """Call `token_loss` for the chunk at token `start`, check its losses, and store them detached."""
         end = start + len(logprobs)
         index = self.call.index
         positions = torch.arange(start, end, device=logprobs.device) if index is None else index[start:end]
@@ -127,10 +120,7 @@ class _Terms:
         return losses
 
     def score_gradient(self, softmax: Softmax, start: int) -> Upstream:
-        """The gradient of the losses of a chunk with respect to its log-probabilities and entropies.
-
-        `start` is the index of the chunk's first token among the M labelled tokens.
-        """
+        """The gradient of the losses of the chunk at token `start` with respect to its scores."""
         with torch.enable_grad():
             leaves = [softmax.logprobs.detach().requires_grad_()]
             if softmax.entropy is not None:
@@ -143,13 +133,12 @@ class _Terms:
                     "compute the loss from logprobs without detaching",
                 )
             gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True, materialize_grads=True)
-        # The gradient of a sum is a single number expanded to all tokens, but kernels need one number per token in
-        # memory.
+        # The gradient of a sum is one number expanded to all tokens, but kernels need one number per token in memory.
         logprobs, *entropy = (gradient.contiguous() for gradient in gradients)
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the scalar loss, and the scores of the labelled tokens scattered to all N tokens."""
+        """Return the scalar loss, and the scores of all N tokens."""
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:
@@ -198,10 +187,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """Return the gradients that forward stored in `ctx`, multiplied by the scalar `grad_loss`.
-
-    `name` is the name of the public function, for error messages.
-    """
+    """Return the gradients that forward stored, multiplied by the scalar `grad_loss`."""
     if ctx.gradients is None:
         raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")
     grad_hidden, grad_weight, grad_bias = ctx.gradients
@@ -210,8 +196,8 @@ def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
             None if gradient is None else gradient.clone() for gradient in ctx.gradients
         )
     else:
-        # Return the stored gradients, which are not needed again, without a copy. A copy could need more memory than
-        # all other tensors together.
+        # Return the stored gradients without a copy. They are not needed again, and a copy could take more memory than
+        # everything else.
         ctx.gradients = None
     for gradient in (grad_hidden, grad_weight, grad_bias):
         if gradient is not None:

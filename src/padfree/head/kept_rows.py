@@ -1,11 +1,10 @@
-"""The kept sets of the scored tokens on the device, and the mask of a tile of logits.
+"""The kept sets of the scored tokens, on the device, and the mask of a tile of logits.
 
     sets of 3 tokens     {0 3}   whole   all but 4          of a vocabulary of 6 entries
     columns 2 to 5       . 3 . .    2 3 4 5    2 3 . 5      `tile(2, 4)`: True for the kept entries
 
-A tile holds R tokens by W columns of the vocabulary. Logits outside the kept set are set to the lowest logit, so their
-probability is exactly 0. They add nothing to the sums, and their gradient is 0. The mask is built for one tile at a
-time and takes 1 byte for each logit of the tile.
+A tile has R tokens and W columns of the vocabulary. Logits outside a token's kept set get the lowest logit, so their
+probability is 0 and their gradient is 0. The mask takes 1 byte per logit of the tile.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from padfree.kept_sets import KeptSets
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptRows:
-    """The kept sets of R scored tokens. K: number of ids in all lists."""
+    """The kept sets of R scored tokens. K is the number of ids in all sets."""
 
     ids: Tensor  # [K] int32, 0 or greater: the kept ids of a token, or its excluded ids
     row: Tensor  # [K] int32, the token of each id, counted from `first`
@@ -63,7 +62,7 @@ class KeptRows:
         )
 
     def tile(self, first: int, num_columns: int) -> Tensor:
-        """Bools [R, W]: whether each of the columns [first, first + W) of the vocabulary is in the token's kept set."""
+        """Bools [R, W]: whether the columns [first, first + W) of the vocabulary are in the kept set of each token."""
         num_rows = len(self.is_excluded)
         is_listed = self.is_excluded.new_zeros(num_rows * num_columns + 1)
         column = (self.ids - first).long()
@@ -74,7 +73,7 @@ class KeptRows:
         return is_listed[:-1].view(num_rows, num_columns) != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
-        """Bools [R]: whether the label of each token is in the token's kept set."""
+        """Bools [R]: whether the label of each token is in its kept set."""
         row = (self.row - self.first).long()
         is_label = (self.ids == labels[row]).to(torch.int32)
         is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0

@@ -1,4 +1,4 @@
-"""Matmuls fused with the elementwise work on their result, so that float32 logits are never written to memory.
+"""Matmuls that are fused with the elementwise work on their result.
 
     hidden [R, D] --.                       tile [rows, columns] of one program, in registers
                      >--  matmul  -------->  peak, total, moment of each token  -> one of each per token and block
@@ -6,15 +6,13 @@
                                             x - peak as float16                 -> 2 bytes per logit, if it is kept
                                             or: gradient of the raw logits      -> 2 bytes per logit
 
-There are R tokens, the hidden size is D and the vocabulary has V entries. x are the logits, and `peak` is the largest
-logit of a token in a block (see `elementwise.py`). A separate matmul would write 4 bytes per logit, which the
-elementwise work would read again. Here the elementwise work uses a tile while it is in registers. A program reduces 256
-or 128 columns at once, so this is the block size for `elementwise.py`, instead of up to 4096.
+R is the number of tokens, D the hidden size and V the vocabulary size. x are the logits, and `peak` is the largest
+logit of a token in a block. The elementwise work reads a tile of logits from registers, so that float32 logits are
+never written to memory. A block has 128 or 256 columns.
 
-There are as many programs as the GPU can run at once, and they process tiles in turn. Tensor descriptors (TMA) load
-`hidden` and `weight`. The loads of a program's next tile are in flight while the program finishes the current tile.
-Tiles are taken in bands of `band` row tiles: within a band, all row tiles of one column tile come first, so that a band
-of `hidden` and the weights in use stay in the L2 cache.
+As many programs run as the GPU has room for, and each processes several tiles. Tensor descriptors (TMA) load the next
+tile while the program finishes the current one. The order of tiles keeps `hidden` and the weights in use in the L2
+cache.
 
     band of 2 row tiles       0  2  4  6
                               1  3  5  7
@@ -32,7 +30,7 @@ from padfree.head.elementwise import BlockedHead, BlockSums, LabelledRows, Softm
 
 
 class MatmulConfiguration(NamedTuple):
-    """The tile sizes and the parallelism of a fused matmul, found by measurement (`bench/head_matmuls.py`)."""
+    """The tile sizes of a fused matmul, found by measurement (`bench/head_matmuls.py`)."""
 
     rows: int = 128  # of a tile
     columns: int = 256  # of a tile
@@ -50,21 +48,18 @@ class MatmulConfiguration(NamedTuple):
 
 
 PLAIN = MatmulConfiguration()
-# For heads with a bias or a soft cap. Reducing their tiles in one part would need more shared memory or registers than
-# the GPU has.
+# The configuration for heads with a bias or a soft cap. It reduces each tile in two parts, because one part would need
+# too much shared memory.
 OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The configuration for this head that was fastest on an H200.
-
-    The configuration for heads with a bias or a soft cap reduces each tile in two parts.
-    """
+    """The fastest configuration for this head on an H200."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
 def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtype) -> str | None:
-    """The reason why the fused matmuls cannot be used for these tensors. None if they can be used."""
+    """Return the reason why the fused matmuls do not support these tensors, or None if they do."""
     if operand_dtype != torch.bfloat16:
         return f"{operand_dtype}: only bfloat16 matmuls accumulate in float32 at full speed"
     if hidden.device.type == "cuda" and torch.cuda.get_device_capability(hidden.device)[0] != 9:
@@ -87,11 +82,10 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Compute the logits of `hidden` [R, D] block by block, and write the sums of each block into `sums`.
+    """Compute the logits of `hidden` [R, D] block by block, and write their sums into `sums`.
 
-    If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept), minus the peak of their block, are
-    written into it. Values below the range of float16 are stored as -inf. The matrix rows of `stored` must be aligned
-    to 16 bytes.
+    If `stored` [R, kept] is given, x - peak of the vocabulary columns [0, kept) is written into it as float16. Values
+    below the range of float16 become -inf. The matrix rows of `stored` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -141,10 +135,10 @@ def gradient_columns(
     out: Tensor,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Write the gradient with respect to the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
+    """Write the gradient of the raw logits `hidden` [R, D] @ `weight` [W, D].T to `out` [R, W].
 
-    There are R tokens. `weight` holds W columns of the vocabulary, beginning with column `first`. The matrix rows of
-    `out` must be aligned to 16 bytes.
+    `weight` holds W columns of the vocabulary, from column `first`. The matrix rows of `out` must be aligned to 16
+    bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -183,10 +177,7 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one pipeline stage less if `written` must be written element by element.
-
-    Such writes need shared memory, and with all stages none would be left.
-    """
+    """The configuration, with one pipeline stage less if `written` is written element by element."""
     return (
         configuration
         if written is None or not _is_cut(written)
@@ -195,7 +186,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether the rows of `written` end between multiples of 16 bytes, where a descriptor cannot end its writes."""
+    """Whether matrix rows of `written` do not end at a multiple of 16 bytes."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

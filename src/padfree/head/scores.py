@@ -5,16 +5,15 @@
             v
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
-There are N tokens, the hidden size is D and the vocabulary has V entries. Training needs two numbers per token, but
-there are V logits per token. With autograd's intermediate results, these logits take 37 GiB for 16,384 tokens and V =
-151,936. Here a tile of logits is computed, reduced and discarded. `score` computes each tile again for the gradient,
-which makes four matmuls in total. If a token's loss depends only on its own scores, `fused_loss` can be used, which
-needs only three matmuls.
+Training needs one log-probability per token, but a token has V logits: with autograd, 37 GiB for 16,384 tokens and V =
+151,936. So `score` computes a tile of logits, reduces it and discards it, and computes it again for the gradient. That
+makes four matmuls. `fused_loss` needs only three, but the loss of a token may depend only on the scores of this token.
+
+N is the number of tokens, D the hidden size and V the vocabulary size.
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
-Log-probabilities and entropy are float32, computed from float32 logits, even if hidden and weight are bfloat16. They
-are float64 if hidden and weight are float64.
+Scores are float32, also for bfloat16 inputs, or float64 for float64 inputs.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Backend = Literal["auto", "reference", "chunked", "triton"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scores:
-    """The log-probability and the entropy of each token, [N] each. They are 0 for tokens without a label."""
+    """The log-probability and the entropy of each token, [N] each; 0 for tokens without a label."""
 
     logprobs: Tensor  # [N] float32
     entropy: Tensor | None = None  # [N] float32, of the whole distribution, or of the distribution over the kept set
@@ -67,28 +66,33 @@ def score(
     memory: Memory = "low",
     backend: Backend = "auto",
 ) -> Scores:
-    """Log-probability of each label, and the entropy if requested; differentiable in hidden, weight and bias.
+    """Return the log-probability of each label, and on request the entropy. Differentiable in hidden, weight and bias.
 
-    hidden [N, D] holds the hidden states of N tokens. weight: the weight [V, D] of the head, or the whole head of a
-    model, `lm_head_of(model)`, which has its own bias, softcap and logit_scale. hidden, weight and bias [V] have one
-    dtype: bfloat16, float32 or float64 (autocast has no effect here). labels [N] are integers, -100 for tokens that are
-    not scored. Such tokens take no part in any matmul, have scores of exactly 0 and get exactly zero gradient.
-    temperature: one number, or one per token [N]; it gets no gradient.
+    hidden [N, D] holds the hidden states of N tokens.
 
-    num_labels: the number of labelled tokens, if the host knows it. Without it, the host must synchronise with the GPU.
-    A wrong number raises an error on the CPU. On a GPU, where a check would synchronise, it makes all scores NaN. A
-    label outside the vocabulary raises an error on the CPU; on a GPU its log-probability is NaN.
+    weight: the weight [V, D] of the head, or the head of a model, `lm_head_of(model)`. hidden, weight and bias [V] have
+    one dtype: bfloat16, float32 or float64.
 
-    kept: one kept set for each labelled token, in order (`padfree.kept_sets`). The softmax of a token then runs over
-    its kept set only, which also determines the log-probability, the entropy and the gradients. A label outside its
-    kept set is an error, like a label outside the vocabulary. None: every softmax runs over the whole vocabulary.
+    labels [N]: integers; -100 for tokens that are not scored. The scores and gradients of such tokens are 0, and they
+    take part in no matmul.
 
-    memory: the maximum memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of
-    bytes. The limit is raised if it is less than a float32 copy of the hidden states of the scored tokens.
+    temperature: one number, or one number per token [N]. It gets no gradient.
 
-    backend: "reference" stores all logits at once; "chunked" is plain torch on any device, and needs a few more tiles
-    of logits (64 MiB each on CUDA); "triton" runs all elementwise work on a tile in one kernel on CUDA, and for
-    bfloat16 on a Hopper GPU inside the matmul itself; "auto" uses "triton" on CUDA if it is installed, else "chunked".
+    num_labels: the number of labelled tokens, if the host knows it; otherwise the host synchronises with the GPU. On a
+    GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU it raises an error.
+
+    kept: one kept set for each labelled token (`padfree.kept_sets`), which must contain the label. The softmax of the
+    token covers only its kept set. None: the whole vocabulary.
+
+    memory: the memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of bytes. It is
+    at least the size of a float32 copy of the hidden states of the labelled tokens.
+
+    backend:
+
+    - "reference": store all logits at once.
+    - "chunked": plain torch on any device.
+    - "triton": Triton kernels for CUDA.
+    - "auto": "triton" on CUDA if Triton is installed, else "chunked".
     """
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
@@ -103,9 +107,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is already an `LmHead`. If it is a tensor, combine all four arguments into an `LmHead`.
+    """Return `weight` if it is an `LmHead`; otherwise combine the four arguments into one.
 
-    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must then have their defaults.
+    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
@@ -118,7 +122,7 @@ def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | No
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Call:
-    """The checked arguments of `score` or `fused_loss`, except the tensors that are differentiated."""
+    """The checked arguments of `score` or `fused_loss`, except the differentiable tensors."""
 
     num_tokens: int  # N
     index: Tensor | None  # [M] int64, the labelled tokens; None: all
@@ -131,7 +135,7 @@ class Call:
     poison: Tensor | None  # a scalar that is added to every score: 0, or NaN if `num_labels` is wrong
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """The `ScoringTask` of this call for the given hidden states, weight and bias. Gradients flow to all three."""
+        """The `ScoringTask` for the given hidden states, weight and bias. Gradients flow to all three."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(
@@ -154,7 +158,7 @@ class Call:
         return task if self.elementwise is torch_elementwise else _with_fused_matmuls(task)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """Scatter the values [M] of the labelled tokens to all tokens [N]. Tokens without a label get 0."""
+        """Scatter the values [M] of the labelled tokens to all tokens [N]. The other tokens get 0."""
         zeros = values.new_zeros(self.num_tokens)
         if self.poison is not None:
             values, zeros = values + self.poison, zeros + self.poison
@@ -162,7 +166,7 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """The task, changed to use fused matmuls (`matmuls.py`). If they cannot be used, the task unchanged."""
+    """Return the task with fused matmuls (`matmuls.py`) if they support it, else unchanged."""
     if task.rows.kept is not None:  # the fused matmuls do not read the mask of a tile
         return task
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
@@ -223,7 +227,7 @@ class _Score(torch.autograd.Function):
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
-    """Select the labelled tokens from `values` [N, ...]. If `index` is None, all tokens have a label."""
+    """Select the labelled tokens of `values` [N, ...]. `index` None: all tokens have a label."""
     return values.contiguous() if index is None else values[index]
 
 
@@ -328,10 +332,10 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 
 
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the indices [M] of the labelled tokens, and a scalar "poison".
+    """Return the indices [M] of the labelled tokens, and a scalar "poison" that is added to every score.
 
-    The indices are None if all tokens have a label. The poison is added to every score. It is 0 if `num_labels` is
-    right and NaN if `num_labels` is wrong. If `num_labels` is None, there is nothing to check, and the poison is None.
+    The poison is NaN if `num_labels` is wrong, 0 if it is right, and None if `num_labels` is None. The indices are None
+    if all tokens have a label.
     """
     labelled = labels != IGNORE
     if num_labels is None:
@@ -347,8 +351,8 @@ def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | N
     poison = torch.where(count == num_labels, 0.0, float("nan"))
     if num_labels == len(labels):
         return None, poison
-    # A stable sort puts the labelled tokens first, in their order. Unlike nonzero(), it has an output whose size is
-    # known on the host, so the host does not wait for the GPU.
+    # A stable sort puts the labelled tokens first. Unlike nonzero(), it has an output of known size, so the host does
+    # not wait for the GPU.
     return (~labelled).to(torch.uint8).argsort(stable=True)[:num_labels], poison
 
 
@@ -363,10 +367,9 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
 
 
 def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledRows:
-    """The rows with their kept sets. Raises `UserError` on the CPU if a label is outside its set.
+    """Combine the rows with their kept sets. On the CPU, a label outside its kept set raises a `UserError`.
 
-    On a GPU, where a check would synchronise, such a label is replaced by one outside the vocabulary: its
-    log-probability is NaN.
+    On a GPU, the log-probability of such a label is NaN, because a check would synchronise.
     """
     if len(kept) != len(rows.labels):
         raise UserError(
@@ -385,7 +388,7 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
-    """The implementation of the elementwise work for a backend. None for the reference backend."""
+    """The elementwise work of a backend. None for the reference backend."""
     is_cuda = hidden.device.type == "cuda"
     if backend == "auto":
         can = is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None

@@ -1,15 +1,14 @@
-"""The loops over tiles of logits that `score` and `fused_loss` use. They record no autograd graph.
+"""The loops of `score` and `fused_loss` over tiles of logits. They record no autograd graph.
 
     tiled_softmax      every tile of [M, V], discarded at once          -> the softmax of each token
     tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
 
-There are M labelled tokens and V vocabulary entries. A tile is computed by a matmul, followed by the elementwise work
-on its result. `TiledMatmuls` runs both one after the other, on any device. With fused matmuls (`matmuls.py`) no tile of
-logits is ever written to memory.
+A tile is computed by a matmul and then reduced by elementwise work. `TiledMatmuls` does one after the other, on any
+device. The fused matmuls (`matmuls.py`) never write a tile of logits to memory. There are M labelled tokens and V
+vocabulary entries.
 
-Precision: logits, sums and softmax are float32 (float64 for float64 inputs). In bfloat16 training the gradients of the
-logits are bfloat16, because they are multiplied with another bfloat16 matrix. These matmuls accumulate in float32 and
-round once. Only CUDA has fast bfloat16 matmuls with float32 results; on other devices the operands are converted to
+Logits, sums and softmax are float32, or float64 for float64 inputs. In bfloat16 training, the gradients of logits are
+bfloat16, and matmuls of them accumulate in float32 and round once. Outside CUDA, bfloat16 operands are converted to
 float32.
 """
 
@@ -25,17 +24,16 @@ from padfree.head.budget import Tile, choose_tile, choose_width, rounded_up
 from padfree.head.elementwise import BlockedHead, BlockSums, Elementwise, LabelledRows, LogitMatmuls, Softmax, Upstream
 
 ROW_NUMBERS = 64
-"""Matrix rows are padded to a multiple of this many elements, so that rows of 16-bit elements are aligned to 128
-bytes."""
+"""Matrix rows are padded to a multiple of this many elements, so that 16-bit rows are aligned to 128 bytes."""
 
 
 LEAST_ROWS = 16
-"""A matmul on a CPU whose results must not depend on the number of rows is padded to at least this number of rows."""
+"""On a CPU, matmuls whose bits must not depend on the number of rows are padded to at least so many rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoringTask:
-    """M labelled tokens to be scored, and everything needed to score them."""
+    """M labelled tokens to score, and everything needed to score them."""
 
     hidden: Tensor  # [N, D]
     index: Tensor | None  # [M] the scored tokens of hidden; None: all
@@ -66,10 +64,7 @@ class ScoringTask:
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """The hidden states of the labelled tokens [start, end), as [end - start, D].
-
-        `start` and `end` count labelled tokens.
-        """
+        """The hidden states of the labelled tokens [start, end). `start` and `end` count labelled tokens."""
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
 
@@ -87,7 +82,7 @@ class ScoringTask:
         )
 
     def tile_bytes(self, num_rows: int) -> int:
-        """The temporary memory in bytes that the matmuls of `num_rows` tokens need."""
+        """The temporary memory in bytes of the matmuls for `num_rows` tokens."""
         tile = self.tile(num_rows)
         masks = (
             0 if self.rows.kept is None else 2
@@ -96,15 +91,12 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """The memory in bytes that a token takes while it is reduced: its sums, and its hidden state if copied."""
+        """The memory in bytes that a token takes while it is reduced."""
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """The implementation of the matmuls and of the elementwise work that this task uses.
-
-        `TiledMatmuls` allocates the memory of a tile for `num_rows` tokens.
-        """
+        """The implementation of the matmuls and of the elementwise work that this task uses."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
@@ -113,7 +105,7 @@ class ScoringTask:
 
 
 class TiledMatmuls:
-    """A matmul followed by the elementwise work, one tile of logits at a time. It holds memory for one tile."""
+    """A matmul followed by elementwise work, one tile of logits at a time."""
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         self.task = task
@@ -123,10 +115,10 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile, and write the sums of their blocks into `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write their sums into `sums`.
 
-        If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are stored in it, minus the peak
-        of their block. `kept` is a multiple of the block size, or the size of the vocabulary.
+        If `stored` [R, kept] is given, x - peak of the vocabulary columns [0, kept) is written into it. `kept` is a
+        multiple of the block size, or the vocabulary size.
         """
         tile_rows, tile_columns = self.memory.shape
         kept = 0 if stored is None else stored.shape[1]
@@ -155,9 +147,9 @@ class TiledMatmuls:
         upstream: Upstream,
         out: Tensor,
     ) -> None:
-        """Fill `out` [R, W] with the gradient of the loss with respect to the raw logits `hidden` [R, D] @ `weight`.T.
+        """Fill `out` [R, W] with the gradient of the raw logits `hidden` [R, D] @ `weight`.T.
 
-        There are R tokens. `weight` [W, D] holds the weights of W vocabulary entries, beginning with entry `first`.
+        `weight` [W, D] holds W vocabulary entries, from entry `first`.
         """
         tile_rows, tile_columns = self.memory.shape
         for row, last_row in parts_of(len(hidden), tile_rows):
@@ -203,8 +195,8 @@ def tiled_gradients(
 ) -> None:
     """Compute the gradients through the vocabulary columns [first_column, V), whose logits are computed again.
 
-    The columns [first_column, V) of `grad_weight` [V, D] and `grad_bias` [V] are written. `grad_hidden` [M, D] is
-    overwritten if `first_column` is 0; otherwise the gradient is added to it.
+    Writes these columns of `grad_weight` [V, D] and `grad_bias` [V]. The gradient of hidden is added to `grad_hidden`
+    [M, D], or overwrites it if `first_column` is 0.
     """
     head, num_rows = task.head, task.num_rows
     hidden = task.hidden_rows(0, num_rows)
@@ -233,10 +225,7 @@ def tiled_gradients(
 
 
 def restore_rows(task: ScoringTask, values: Tensor) -> Tensor:
-    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...], in the dtype of hidden.
-
-    Other tokens get 0.
-    """
+    """Scatter values [M, ...] of the labelled tokens to all tokens [N, ...]."""
     values = values.to(task.hidden.dtype)
     if task.index is None:
         return values
@@ -259,8 +248,8 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
     """Like `matmul`, but the bits of a row do not depend on the number of rows.
 
-    For few rows, a CPU library may use another kernel, such as a product of a matrix and a vector, which sums in
-    another order. On a CPU, few rows are therefore padded with rows of zeros.
+    On a CPU, few rows are padded with zeros, because a library may use another kernel for few rows, which sums in
+    another order.
     """
     missing = LEAST_ROWS - len(left)
     if missing <= 0 or left.device.type != "cpu":

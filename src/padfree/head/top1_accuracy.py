@@ -1,8 +1,8 @@
-"""Compute top-1 accuracy without storing all logits, for evaluation and without gradients.
+"""Top-1 accuracy without storing all logits, for evaluation.
 
     hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0 (also without a label)
 
-Soft cap, scale and temperature preserve the order of logits, so only the matmul and the bias are computed.
+Soft cap, scale and temperature do not change the order of logits, so they are left out.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from padfree.batch import IGNORE, LmHead
 
 CHUNK_BYTES = 1 << 27
-"""The maximum size in bytes of the logits that are stored at a time."""
+"""The maximum size of the logits that are stored at a time, in bytes."""
 
 
 @torch.no_grad()
 def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
-    """For N tokens with hidden states [N, D], return [N]: 1 if the label is the most probable token, else 0."""
+    """For each of N tokens [N, D]: 1 if its label is the most probable token, else 0."""
     assert head.logit_scale > 0, "a negative scale reverses the order"
     found = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
     labelled = (labels != IGNORE).nonzero()[:, 0]
@@ -33,7 +33,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden @ weight.T, [c, V].
 
-    On a GPU the result is float32, because different logits could become equal if they were rounded to bfloat16.
+    On a GPU the logits are float32, because rounding to bfloat16 could make different logits equal.
     """
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)

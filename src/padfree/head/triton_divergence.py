@@ -1,12 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The functions of `divergence.py` as two Triton kernels: one computes the sums, the other the gradient.
+"""The functions of `divergence.py` as two Triton kernels: one for the sums, one for the gradient.
 
     grid (R tokens, spans): a program holds `BLOCKS` blocks of `BLOCK` columns, for one token and both models
 
-Both kernels read the stored logits of student and teacher. A span is the range of columns of one program. The block
-sizes of the two models may differ, because a head with a bias has smaller blocks. `BLOCK` is the smaller of the two
-sizes, so each block of a program lies inside one stored block of the student and one of the teacher, and uses the peaks
-that are stored with these two blocks. The partial sums of the spans are added afterwards, in order.
+Both kernels read the stored logits of student and teacher. Each program processes a range of columns, and the partial
+sums of the ranges are added in order. `BLOCK` is the smaller of the two models' block sizes, so each block of a program
+lies inside one stored block of each model.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointer arguments with arbitrary alignment. See `triton_elementwise.PER_ROW`."""
+"""Pointer arguments with arbitrary alignment, for which Triton must not compile a kernel again."""
 
 
 @triton.jit
@@ -43,7 +42,7 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The logits minus the largest logit of the token, for [BLOCKS, BLOCK] columns."""
+    """The logits of [BLOCKS, BLOCK] columns minus the largest logit of the token."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -201,7 +200,7 @@ def divergence_gradient(
 ) -> None:
     """The same as `divergence.divergence_gradient`, as a Triton kernel.
 
-    `out` may be the stored logits of the student, because a program writes only elements that no other program reads.
+    `out` may be the memory of the student's stored logits.
     """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)

@@ -3,8 +3,8 @@
 
     grid (R tokens, blocks of the tile): a program holds the `BLOCK` columns of one block of one token in registers
 
-Programs share nothing, so there are no atomics and results do not depend on the order of execution. All arithmetic is
-float32. If `TRITON_INTERPRET=1` is set before Triton is imported, the kernels run on the CPU.
+Programs share nothing, so results do not depend on the order of execution. All arithmetic is float32. With
+`TRITON_INTERPRET=1`, set before Triton is imported, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter. This is decided when the module is imported."""
+    """Whether these kernels run in Triton's interpreter, decided at import."""
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 
@@ -44,9 +44,8 @@ PER_ROW = (
     "labels", "inverse_temperature", "block_peaks", "totals", "moments", "targets", "peaks", "log_totals", "logprobs",
     "entropies", "pull_logprobs", "pull_entropies",
 )  # fmt: skip
-"""Pointer arguments with arbitrary alignment. Their alignment differs from step to step, like the number of tokens.
-Triton would specialise a kernel on multiples of 16 and compile it again for other values, so this specialisation is
-turned off for them.
+"""Pointer arguments whose alignment changes with the number of tokens. Triton must not specialise on it, because it
+would compile the kernel again.
 """
 
 
@@ -70,9 +69,9 @@ def _logits(
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """The gradient with respect to a logit, except for the term of the label: -p · (g + h · (log p + entropy)).
+    """The gradient of a logit without the term of the label: -p · (g + h · (log p + entropy)).
 
-    g and h are the gradients of the loss with respect to the log-probability and the entropy.
+    g and h are the gradients of the log-probability and the entropy.
     """
     pull = pull_logprob
     if HAS_ENTROPY:
@@ -88,7 +87,7 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """The same slope, which stays finite for the logits outside a kept set: those have a gradient of 0."""
+    """The slope of a logit, finite also outside a kept set, where the gradient is 0."""
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)
 
@@ -315,7 +314,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """The same as `elementwise.merge`. Reads each sum once or twice and needs no extra memory."""
+    """The same as `elementwise.merge`, without extra memory."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -348,10 +347,7 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same as `elementwise.gradient_from_stored`, as a Triton kernel.
-
-    `out` may be `stored` itself, because a program writes only elements that no other program reads.
-    """
+    """The same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of `stored`."""
     num_rows, num_columns = stored.shape
     absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
@@ -381,10 +377,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """The same as `elementwise.scale_`. Does nothing if the factor is 1, as it usually is.
-
-    The check of the factor runs on the device, so the host does not synchronise.
-    """
+    """The same as `elementwise.scale_`, but the device checks whether the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

@@ -1,15 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The fused matmuls as Triton kernels: a loop over tiles of logits and over the hidden dimension D, with the
-elementwise work on each tile.
+"""The fused matmuls as Triton kernels: loops over tiles of logits and over the hidden dimension.
 
-Tensor descriptors handle the boundaries of matrices: outside a matrix, they read 0 and write nothing. Only the last
-columns of the vocabulary are masked, in the one tile that contains them. A descriptor can end its writes only at a
-multiple of 16 bytes. If the columns end elsewhere (for example, after five numbers of two bytes), `_store` writes the
-last tile element by element.
+Tensor descriptors read 0 outside a matrix, and write nothing there. A descriptor can end its writes only at a multiple
+of 16 bytes. If the columns end elsewhere, `_store` writes the last tile element by element.
 
-The number of tokens differs from step to step. By default, Triton compiles a kernel again, in the middle of a run, when
-this number is divisible by 16 for the first time. To avoid this, the arguments that depend on the number of tokens are
-marked `do_not_specialize`.
+The number of tokens differs from step to step. `do_not_specialize` keeps Triton from compiling a kernel again when this
+number is divisible by 16.
 """
 
 from __future__ import annotations
@@ -21,12 +17,12 @@ from padfree.head.elementwise import FLOOR
 from padfree.head.triton_elementwise import _LOG2_E, PER_ROW, _cap_slope, _gradient, _logits
 
 _OUTSIDE = tl.constexpr(2 * FLOOR)
-"""The logit of columns beyond the vocabulary. It is lower than any real logit, and finite, so that 0 times it is 0."""
+"""The logit of columns beyond the vocabulary: lower than any real logit, and finite, so that 0 times it is 0."""
 
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """The (row tile, column tile) of tile number `tile`. Tiles are numbered band by band (see `matmuls.py`)."""
+    """The (row tile, column tile) of tile number `tile`. The module `matmuls` describes the order of tiles."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -76,7 +72,7 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to the sums of each token, and write them.
+    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to sums per token, and write the sums.
 
     The part begins at token `first_row` and vocabulary column `first`.
     """
@@ -87,7 +83,7 @@ def _reduce_part(
     inside = first + offset < vocabulary
     scale = tl.load(inverse_temperature + row, mask=row_inside, other=1.0)
     logits = _tile_logits(raw_logits, bias, first + offset, inside, scale, logit_scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-    # This branch comes after _tile_logits, because Triton 3.6 does not wait for the tensor cores if a branch returns
+    # This branch must come after _tile_logits: Triton 3.6 does not wait for the tensor cores if a branch returns
     # `raw_logits` itself.
     if first + BLOCK > vocabulary:
         logits = tl.where(inside[None, :], logits, _OUTSIDE)
@@ -119,7 +115,7 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient with respect to the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
+    """Write the gradient of the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
 
     Column 0 of `out` is column `first_column` of the vocabulary. The part begins at column `first` of `out`.
     """
@@ -165,20 +161,13 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [ROWS, COLUMNS] of zeros. It is computed from `done`, which is never negative.
-
-    The compiler must not see that the tile is constant. Otherwise the compiled loop would choose between the running
-    sums and the constant 0 at every step, and so each step would have to wait for the tensor cores.
-    """
+    """A tile [ROWS, COLUMNS] of zeros, which the compiler must not recognise as constant."""
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
 
 @triton.jit
 def _part(tile, part: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half.
-
-    Moves no data between threads.
-    """
+    """Part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half."""
     if PARTS == 1:
         result = tile
     else:
@@ -192,10 +181,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the matmul loop: multiply the next part of the hidden dimension for the current tile.
+    """One step of the matmul loop, over one part of the hidden dimension.
 
-    If the current tile is complete, multiply the first part for the next tile instead. Returns the new loop state: the
-    raw logits so far, the step, and the current tile.
+    If the current tile is complete, the step begins the next tile. Returns the new state of the loop: the raw logits so
+    far, the step and the tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:

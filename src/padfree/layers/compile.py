@@ -3,13 +3,12 @@
     a layer's graph -> passes before autograd -> marks of what is saved -> autograd -> passes after it -> Inductor
                        `padfree.layers.passes`   `layers.recompute`                  `padfree.layers.passes`
 
-Attention is one operator in the graph. If several context ranks share a pack, attention is a graph break instead. In
-wide layers on a GPU, RMSNorm, QK-norm with RoPE, and SwiGLU are custom operators too, and on Hopper GPUs SwiGLU is
-computed in the epilogues of the matmuls around it. With `parallel.kernels = "none"` the compiler generates all kernels
-except attention. The numbers of tokens and of samples are dynamic from the first batch on; all other sizes are static.
+Attention is one operator in the graph, or a graph break if context ranks share a pack. Wide layers on a GPU also use
+padfree's own operators for RMSNorm, QK-norm with RoPE, and SwiGLU. `parallel.kernels = "none"` leaves these to the
+compiler. The numbers of tokens and samples are dynamic; all other sizes are static.
 
-With `exact`, the result for a token has the same bits in every graph that is compiled from the same layer, whatever the
-number of tokens and whatever is saved for backward (`rollout.exact`):
+With `exact`, a token gets the same bits in every graph of a layer, for any number of tokens and any mode of
+recomputation (`rollout.exact`):
 
     reductions      RMSNorm and QK-norm are custom operators in every layer, whose order of sums depends on the width
     elementwise     the compiler rounds after each operation, as PyTorch without the compiler does, and fuses no
@@ -39,22 +38,17 @@ from padfree.layers.passes.rms_norm import rms_norm_pass
 from padfree.layers.recompute import KEPT_BY_LEVEL, Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""The fraction of layers, counted from the first layer, that save only their input if `kept` is "host". The link to the
-host has no time to copy other activations of these layers. The backward pass reaches these layers last, when memory
-already holds nearly all gradients.
+"""If `kept` is "host", this fraction of the layers, from the first one, saves only its input. The link to the host is
+too slow for more, and backward reaches these layers last.
 """
 
 LONG_PACK = 8192
-"""If a pack has at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time, which is
-twice the compiler's default.
-"""
+"""For packs with at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time."""
 
 REDUCED_TOKENS = 32
 
 WIDE_ROW = 2048
-"""With this hidden size or a larger one, the GPU takes longer to compute a layer than the host takes to launch the
-layer's kernels.
-"""
+"""From this hidden size on, the GPU takes longer to compute a layer than the host takes to launch its kernels."""
 
 
 def compile_layers(
@@ -67,9 +61,8 @@ def compile_layers(
 ) -> None:
     """Compile each layer separately, in place.
 
-    `kept` says which activations are saved for backward, for all layers or by layer. If `operators` is True, the
-    operators of `padfree.layers.ops` are used in layers in which they save time. With `exact` they are used in all
-    layers on a GPU, and the result for a token has the same bits in every graph; see above.
+    `kept` says which activations are saved for backward. With `operators`, layers use the operators of
+    `padfree.layers.ops` if these save time. With `exact`, all layers on a GPU use them.
     """
     layers = list(layers)
     offload = None
@@ -95,12 +88,12 @@ def compile_layers(
 
 
 def layer_compiler(backend: str, kept: Kept, *, operators: bool, exact: bool) -> Callable[..., Any]:
-    """Return the compiler of a layer's graph, a `backend` of `torch.compile`. Arguments: see `compile_layers`."""
+    """Return the compiler of a layer's graph, for `backend` of `torch.compile`."""
     return partial(_compiled, backend=lookup_backend(backend), kept=kept, operators=operators, exact=exact)
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
-    """Wrap the function `call` of a layer. Before each call, sizes that vary between batches are marked as dynamic."""
+    """Wrap the function `call` of a layer: before each call, mark the sizes that vary between batches as dynamic."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         _mark_variable(args)
@@ -116,7 +109,7 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
 
 
 def _mark_variable(inputs: Iterable[Any]) -> None:
-    """Mark the dimension T (tokens) as dynamic in hidden states [1, T, D] and positions [1, T], also inside tuples."""
+    """Mark the number of tokens T as dynamic in hidden states [1, T, D] and positions [1, T]."""
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2 and each.shape[0] == 1:
             _mark(each, 1)
@@ -156,8 +149,8 @@ def _compiled(
         if exact:
             patches["emulate_precision_casts"] = True
         if hidden is not None and hidden.is_cuda:
-            # Let the compiler choose reductions without regard to the pack's length, because a guard on the length
-            # would cause recompilation.
+            # The compiler must choose reductions without regard to the pack's length. Otherwise it would compile again
+            # for other lengths.
             patches["triton.mix_order_reduction_non_strict_mode"] = True
             if _size(hidden.shape[1]) >= LONG_PACK:
                 patches["triton.mix_order_reduction_split_size"] = REDUCED_TOKENS
@@ -171,7 +164,7 @@ def _compiled(
 
 
 class InductorPass(CustomGraphPass):
-    """All graph passes of one stage after autograd, joined into one callable with a cache key, as Inductor requires."""
+    """All graph passes of one stage, joined into one callable with a cache key for Inductor."""
 
     def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [
@@ -192,12 +185,12 @@ class InductorPass(CustomGraphPass):
 
 
 def _is_backward(graph: fx.Graph) -> bool:
-    """Whether a graph after autograd is a backward graph: autograd names its inputs, the gradients, tangents."""
+    """Whether a graph is a backward graph: its inputs are then named tangents."""
     return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:
-    """Find the hidden states [1, T, D] among the inputs that a layer is compiled with. None if there are none."""
+    """Find the hidden states [1, T, D] among the inputs of a layer, or None."""
     candidates = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.ndim == 3]
     return max(candidates, key=lambda tensor: _size(tensor.shape[2]), default=None)
 
@@ -207,10 +200,7 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether the custom operators save more time on the GPU than their launches cost on the host.
-
-    The host takes longer to launch a custom operator than a kernel that the compiler has generated.
-    """
+    """Whether the operators save more time on the GPU than their launches cost on the host."""
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 
 

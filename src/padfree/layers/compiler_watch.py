@@ -1,4 +1,4 @@
-"""Count and time compilations, so that a run that seems to hang can report that it is compiling."""
+"""Count and time compilations, so that a run that waits for the compiler can say so."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from torch._dynamo.callback import callback_handler
 
 
 class CompilerWatch:
-    """A context manager that counts compilations.
-
-    `on_start` is called when the compilation of a forward or backward begins.
-    """
+    """A context manager that counts compilations. `on_start` is called when a compilation begins."""
 
     def __init__(self, on_start: Callable[[], None] | None = None) -> None:
         self.count, self.seconds = 0, 0.0
@@ -35,9 +32,7 @@ class CompilerWatch:
         self.seconds += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, Any]:
-        """Return the number of graphs compiled since the last call of `take`, and the seconds that their compilation
-        took.
-        """
+        """Return the number of graphs compiled since the last call, and the seconds that it took."""
         found = {"graphs": self.count, "seconds": round(self.seconds, 2)}
         self.count, self.seconds = 0, 0.0
         return found

@@ -1,10 +1,9 @@
-"""Linear layers that multiply in float8: the modules, and the check that a device supports them.
+"""Linear layers that multiply in float8, and the check that a device supports them.
 
     nn.Linear  ->  Float8Linear      the same parameters and names, another forward
 
-`layers.ops.float8_linear` describes the three matmuls of a linear layer, and their casts. Weights stay in the dtype of
-the model: they are gathered by FSDP2, exported, sampled from and updated as before, and cast to float8 where a matmul
-reads them. A layer whose `float8_products` are empty computes like `nn.Linear`.
+The weights stay in the dtype of the model, and are cast to float8 only where a matmul reads them. FSDP2, exports, the
+sampler and the optimizer see no difference. `layers.ops.float8_linear` describes the matmuls and casts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` that computes `float8_products` in float8. `use_float8` converts an `nn.Linear` in place."""
+    """An `nn.Linear` whose matmuls in `float8_products` are computed in float8."""
 
     float8_products: tuple[Float8Product, ...]
 
@@ -47,7 +46,7 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(linear: nn.Linear, products: Iterable[Float8Product]) -> None:
-    """Make `linear` compute these products in float8 from now on. Its parameters stay as they are."""
+    """Compute these matmuls of `linear` in float8 from now on. Its parameters stay as they are."""
     assert type(linear).forward in (nn.Linear.forward, Float8Linear.forward)
     if not isinstance(linear, Float8Linear):
         linear.__class__ = Float8Linear
@@ -60,7 +59,7 @@ def fits_float8(linear: nn.Linear) -> bool:
 
 
 def check_float8_device(device: torch.device) -> None:
-    """Raise an error if the device has no float8 matmul. A CPU computes the same products in float32."""
+    """Raise an error if the device has no float8 matmul. A CPU emulates it in float32."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -1,10 +1,10 @@
-"""The registry of what counts as a matmul in a layer's graphs.
+"""The registry of the functions that count as matmuls in a layer's graphs.
 
     before autograd   a linear layer is one node: `linear`, or `float8_linear` with `parallel.linear = "float8"`
     after autograd    a matmul is one node: aten's, `float8_matmul`, or a matmul with an epilogue
 
-Graph passes and the rules of recompute call `is_matmul` and do not list functions. A new kind of matmul is added
-here and nowhere else. `tests/layers/test_matmuls.py` fails if a compiled layer has a matmul that is not listed.
+Graph passes and recompute rules call `is_matmul`. A new kind of matmul is added only here;
+`tests/layers/test_matmuls.py` fails if one is missing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MATMULS: dict[Stage, tuple[Any, ...]] = {
 
 
 def is_matmul(target: Any, stage: Stage) -> bool:
-    """Whether the function `target` of a node, or of a call that is dispatched, is a matmul."""
+    """Whether the function `target` of a graph node is a matmul."""
     return target in MATMULS[stage]
 
 

@@ -1,19 +1,15 @@
-"""Activation offload: tensors that layers save for backward are kept in host memory.
+"""Activation offload: tensors that layers save for backward are moved to host memory.
 
     forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     compute stream
                        copy 0 -> host ........ copy 1 -> host ......     copy stream, in parallel
     backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
                               prefetch 1 ....   prefetch 0 ....          one layer before they are needed
 
-A layer is called under autograd's saved-tensor hooks, which see each tensor that its backward will need. Usually only
-the first layers are offloaded, because their tensors are needed last. Each tensor of these layers is copied into pinned
-host memory, and its device memory is freed when the copy has finished. The tensors of the remaining layers, and all
-weights, stay on the device. Copying the tensors of a layer takes longer than computing the layer. Therefore the tensors
-of layer i are freed when the forward pass reaches layer `LAYERS_PER_COPY` · (i + 1), by which time their copy should
-have finished. Tensors that are not freed by the end of the forward pass are freed when the backward pass begins.
+Autograd's saved-tensor hooks see each tensor that backward will need. The tensors of the first layers are copied to
+pinned host memory, because backward needs them last. Their device memory is freed some layers later, when the copy
+should have finished. The other layers keep their tensors on the device.
 
-The host never synchronises with the device: streams wait for each other through events. Device memory is freed only
-after the stream that allocated it has waited for the copy, so that nothing is overwritten while a copy still reads it.
+The host never synchronises with the device: streams wait for each other through events.
 """
 
 from __future__ import annotations
@@ -27,21 +23,17 @@ import torch
 from torch import Tensor, nn
 
 OFFLOADED_FRACTION = 0.62
-"""The fraction of layers that are offloaded. A link of 50 GB/s can copy their tensors before the backward pass begins,
-but not those of more layers.
-"""
+"""The fraction of layers that are offloaded: as many as a link of 50 GB/s can copy before backward begins."""
 
 LAYERS_PER_COPY = 1.6
-"""The number of layers that are computed while the tensors of one layer are copied. Measured with a 4B model on an
-H200.
-"""
+"""How many layers are computed while the tensors of one layer are copied, measured with a 4B model on an H200."""
 
 MIN_OFFLOADED_BYTES = 8 << 20
 """Tensors with fewer bytes than this stay on the device."""
 
 
 class ActivationOffload:
-    """Offloads the tensors that the layers of one model save for backward."""
+    """Offloads the tensors that the layers of a model save for backward."""
 
     def __init__(
         self,
@@ -52,11 +44,10 @@ class ActivationOffload:
         layers_per_copy: float = LAYERS_PER_COPY,
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
-        """`offloaded`: the layers that are offloaded. If it is None, they are the first `fraction` of all layers."""
+        """`offloaded` are the layers to offload. None: the first `fraction` of all layers."""
         self.min_bytes = min_bytes
         self.offloaded = set(range(math.ceil(fraction * num_layers)) if offloaded is None else offloaded)
-        # For each of the num_layers layers: the earlier layers whose device memory is freed when the forward pass
-        # reaches this layer.
+        # For each layer, the earlier layers whose device memory is freed when the forward pass reaches it.
         self.freed_at: list[list[int]] = [[] for _ in range(num_layers)]
         end = 0.0  # when the copies so far have ended, counted in layers that the forward pass has computed
         for number in sorted(self.offloaded):
@@ -67,10 +58,7 @@ class ActivationOffload:
         self.streams: tuple[Any, Any] | None = None  # one stream for copies to the host, one for copies to the device
 
     def around(self, layer: nn.Module, call: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Return a wrapper of `call`, which is the function that runs layer `number`.
-
-        If the layer is one of the first layers, the tensors that it saves are offloaded.
-        """
+        """Wrap `call`, the function that runs layer `number`, so that its saved tensors are offloaded."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -85,11 +73,7 @@ class ActivationOffload:
         return called
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]], *, to_host: bool) -> Any:
-        """For each (target, source) pair of tensors, copy the source to the target on a copy stream.
-
-        The copy stream first waits for the work queued on the current stream. Returns an event for the end of the
-        copies.
-        """
+        """Copy each source tensor to its target on a copy stream. Returns an event for the end of the copies."""
         if not any(tensor.is_cuda for pair in pairs for tensor in pair):
             for target, source in pairs:
                 target.copy_(source)
@@ -106,7 +90,7 @@ class ActivationOffload:
 
 
 class _OffloadedTensor:
-    """A tensor on the device, its copy in host memory, and the number of its views among the saved tensors."""
+    """A tensor on the device, its copy in host memory, and the number of its saved views."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
@@ -117,7 +101,7 @@ class _OffloadedTensor:
 
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
-    """What autograd stores in place of a saved tensor: the tensor itself, or a view of an offloaded tensor."""
+    """What autograd stores for a saved tensor: the tensor itself, or a view of an offloaded tensor."""
 
     call: _LayerCall
     tensor: Tensor | None
@@ -140,7 +124,7 @@ class _LayerCall:
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
-        """Called when autograd saves a tensor. If the tensor is to be offloaded, start its copy to the host."""
+        """Called when autograd saves a tensor. Starts the copy to the host if the tensor is to be offloaded."""
         # Tensors of `vmap`, which flex attention uses for its masks, are not offloaded.
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return _SavedTensor(self, tensor)
@@ -175,10 +159,7 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Called when the backward pass reaches this layer.
-
-        Waits until the tensors of this layer are on the device, and prefetches the tensors of the layer below.
-        """
+        """Called when backward reaches this layer: wait for its tensors, and prefetch those of the layer below."""
         self.prefetch()
         self._wait()
         self.copied = {}
@@ -188,7 +169,7 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free the device memory that lower layers still hold, except that of the layer directly below."""
+        """Free the device memory of all lower layers except the one directly below."""
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()
@@ -200,7 +181,7 @@ class _LayerCall:
             self.event = None
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is a large activation, and not a weight or a buffer."""
+        """Whether a saved tensor is a large activation. Weights and buffers are not."""
         if tensor.nbytes < self.offload.min_bytes or not tensor.is_contiguous():
             return False
         if self.weights is None:  # look up the weights now, because FSDP2 gathers them only when the layer is called
@@ -210,10 +191,7 @@ class _LayerCall:
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    """Called when backward needs a saved tensor. Returns the tensor on the device.
-
-    The device memory of an offloaded tensor is freed once backward has used all saved views of the tensor.
-    """
+    """Called when backward needs a saved tensor. Returns the tensor on the device."""
     saved.call.begin_backward()
     if saved.tensor is not None:
         return saved.tensor

@@ -1,20 +1,20 @@
-"""Choose which activations a layer saves for its backward pass. The backward pass recomputes the others.
+"""Choose which activations a layer saves for backward. The others are recomputed.
 
     x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 
-Layers that are not compiled (`recompute_layers`) use PyTorch's activation checkpointing:
+Layers that are not compiled use PyTorch's activation checkpointing (`recompute_layers`):
 
     full        saves x
     selective   saves x and the results of matmuls
 
-Compiled layers (`mark_saved`) are marked in their graph before autograd:
+Compiled layers are marked in their graph before autograd (`mark_saved`):
 
     input       saves x; every matmul except the last is recomputed
     selective   saves x and the result of attention
     host        saves what `selective` saves, and the results of the matmuls q k v o; most of these tensors are kept in
                 host memory (`padfree.layers.offload`)
 
-Each mode recomputes the activations whose recomputation takes the least time per byte of memory that it frees.
+Each mode recomputes the activations that free the most memory for the least time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
     "attention": "host",
     "none": "none",
 }
-"""Which activations a compiled layer saves at each level. At the level `host` they are then offloaded."""
+"""Which activations a compiled layer saves at each level."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
-    """Make layers that are not compiled discard activations in forward and recompute them in backward."""
+    """Make layers that are not compiled recompute their activations in backward."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)
@@ -69,7 +69,7 @@ def _save_matmuls(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def mark_saved(graph: fx.Graph, kept: Kept) -> None:
-    """Mark each node of a compiled layer's graph, so that its result is either saved for backward or recomputed."""
+    """Mark each node of a compiled layer's graph as saved for backward or recomputed."""
     saved: set[fx.Node] = set()
     if kept != "input":
         saved = {node for node in graph.nodes if _is_attention(node)}
@@ -90,7 +90,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """The first matmul on every path that starts at `start` and follows `neighbours`."""
+    """The first matmul on every path from `start` along `neighbours`."""
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

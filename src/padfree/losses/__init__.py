@@ -1,4 +1,4 @@
-"""Losses: pure functions that take the tokens of a pack and return a weighted sum, with one weight per token.
+"""Losses: pure functions of the tokens of a pack. Each returns a weighted sum, with one weight per token.
 
 segments                            sums, means and scans over samples
 aggregation                         ways of averaging a loss, each given as one weight per token
@@ -9,8 +9,7 @@ objectives, corrections, kl         parts of policy losses; one file per objecti
 advantages                          rewards to advantages
 logits                              scores from existing logits
 
-The settings of the losses are in `padfree.config.loss_settings`. They are plain data, and importing them does not
-import torch.
+The settings of the losses are plain data in `padfree.config.loss_settings`, which does not import torch.
 """
 
 from padfree.choices import KLEstimator, WeightMode

@@ -11,17 +11,14 @@
     whiten                           (x - mean) / standard deviation, over the scored tokens of the whole global batch;
                                      without `shift_mean` the mean is added again
 
-The advantage is exactly 0 in a group of one sample, which has no baseline, and in a group of equal rewards.
+The advantage is exactly 0 in a group of one sample and in a group of equal rewards.
 
-A pack has B samples and T tokens. Per-token arrays follow the token order of the pack. `mask` marks the positions that
-are actions (scored tokens). Other positions (a prompt, a tool's answer between two turns) are skipped as if they did
-not exist: from the last token before such a gap to the first token after it is one step, with one discount. Element t
-may describe token t or the prediction made at position t, as long as all arrays agree. The result is 0 outside the
-mask.
+A pack has B samples and T tokens. `mask` marks the scored tokens, which are the actions. Other tokens, such as a tool's
+answer between two turns, are skipped: the scored tokens before and after them are neighbours. The result is 0 outside
+the mask.
 
-All functions run without gradients and compute in float64. The result is rounded once, to the dtype of the rewards (or
-values); integers and bools give float32. The optional `max_length` is the length of the longest sample. If it is given,
-scans over samples take fewer iterations.
+All functions run without gradients. They compute in float64 and return the dtype of the rewards or values (float32 for
+integers and bools). `max_length`, the length of the longest sample, is optional and makes scans faster.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ LARGEST = sys.float_info.max
 
 @torch.no_grad()
 def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bool = True, eps: float = 1e-6) -> Tensor:
-    """The GRPO advantages [B] of B samples: (reward - mean of its group) / standard deviation of its group.
+    """The GRPO advantages [B]: (reward - mean of the group) / standard deviation of the group.
 
-    `rewards` is [B]. `groups` [B] holds the group of each sample, integers from 0 to num_groups - 1. If `std` is False,
-    the difference is not divided (Dr. GRPO). `eps` is added to the standard deviation.
+    `groups` [B] holds the group of each sample, from 0 to num_groups - 1. If `std` is False, the division is omitted
+    (Dr. GRPO). `eps` is added to the standard deviation.
     """
     groups = _checked_groups(rewards, groups, num_groups)
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
@@ -57,9 +54,9 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bo
 
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """The leave-one-out advantages [B] of B samples: each reward minus the mean of the other rewards of its group.
+    """The leave-one-out advantages [B]: each reward minus the mean of the other rewards of its group.
 
-    `groups` [B] holds the group of each sample, integers from 0 to num_groups - 1.
+    `groups` [B] holds the group of each sample, from 0 to num_groups - 1.
     """
     groups = _checked_groups(rewards, groups, num_groups)
     centred, counts = _centred(rewards, groups, num_groups)
@@ -77,10 +74,10 @@ def token_rewards(
     kl_coefficient: float = 0.0,
     max_length: int | None = None,
 ) -> Tensor:
-    """The reward of each of T tokens, [T], computed from the rewards [B] of the samples.
+    """Turn the rewards [B] of the samples into rewards [T] of the tokens.
 
-    The last scored token of a sample gets the sample's reward, and all others get 0. If `kl` is given, kl_coefficient ·
-    kl is subtracted at every scored token. The reward of a sample without scored tokens is dropped.
+    The last scored token of a sample gets the reward of the sample, and all others get 0. If `kl` is given,
+    kl_coefficient · kl is subtracted at every scored token.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     return _token_rewards(rewards, pack, kl, kl_coefficient).to(checks.result_type(rewards))
@@ -90,7 +87,7 @@ def token_rewards(
 def discounted_returns(
     rewards: Tensor, mask: Tensor, sample_index: Tensor, *, gamma: float = 1.0, max_length: int | None = None
 ) -> Tensor:
-    """For each of T tokens, the discounted sum of the rewards from this token to the end of its sample, [T].
+    """The discounted sum [T] of the rewards from each token to the end of its sample.
 
     `rewards` is [T], and `gamma` is the discount per scored token.
     """
@@ -110,15 +107,14 @@ def gae(
     gae_lambda: float = 0.95,
     max_length: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return generalised advantage estimates [T], and returns [T], which are advantage + value.
+    """Return the generalised advantage estimates [T], and the returns [T], which are advantage + value.
 
-    `rewards` and `values` are [T]. The value after the last token of a sample is 0.
+    `rewards` and `values` are [T]. The value after the end of a sample is 0.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma, gae_lambda=gae_lambda)
     given, seen = pack.scored("rewards", rewards), pack.scored("values", values)
-    # For each position, the value of the next scored token of the same sample. Unscored positions in between are
-    # skipped.
+    # The value of the next scored token of the same sample.
     arriving = scan_back(seen, pack.goes_on & ~pack.mask, max_length)
     following = torch.zeros_like(arriving)
     following[:-1] = torch.where(pack.goes_on[:-1], arriving[1:], 0.0)
@@ -132,11 +128,10 @@ def gae(
 def whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """Scale the values [T] to standard deviation 1 over all scored tokens.
+    """Scale the values [T] to standard deviation 1 over all scored tokens of the global batch.
 
-    If `shift_mean` is True, shift them to mean 0. `reduce` sums over all ranks, so that the mean and the standard
-    deviation (divisor n - 1) are those of the global batch. A rank may have no tokens. If the global batch has fewer
-    than two scored tokens, values are not scaled.
+    If `shift_mean` is True, also shift them to mean 0. `reduce` sums over all ranks. With fewer than two scored tokens,
+    values are not scaled.
     """
     mask = checks.mask("mask", mask)
     checks.same_length("tokens in mask", len(mask), values=checks.quantity("values", values))
@@ -156,10 +151,9 @@ def reinforce_plus_plus(
     max_length: int | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The REINFORCE++ advantages [T] of T tokens, from the rewards [B] of B samples.
+    """The REINFORCE++ advantages [T], from the rewards [B] of the samples.
 
-    The KL penalty is subtracted from the token rewards. Their discounted returns are then whitened over the global
-    batch.
+    The KL penalty is subtracted from the token rewards. Their discounted returns are whitened over the global batch.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
@@ -179,11 +173,10 @@ def reinforce_plus_plus_baseline(
     kl_coefficient: float = 0.0,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The REINFORCE++ advantages with a baseline, [T] for T tokens, from the rewards [B] of B samples.
+    """The REINFORCE++ advantages with a baseline, [T].
 
-    Every scored token gets the sample's reward minus the mean of its group, minus the KL penalty of the token. The
-    result is whitened over the global batch. Each rank must hold whole groups. The ranks that `reduce` sums over may
-    hold different groups.
+    Every scored token gets the reward of its sample minus the mean reward of the group, minus the KL penalty of the
+    token. The result is whitened over the global batch. Each rank must hold whole groups.
     """
     pack = _PackTokens(mask, sample_index, None)
     groups = _checked_groups(rewards, groups, num_groups)
@@ -213,10 +206,9 @@ class _PackTokens:
         return torch.where(self.mask, values, 0.0)
 
     def discounted(self, values: Tensor, factor: float) -> Tensor:
-        """For each action, the sum of the values from this action to the end of its sample, discounted by `factor` per
-        action.
+        """The discounted sum of the values from each action to the end of its sample, [T].
 
-        Returns [T]. Positions that are not actions get 0 and do not discount. Nothing carries over between samples.
+        Each action discounts by `factor`. Positions that are not actions get 0 and do not discount.
         """
         steps = torch.where(self.mask, self.mask.new_full((), factor, dtype=torch.float64), 1.0)
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)
@@ -257,15 +249,12 @@ def _checked_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return the rewards [B] in float64 minus the mean of their group, and the group sizes [num_groups].
-
-    In a group of equal rewards, the differences are exactly 0.
-    """
+    """Return the rewards [B] minus the mean of their group, and the group sizes [num_groups]."""
     wide = checks.wide("rewards", rewards)
     counts = segment_sum(torch.ones_like(wide), groups, num_groups)
     mean = segment_sum(wide, groups, num_groups) / counts.clamp(min=1.0)
-    # Make the difference exactly 0 if all rewards of a group are equal. Otherwise the rounding error of the mean would
-    # be divided by a standard deviation that is also a rounding error, and the quotient could be large.
+    # If all rewards of a group are equal, make the difference exactly 0. A rounding error divided by a standard
+    # deviation near 0 could be large.
     index = groups.long()
     lowest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amin", include_self=False)
     highest = wide.new_zeros(num_groups).scatter_reduce(0, index, wide, "amax", include_self=False)

@@ -3,11 +3,8 @@
     mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      which tokens are trained
     weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ instead of ¼
 
-Like the labels, element t of the weights belongs to the prediction of token t + 1. So the last element of a sample is
-0, and the first token, which no position predicts, has no weight. All trained tokens except this first token are called
-scored. Let nᵢ be the number of scored tokens in sample i, N = Σ nᵢ, and B the number of samples with scored tokens. Let
-n_g be the number of scored tokens in group g, and G the number of groups with scored tokens. A scored token of sample i
-in group g has the weight
+Element t of the weights belongs to the prediction of token t + 1, as with labels. A *scored* token is a trained token
+that is not the first token of its sample. A scored token of sample i in group g has this weight:
 
     token-mean            1 / N            every token counts the same
     sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean
@@ -16,17 +13,15 @@ in group g has the weight
     constant              1 / c            Dr. GRPO: for example c = longest response × number of samples
     group-mean            1 / (G n_g)      mean over groups of each group's token mean
 
-Each of these weights is 1 / (divisor × size), with one divisor for the whole global batch and one size per sample. For
-sample-mean the divisor is B and the size nᵢ. The weights are computed from the masks of the whole global batch, so the
-loss is the same however the batch is split into packs.
+Here nᵢ is the number of scored tokens of sample i, n_g that of group g, and N that of the batch. B and G are the
+numbers of samples and groups with scored tokens. All counts are over the global batch, so the loss is the same however
+the batch is split into packs.
 
-Several samples may form one unit, such as a conversation whose turns are separate samples. Then "sample" above means
-unit: nᵢ counts the scored tokens of all samples of the unit, and B counts units. The conversation has the same weight
-as if it were one sample.
+Several samples may form one unit, such as the turns of a conversation. A unit then takes the place of a sample above,
+so the conversation has the same weight as one sample.
 
-A sample without scored tokens has weight 0 and is not counted: neither B nor G includes it, so that the other weights
-do not depend on it. To divide by a number that includes samples without scored tokens, use `constant`, or use
-`sum-of-sample-mean` and scale the loss.
+A sample without scored tokens has weight 0 and is not counted. To divide by a number that includes such samples, use
+`constant`.
 """
 
 from __future__ import annotations
@@ -60,12 +55,11 @@ def token_weights(
     constant: float | None = None,
     units: Sequence[Hashable | None] | None = None,
 ) -> list[NDArray[np.float32]]:
-    """The weights of all tokens of the global batch: one float32 array [n] for each sample of n tokens.
+    """The weights of all tokens of the global batch: one float32 array [n] per sample.
 
-    Pass the result to `pack(samples, weights=...)`. `masks[i]` [n] says which tokens of sample i are trained
-    (`Sample.mask`). `groups[i]` names the group of sample i, for the mode `group-mean`. `constant` is the divisor of
-    the mode `constant`. Samples with the same entry in `units` count as one sample; a sample with None counts by
-    itself.
+    Pass the result to `pack(samples, weights=...)`. `masks[i]` [n] says which tokens of sample i are trained. `groups`
+    are needed for the mode `group-mean`, and `constant` is the divisor of the mode `constant`. Samples with the same
+    entry in `units` count as one sample.
     """
     scored, lengths = _scored(masks)
     scales = _sample_weights(mode, _counts(scored, lengths), groups, constant, units)
@@ -84,11 +78,11 @@ def batch_weights(
     group_counts: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The weights [T] (float32) of the T tokens of a packed batch, on its device.
+    """The weights [T] (float32) of a packed batch, on its device.
 
-    For code that knows the global counts but has no `Sample` objects. `divisor` is the result of `weight_divisor` for
-    the whole global batch. `group_counts` [B] holds, for each sample, the number of scored tokens in its group; only
-    the mode 'group-mean' needs it. `reduce` sums over the ranks that hold parts of the same pack.
+    For code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global batch. The mode
+    'group-mean' needs `group_counts` [B], the number of scored tokens in each sample's group. `reduce` sums over the
+    ranks that hold parts of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -120,12 +114,15 @@ def weight_divisor(
 ) -> float:
     """The divisor of all token weights of the global batch.
 
-    It is the number of scored tokens for the mode 'token-mean', the number of samples for 'sample-mean' and
-    'sample-sum', the number of groups for 'group-mean', 1 for 'sum-of-sample-mean', and `constant` for 'constant'.
-    Samples and groups without scored tokens are not counted.
+    The divisor of each mode, without samples and groups that have no scored tokens:
 
-    `counts` [B] holds the number of scored tokens of each sample. If the divisor is a count, it is at least 1, so that
-    a batch without scored tokens has weights of 0 instead of a division by 0.
+        token-mean               the number of scored tokens
+        sample-mean, sample-sum  the number of samples
+        group-mean               the number of groups
+        sum-of-sample-mean       1
+        constant                 `constant`
+
+    `counts` [B] is the number of scored tokens of each sample. A divisor that is a count is at least 1.
     """
     _check_mode(mode)
     counts = _checked_counts(counts)
@@ -148,25 +145,19 @@ def weight_divisor(
 
 
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """The number of scored tokens of each of B samples, [B].
-
-    Scored tokens are all trained tokens except the first token of the sample.
-    """
+    """The number of scored tokens of each sample, [B]. The first token of a sample is not scored."""
     return _counts(*_scored(masks))
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """For each of B samples, the number of scored tokens in its whole group, [B].
-
-    `counts` [B] are the numbers of scored tokens of the samples.
-    """
+    """The number of scored tokens in each sample's group, [B], from those of the samples, `counts`."""
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]
 
 
 def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return, for each position of all samples, whether it predicts a trained token, and the sample lengths [B]."""
+    """Return whether each position predicts a trained token, and the sample lengths [B]."""
     lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
     flat = np.concatenate([np.empty(0, np.bool_), *(_checked_mask(mask, index) for index, mask in enumerate(masks))])
     return at_predictions(flat, np.concatenate([[0], np.cumsum(lengths)])), lengths
@@ -206,7 +197,7 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """For each of B samples, the weight that each of its scored tokens has, [B]."""
+    """The weight of each scored token of each sample, [B]."""
     if units is not None and mode != "group-mean":
         unit = _unit_index(units, len(counts))
         totals = np.bincount(unit, weights=counts, minlength=len(np.unique(unit))).astype(np.int64)
@@ -222,7 +213,7 @@ def _sample_weights(
 
 
 def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray[np.int64]:
-    """Number the groups in the order of their first appearance, and return the number of each sample's group, [B]."""
+    """Number the groups in order of appearance, and return the number of each sample's group, [B]."""
     if groups is None or len(groups) != num_samples:
         given = "is None" if groups is None else f"has {len(groups)} entries"
         raise UserError(
@@ -239,10 +230,7 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 
 
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
-    """Number the units in the order of their first appearance, and return the number of each sample's unit, [B].
-
-    A sample whose unit is None is a unit by itself.
-    """
+    """Number the units in order of appearance, and return the unit of each sample, [B]."""
     if len(units) != num_samples:
         raise UserError(
             "units", f"has {len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"

@@ -1,11 +1,11 @@
-"""Check the tensor arguments of the losses. Each must be a torch tensor of the right kind:
+"""Check the tensor arguments of the losses. Each argument has one of these kinds:
 
     quantity    rewards, log-probabilities, values    any real dtype; integers and bools are computed as float32
     index       groups, sample_index, pairs           any integer dtype
     mask        which positions are actions           bool only, because an integer 2 would be ambiguous
 
-On a GPU only dtypes and shapes are checked, so that nothing synchronises with the device. On the CPU, the ranges of
-indices are also checked.
+On a GPU, only dtypes and shapes are checked, so that nothing synchronises. On the CPU, indices are also checked for
+their range.
 """
 
 from __future__ import annotations
@@ -30,16 +30,13 @@ def wide(name: str, values: Tensor) -> Tensor:
 
 
 def loss_input(name: str, values: Tensor) -> Tensor:
-    """Return the values in the dtype in which a loss is computed: float64 if they are float64, else float32."""
+    """Return the values in the dtype of a loss: float64 if they are float64, else float32."""
     values = quantity(name, values)
     return values if values.dtype == torch.float64 else values.float()
 
 
 def result_type(*values: Tensor) -> torch.dtype:
-    """The dtype of a result that is computed from these tensors.
-
-    This is their promoted dtype, or float32 if the promoted dtype is not a floating dtype.
-    """
+    """The dtype of a result that is computed from these tensors: their promoted dtype, or float32."""
     joined = values[0].dtype
     for other in values[1:]:
         joined = torch.promote_types(joined, other.dtype)
@@ -47,10 +44,7 @@ def result_type(*values: Tensor) -> torch.dtype:
 
 
 def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
-    """Return the values as int32 or int64, the dtypes that torch accepts as an index.
-
-    If `size` is given, the values must be from 0 to size - 1.
-    """
+    """Return the values as int32 or int64. If `size` is given, they must be from 0 to size - 1."""
     need_tensor(name, values)
     if values.is_floating_point() or values.dtype == torch.bool:
         raise UserError(name, "is not an integer dtype", f"give integers, such as {name}.long()", value=values.dtype)
@@ -76,8 +70,7 @@ def mask(name: str, values: Tensor) -> Tensor:
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Raise `UserError` unless every tensor has shape [length].
 
-    `reference` is the noun for `length` in the error message: with "tokens in mask", the message ends in "but there are
-    5 tokens in mask".
+    `reference` is the noun after `length` in the error message, as in "but there are 5 tokens in mask".
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

@@ -1,8 +1,8 @@
-"""Which losses can be fused with the head, so that their gradient is computed chunk by chunk from the logits.
+"""Losses that are fused with the head: their gradient is computed from the logits, chunk by chunk.
 
-`head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for a chunk of c labelled tokens
-and expects the weighted losses [c] of these tokens. `positions` are the indices of the tokens in the pack. The fused
-head requires an elementwise loss: the loss of a token depends only on the token's own values.
+`head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for each chunk of c labelled
+tokens, and gets c weighted losses. `positions` are the indices of the tokens in the pack. The loss must be elementwise:
+the loss of a token depends only on the token's own values.
 
     settings                                is the loss elementwise?
     SFT, clip, CISPO, REINFORCE             yes
@@ -32,7 +32,7 @@ TokenLoss: TypeAlias = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
 def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """From the scores (log-probabilities, entropies) in `inputs`, compute the loss that `settings` describes."""
+    """Compute the loss that `settings` describes from the log-probabilities and entropies in `inputs`."""
     given: tuple[object, object] = (inputs, settings)
     if not isinstance(given[0], LossInputs) or not isinstance(given[1], TokenLossSettings):
         kinds = " and ".join(type(part).__name__ for part in given)
@@ -48,15 +48,15 @@ def needs_entropy(settings: TokenLossSettings) -> bool:
 
 
 def is_elementwise(settings: TokenLossSettings) -> bool:
-    """Whether the loss of a token depends only on the token's own values. `make_token_loss` requires this."""
+    """Whether the loss of a token depends only on the token's own values, as `make_token_loss` requires."""
     return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
 
 
 def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
     """Return the function `token_loss(logprobs, entropy, positions)` that `head.fused_loss` needs.
 
-    `token_loss` computes the weighted losses of some tokens from their scores (log-probabilities and entropies), so
-    `inputs` need not hold scores. It computes no statistics: for these, call `compute_loss` with detached scores.
+    Make the function `token_loss`, which computes the weighted losses of some tokens from their log-probabilities and
+    entropies. It computes no statistics; `compute_loss` does.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")

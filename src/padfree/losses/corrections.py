@@ -1,12 +1,12 @@
-"""Importance corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
+"""Corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
 
     trainer   log π_old(token)         as the trainer computes it with the weights that generated the rollout
     sampler   log μ(token)             as the sampler reported it
     d         trainer - sampler        0 if both computed the same numbers
 
-A correction is one factor per token, without gradient. It multiplies the policy objective, but not the KL or entropy
-terms. Several corrections are multiplied with each other. Corrections do not change the token weights: a token with
-factor 0 still counts in the denominator, so that the loss of a token does not depend on which other tokens are masked.
+A correction is one factor per token, which multiplies the policy objective but not the KL and entropy terms. Factors of
+several corrections are multiplied. The token weights stay as they are, so a token with factor 0 still counts in the
+denominator.
 
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
     sequence TIS    clamp(exp(Σ d), low, high); with `geometric`, mean d replaces Σ d
@@ -16,8 +16,7 @@ factor 0 still counts in the denominator, so that the loss of a token does not d
     OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1. In off-policy sequence masking, π is
                     the policy being trained, so the mean also grows if earlier updates on the batch moved the policy
 
-Means and sums are over the scored tokens of the whole sequence. Under context parallelism, `reduce` sums over the ranks
-that hold parts of the sequence.
+Means and sums are over the scored tokens of a sequence. `reduce` sums over the context ranks that share it.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """The product of all corrections that depend on single tokens, [T].
-
-    `trainer` and `sampler` are the log-probabilities [T] of the tokens.
-    """
+    """The product of all corrections for single tokens, [T], from the log-probabilities [T]."""
     ratio = _ratio(trainer - sampler)
     factor = torch.ones_like(ratio)
     for correction in corrections:
@@ -65,9 +61,11 @@ def sequence_factor(
 ) -> Tensor:
     """The product of all corrections that depend on whole sequences, [T].
 
-    The log-probabilities [T], without gradient, come from three sources: `trainer` from the trainer before the update,
-    `sampler` from the sampler, and `current` from the policy being trained. `sampler` may be None if no correction uses
-    it. `current` may be None if OPSM is not among the corrections.
+    The log-probabilities [T] without gradient come from three sources:
+
+    - `trainer`: the trainer, before the update.
+    - `sampler`: the sampler. None if no correction needs it.
+    - `current`: the policy being trained. None unless the correction OPSM is used.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)
@@ -97,9 +95,9 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """The importance ratio of each of B sequences, [B] in float64: exp(sum of `difference` over the sequence).
+    """The importance ratio of each sequence, [B] in float64: exp(sum of `difference` over the sequence).
 
-    `difference` [T] holds differences of log-probabilities. If `mean` is True, their mean replaces the sum.
+    `difference` [T] are differences of log-probabilities. If `mean` is True, the mean replaces the sum.
     """
     if mean:
         return _ratio(segment_mean(difference, inputs.mask, inputs.sample_index, inputs.num_samples, reduce))

@@ -7,9 +7,8 @@ With x = log p(token) - log q(token) for a token sampled from p, each estimator 
     k3            exp(-x) - 1 + x       unbiased, never negative
     low_var_kl    k3, clamped to [-10, 10]
 
-In the loss, p is the policy being trained and q the reference (`PolicySettings.kl_coefficient`). In the reward, the
-same estimates without gradient are subtracted from the token rewards before advantages are computed
-(`advantages.token_rewards`).
+In the loss, p is the policy being trained and q the reference. The same estimates can be subtracted from the token
+rewards (`advantages.token_rewards`).
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ± this bound, so that their exponentials do not overflow. Useful ratios are far below e²⁰.
-"""
+"""Log-ratios are clamped to ± this bound, so that exponentials do not overflow. Useful ratios are far below e²⁰."""
 
 LOW_VARIANCE_BOUND = 10.0
 
 
 def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """The estimated KL divergence at each of T tokens, [T], from the log-probabilities [T] of the two policies.
+    """The estimated KL divergence [T], from the log-probabilities [T] of two policies.
 
     Differentiable in both arguments. The result is float32, or float64 if either argument is float64.
     """

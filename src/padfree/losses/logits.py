@@ -2,10 +2,8 @@
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-This module is for code that already has all logits (`padfree.head` never stores them all). V is the vocabulary size.
-The forward pass converts only one chunk of tokens at a time to float32, and keeps only the log-sum-exp (lse) of each
-token for the backward pass. Besides the logits, the only tensor [..., V] is the gradient that the backward pass
-returns. With z = logits / temperature and p = softmax(z),
+For code that already has all logits; `padfree.head` never stores them. Only one chunk of tokens at a time is converted
+to float32. V is the vocabulary size, z = logits / temperature and p = softmax(z):
 
     logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
     entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)
@@ -31,10 +29,10 @@ CHUNK_ELEMENTS = 1 << 24
 def score_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label, and the entropy of each token if `entropy` is True (else None).
+    """Return the log-probability of each label, and its entropy if `entropy` is True (else None).
 
-    `logits` is [..., V] and `labels` [...]. The results [...] are float32, or float64 for float64 logits. They are
-    differentiable in the logits.
+    `logits` [..., V] and `labels` [...] give results [...] in float32, or in float64 for float64 logits. Differentiable
+    in the logits.
     """
     checks.quantity("logits", logits)
     labels = checks.index("labels", labels, logits.shape[-1] if logits.dim() else 0)
@@ -86,12 +84,12 @@ class _ScoreLogits(torch.autograd.Function):
 
 
 def _weighted(weights: Tensor, values: Tensor) -> Tensor:
-    """weights · values, but 0 where the weight is 0. Otherwise 0 · -inf would give NaN."""
+    """Return weights · values, but 0 where the weight is 0, because 0 · -inf is NaN."""
     return torch.where(weights > 0, weights * values, 0.0)
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the logits in chunks [c, V], together with the same tokens of each tensor in `others`. All are views."""
+    """Yield chunks [c, V] of the logits with the same tokens of `others`, all as views."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:

@@ -1,15 +1,13 @@
-"""Policy losses on packed tokens.
+"""Policy losses: the loss of each token of a pack, from an objective, corrections, KL and entropy.
 
     loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or a user-defined one
                       · the corrections         `corrections.py`
                       + kl_coefficient · KL(π ‖ reference)       times π / π_old if `kl_weighting` is "ratio"
                       - entropy_coefficient · entropy
 
-Usually a loss is elementwise: the loss of a token depends only on its own log π and entropy. There are three
-exceptions: objectives over whole sequences (GSPO); OPSM, which needs the current log-probabilities of a whole sequence;
-and sequence-level corrections if the current policy is also the old one. `is_elementwise` tells whether a loss is
-elementwise. An elementwise loss and its gradient can be computed chunk by chunk (`PolicyTerms.token_loss`). Otherwise
-the scores of all tokens must be computed first.
+A loss is *elementwise* if the loss of a token depends only on its own log π and entropy. An elementwise loss and its
+gradient can be computed chunk by chunk (`PolicyTerms.token_loss`). Other losses need the scores of all tokens first:
+GSPO, the correction OPSM, and sequence corrections if the current policy is also the old one.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The policy loss: the weighted sum over the tokens in `inputs`.
-
-    `reduce` sums tensors with one value per sample over the ranks that share a pack.
-    """
+    """The weighted sum of the policy loss over the tokens in `inputs`."""
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
@@ -41,7 +36,7 @@ def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce 
 
 
 def is_elementwise(settings: PolicySettings) -> bool:
-    """Whether the loss of a token depends only on the token's own log-probability and entropy, and on constants."""
+    """Whether the loss of a token depends only on its own log-probability and entropy."""
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
@@ -51,7 +46,7 @@ def is_elementwise(settings: PolicySettings) -> bool:
 
 
 def needs_old_logprobs(settings: PolicySettings) -> bool:
-    """Whether a loss with these settings needs log-probabilities that the trainer computes before the update."""
+    """Whether the loss needs log-probabilities that the trainer computes before the update."""
     if settings.old_policy != "trainer":
         return False
     needed = bool(settings.corrections) or settings.weighs_kl
@@ -59,10 +54,9 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
 
 
 def zero_without_advantage(settings: PolicySettings) -> bool:
-    """Whether a sample whose advantages are all 0 adds exactly 0 to the loss and to the gradient.
+    """Whether a sample whose advantages are all 0 adds nothing to the loss and the gradient.
 
-    Corrections multiply the loss by finite factors, so a loss of 0 stays 0. KL and entropy terms are added even if the
-    advantage is 0, so with these terms the result is False.
+    KL and entropy terms do not depend on the advantage, so the result is False with these terms.
     """
     added = settings.kl_coefficient != 0.0 or settings.entropy_coefficient != 0.0
     return not added and traits(settings.objective).zero_without_advantage
@@ -70,10 +64,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """The values that the loss of a token depends on, besides its log-probability and entropy.
-
-    Each field is [T], without gradient.
-    """
+    """The values that the loss of a token needs besides its log-probability and entropy, as tensors [T]."""
 
     weights: Tensor
     advantages: Tensor
@@ -88,16 +79,16 @@ class PolicyTerms:
         return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """The weighted loss of each of these tokens, computed from their log-probabilities and entropies."""
+        """The weighted losses of these tokens, from their log-probabilities and entropies."""
         return self.weights * _token_losses(settings, self, logprobs, entropy).losses
 
 
 def policy_terms(
     inputs: LossInputs, settings: PolicySettings, *, current: Tensor | None, reduce: Reduce = no_reduce
 ) -> PolicyTerms:
-    """Collect the values that the loss needs besides the scores (log-probabilities and entropies).
+    """Collect the values that the loss needs, apart from log-probabilities and entropies.
 
-    `current` [T] holds the current log-probabilities without gradient. It may be None if the loss is elementwise.
+    `current` [T] are the current log-probabilities without gradient. None for an elementwise loss.
     """
     assert current is not None or is_elementwise(settings), "a sequence-level loss needs the scores first"
     # A user-defined objective gets all values that are available. A built-in objective gets only the values it needs.
@@ -128,7 +119,7 @@ def policy_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Parts:
-    """The losses [T] before weighting, and the values from which `_statistics` computes metrics."""
+    """The losses [T] before weighting, and the values for metrics."""
 
     losses: Tensor
     objective: ObjectiveOutput
@@ -144,10 +135,7 @@ def _token_losses(
     pack: LossInputs | None = None,
     reduce: Reduce = no_reduce,
 ) -> _Parts:
-    """Compute the losses [T] of tokens before weighting.
-
-    If `pack` is None, the objective is elementwise, and the tokens may be any subset of a pack.
-    """
+    """Compute the losses [T] of tokens before weighting."""
     old = logprobs.detach() if settings.old_policy == "current" else terms.old
     tokens = ObjectiveInputs(
         logprobs=logprobs,
@@ -186,7 +174,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics by name, [T] each. They include available quantities that the loss itself does not use."""
+    """The statistics by name, [T] each, including those that the loss does not use."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

@@ -1,17 +1,17 @@
-"""Losses on pairs of answers, of which one is preferred. Both answers of a pair must be in the same pack.
+"""Losses on pairs of answers, one of which is preferred. Both answers must be in the same pack.
 
     samples    0        1         2        3
     pairs      [[0, 1], [3, 2]]            [P, 2]: the sample indices of the (chosen, rejected) answer of each pair
     weights    [½, ½]                      [P]: for example 1 / number of pairs in the global batch
 
-There are P pairs. A loss compares a number x of the chosen answer with the same number of the rejected answer:
+A loss compares a number x of the chosen answer with that of the rejected answer:
 
     sigmoid, hinge, ipo   x = the sum of log π - log π_ref over the answer's tokens; the mean if `normalise` is true
     simpo, orpo           x = the mean of log π over the answer's tokens; the sum if `normalise` is false
     reward model          x = the score at the answer's last token
 
-With Δ = x_chosen - x_rejected, the sigmoid function σ, ε = `label_smoothing`, and
-l(d) = -(1 - ε) log σ(d) - ε log σ(-d), the loss of a pair is
+With Δ = x_chosen - x_rejected, the sigmoid σ, ε = `label_smoothing` and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), the
+loss of a pair is
 
     sigmoid               l(beta · Δ)
     hinge                 max(0, 1 - beta · Δ)
@@ -20,10 +20,8 @@ l(d) = -(1 - ε) log σ(d) - ε log σ(-d), the loss of a pair is
     orpo                  -x_chosen - beta · log σ(odds(x_chosen) - odds(x_rejected)), odds(x) = x - log(1 - exp x)
     reward model          -log σ(Δ - margin)
 
-Under context parallelism a rank holds some of the tokens of a pair.
-`reduce` sums the parts of each x over the ranks. Each rank then returns its share of the pair's loss: the loss times
-the fraction of the pair's tokens that the rank holds. The fractions sum to 1, so losses and statistics can be summed
-over ranks as for other losses. The gradient that a rank computes for its own tokens is the gradient of the whole loss.
+A context rank holds some of the tokens of a pair. `reduce` sums each x over the ranks. Each rank then returns its share
+of the pair's loss, in proportion to its number of tokens. The gradient of its own tokens is that of the whole loss.
 """
 
 from __future__ import annotations
@@ -48,10 +46,10 @@ from padfree.losses.types import LossInputs, LossOutput
 def dpo_loss(
     inputs: LossInputs, settings: DPOSettings, pairs: Tensor, pair_weights: Tensor, *, reduce: Reduce = no_reduce
 ) -> LossOutput:
-    """Direct preference optimisation: the weighted sum of the losses of the pairs.
+    """Direct preference optimisation: the weighted sum of the losses of all pairs.
 
-    `pairs` [P, 2] holds sample indices (chosen, rejected), and `pair_weights` [P] one weight per pair. If several
-    context ranks share a pack, each rank returns its share of the loss.
+    `pairs` [P, 2] are the sample indices (chosen, rejected), and `pair_weights` [P] the weights of the pairs. A context
+    rank returns its share of the loss.
     """
     logprobs = inputs.need("logprobs", "the DPO loss")
     values = logprobs
@@ -66,10 +64,7 @@ def dpo_loss(
 
 
 def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses [P] of P pairs, and their derivatives [P] with respect to x of the chosen and of the rejected answer.
-
-    `chosen` and `rejected` hold the x of the two answers, which the module docstring defines.
-    """
+    """The losses [P] of the pairs, and their derivatives [P] with respect to `chosen` and `rejected`."""
     beta, smoothing = settings.beta, settings.label_smoothing
     difference = chosen - rejected
     if settings.variant == "hinge":
@@ -110,11 +105,10 @@ def reward_model_loss(
     margins: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
-    """The pairwise loss of a reward model: the score of the chosen answer should exceed that of the rejected answer.
+    """The loss of a reward model: the chosen answer should score higher than the rejected one.
 
-    `scores` [T] holds a score per token, and the score of an answer is the one at its last token. `ends` [T] marks the
-    last tokens (`sample_ends`). `margins` [P] are added to the margin in the settings. If several context ranks share a
-    pack, each rank returns its share of the loss.
+    The score of an answer is the one at its last token, which `ends` [T] marks. `scores` is [T]. `margins` [P] are
+    added to the margin of the settings. A context rank returns its share of the loss.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -130,18 +124,15 @@ def reward_model_loss(
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
-    """For each of T tokens, whether it is the last token of its sample, as bools [T].
-
-    `lengths` [B] are the sample lengths.
-    """
+    """Bools [T]: whether each token is the last one of its sample. `lengths` [B] are the sample lengths."""
     lengths = checks.index("lengths", lengths)
     return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1
 
 
 def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
-    """The pairs of a pack as sample indices (chosen, rejected), [P, 2].
+    """The pairs of a pack, as sample indices (chosen, rejected), [P, 2].
 
-    The two samples of a pair have the same `group`, and the chosen one has the higher `reward`.
+    The samples of a pair have the same `group`, and the chosen one has the higher `reward`.
     """
     given: object = samples
     if not isinstance(given, Sequence) or not all(isinstance(info, SampleInfo) for info in given):
@@ -182,11 +173,10 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The weighted sum of the losses of the pairs, or this rank's share of it if context ranks share the pack.
+    """The weighted sum of the losses of the pairs, or a context rank's share of it.
 
-    For each sample, `local` [B] holds this rank's part of x, which the module docstring defines, and `held` [B] the
-    number of tokens on this rank. `loss` computes losses and derivatives from the x of both answers. Statistics of x
-    are multiplied by `shown`.
+    `local` [B] is this rank's part of the number `x` of each sample, and `held` [B] its number of tokens. `loss`
+    computes losses and derivatives. Statistics of x are multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
@@ -203,8 +193,8 @@ def _pair_loss(
     share = (held[chosen] + held[rejected]) / (all_held[chosen] + all_held[rejected]).clamp(min=1.0)
     losses, slopes, rejected_slopes = loss(totals[chosen], totals[rejected])
     here, there = local[chosen], local[rejected]
-    # The value of `attached` is this rank's share of each loss. Its gradient is the gradient of the whole loss with
-    # respect to this rank's tokens.
+    # The value of `attached` is this rank's share of each loss. Its gradient is that of the whole loss for this rank's
+    # tokens.
     attached = share * losses + slopes * (here - here.detach()) + rejected_slopes * (there - there.detach())
     difference = shown * (totals[chosen] - totals[rejected])
     count = share.sum()

@@ -1,14 +1,12 @@
-"""Sums, means and scans over the samples of a pack, without a loop over samples.
+"""Sums, means and scans over the samples of a pack, without a loop.
 
     sample_index   [T]   0   0   0 | 1   1 | 2   2        the pad has index 2 = num_samples
     values         [T]  .5  .3  .2 |.8  .1 | 9   9
     segment_sum    [B]         1.0       .9               the pad is dropped
     spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        the pad gets 0
 
-There are T tokens and B samples. `sample_index` need not be sorted, and the tokens of a sample need not be complete:
-under context parallelism each rank sums the tokens it holds, and `reduce` sums the [B] results over the ranks that
-share a pack. Sums are computed in float64. The order of additions differs between layouts, and on a GPU between runs;
-in float64 this does not affect the float32 results.
+T is the number of tokens and B the number of samples. A context rank sums only its own tokens, and `reduce` adds the
+results of the ranks. Sums are float64, so that the order of additions does not change the float32 results.
 """
 
 from __future__ import annotations
@@ -23,20 +21,16 @@ from padfree.batch import need_tensor
 from padfree.losses import checks
 
 Reduce = Callable[[Tensor], Tensor]
-"""A function that sums a tensor over ranks, for example over the ranks that share a pack. It need not be
-differentiable."""
+"""A function that sums a tensor over ranks. It need not be differentiable."""
 
 
 def no_reduce(values: Tensor) -> Tensor:
-    """Return the values unchanged: the reduction for a process that does not share its pack with other processes."""
+    """Return the values unchanged: the `Reduce` function of a process that shares its pack with no other."""
     return values
 
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """The sum of the values [T, ...] over each sample, [B, ...] in float64.
-
-    Elements whose index is `num_samples` (the pad) are dropped.
-    """
+    """The sum of the values [T, ...] of each sample, without the pad: [B, ...] in float64."""
     need_whole("num_samples", num_samples, 0, "give the number of samples")
     values = checks.wide("values", values)
     sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
@@ -44,7 +38,7 @@ def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tenso
 
 
 def spread(values: Tensor, sample_index: Tensor) -> Tensor:
-    """Return [T]: each of T tokens gets the value [B] of its sample, and the pad gets 0. The dtype is kept."""
+    """Give each token the value [B] of its sample: [T], with 0 for the pad."""
     need_tensor("values", values)
     return torch.cat([values, values.new_zeros(1)])[checks.index("sample_index", sample_index, len(values) + 1)]
 
@@ -52,11 +46,7 @@ def spread(values: Tensor, sample_index: Tensor) -> Tensor:
 def segment_mean(
     values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """For each of B samples, the mean of the values [T] that `mask` selects, [B] in float64.
-
-    The mean is 0 if the mask selects no token of the sample. `reduce` sums over the ranks that hold parts of the
-    samples.
-    """
+    """The mean of the values [T] that `mask` selects in each sample, [B] in float64; 0 if there are none."""
     values, mask = checks.wide("values", values), checks.mask("mask", mask)
     sums = torch.stack([torch.where(mask, values, 0.0), mask.double()], dim=1)
     totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)
@@ -64,11 +54,10 @@ def segment_mean(
 
 
 def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Tensor:
-    """Solve `out[t] = values[t] + factors[t] * out[t + 1]` for `out` [T]. The value after the end is 0.
+    """Solve `out[t] = values[t] + factors[t] * out[t + 1]` for `out` [T], with 0 after the end.
 
-    Two neighbouring steps of the recurrence combine into one step over twice as many tokens. Therefore log2(T) passes
-    over the whole pack replace a loop over T tokens. A factor of 0 ends the recurrence. If every run of `length`
-    consecutive factors contains a 0, log2(length) passes suffice.
+    Two steps of the recurrence combine into one, so log2(T) passes over the pack replace a loop over T tokens. If every
+    `length` consecutive factors contain a 0, log2(length) passes are enough.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)
@@ -82,9 +71,9 @@ def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Ten
 
 
 def continues(sample_index: Tensor) -> Tensor:
-    """For each of T tokens, whether the next token belongs to the same sample, as bools [T].
+    """Bools [T]: whether the next token belongs to the same sample.
 
-    `sample_index` must be the whole pack in order, not a context-parallel shard.
+    `sample_index` must be the whole pack in order, not the tokens of a context rank.
     """
     same = torch.zeros_like(sample_index, dtype=torch.bool)
     same[:-1] = sample_index[1:] == sample_index[:-1]

@@ -5,8 +5,8 @@
                   token_losses  [T] the summands, to find the sample that makes a loss non-finite
                   statistics    name -> (sum, count): sums and counts of micro-batches are added, then divided once
 
-There are T tokens. The weights already include the global normaliser (`aggregation.py`), so the losses of micro-batches
-and of ranks can be added. Nothing here synchronises with the device: statistics stay tensors.
+T is the number of tokens. The weights include the global normaliser, so the losses of micro-batches and ranks can be
+added. Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
@@ -22,26 +22,23 @@ from padfree.errors import UserError
 from padfree.losses import checks
 
 Statistics = dict[str, tuple[Tensor, Tensor]]
-"""Maps the name of a statistic to (sum, count): two scalar tensors without gradient. Sums are float64."""
+"""Maps the name of a statistic to (sum, count), two scalar tensors without gradient."""
 
 
 TRAINED = ("logprobs", "entropy", "values")
-"""The fields of `LossInputs` that have a gradient."""
+"""The fields of `LossInputs` that may have a gradient."""
 
 
 GIVEN_BY = {
     "ref_logprobs": "give one value per token (in a run: set reference.path, or give the column 'ref_logprobs')",
     "rollout_logprobs": "give one value per token (in a run: give the column 'logprobs')",
 }
-"""For error messages: how to supply the inputs that a run does not compute by itself."""
+"""How a user can supply the inputs that a run does not compute, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """The tokens of one micro-batch, or of one context rank's shard, with the values that a loss needs.
-
-    A loss that needs a missing field raises an error with the field's name.
-    """
+    """The tokens of one micro-batch, or of a context rank's part, with the values that a loss needs."""
 
     mask: Tensor  # [T] bool: whether the position has a label
     weights: Tensor  # [T] float32, 0 where the mask is False
@@ -71,7 +68,7 @@ class LossInputs:
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
-        """The loss inputs of a batch: its rollout arrays, and the values that the trainer has computed for it."""
+        """The loss inputs of a batch: its rollout arrays, and values that the trainer has computed."""
         rollout = batch.rollout
         return LossInputs(
             mask=batch.labels != IGNORE,
@@ -90,15 +87,14 @@ class LossInputs:
         )
 
     def with_scores(self, logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
-        """A copy of these inputs with the log-probabilities and entropies of a forward pass."""
+        """A copy of these inputs with new log-probabilities and entropies."""
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
         """The field `name`, which the loss requires.
 
-        `why` names the part of the loss that requires it, for the error message. Values at positions without a label
-        become 0, because they may be arbitrary, even NaN (for example a prompt's log-probabilities). The result has a
-        gradient only if it comes from the model being trained: old and reference values are constants.
+        `why` names the part of the loss that needs the field, for the error message. Values without a label become 0,
+        because they may even be NaN.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
@@ -118,7 +114,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossOutput:
-    """The weighted sum of a loss over some tokens, and statistics that can be added up."""
+    """The weighted sum of a loss over some tokens, and statistics that can be added."""
 
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted losses, without gradient; None if the losses belong to pairs
@@ -128,7 +124,7 @@ class LossOutput:
 
 
 def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, Tensor]) -> LossOutput:
-    """Make a `LossOutput` from the losses [T] and the statistics [T] of single tokens.
+    """Make a `LossOutput` from losses [T] and statistics [T] of single tokens.
 
     Losses are multiplied by the token weights and summed. Statistics are summed over the scored tokens.
     """
@@ -143,7 +139,7 @@ def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, T
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> Statistics:
-    """Add the statistics of two parts of a batch. A statistic that only one part has is kept unchanged."""
+    """Add the statistics of two parts of a batch. A name that only one part has is kept."""
     merged = dict(first)
     for name, (total, count) in second.items():
         if name in merged:

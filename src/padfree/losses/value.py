@@ -1,10 +1,10 @@
 """The loss of a value model.
 
-With v the value, v_old the value before the update and R the return, the loss is
+With the value v, the old value v_old and the return R, the loss is
 
     ½ max((v - R)², (v_old + clamp(v - v_old, ±clip) - R)²)
 
-The clamp limits how far the value moves in one update, to about `clip`. Without `clip`, the loss is ½ (v - R)².
+`clip` limits how far a value moves in one update. Without `clip`, the loss is ½ (v - R)².
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ from padfree.model.outputs import base_of, described_head
 from padfree.model.probe import probe, stock_leak
 from padfree.model.vision.families import (
     family_of,
-    features_obstacle,
     is_image_text,
     language_part,
     unsupported_vision,
@@ -155,13 +154,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
     Returns the same model. If `fast_mixers` is False, layers with a recurrent state run one sample at a time, even if
     faster kernels are installed.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            "model",
-            f"{type(model).__name__} is not a transformers model",
-            "give the transformers model itself, before it is wrapped",
-        )
-    name = type(model).__name__
+    name = _class_name(model)
     if isinstance(model, FSDPModule):
         raise UserError("model", f"{name} is already sharded", "call attach first, then fully_shard")
     if backend != "auto" and backend not in BACKENDS:
@@ -170,9 +163,7 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
         )
     family = family_of(model)
     language = language_part(model)
-    reason = unsupported(language.config) or (
-        family and (unsupported_vision(model.config) or features_obstacle(type(model)))
-    )
+    reason = unsupported(language.config) or (family and unsupported_vision(model.config))
     if family is None and is_image_text(model):
         reason = why_refused(type(model))
     verdict = None if reason else probe(_probed(language))
@@ -219,13 +210,7 @@ def _probed(model: PreTrainedModel) -> PreTrainedModel:
 
 def check_stock_packing(model: PreTrainedModel) -> None:
     """Raise `UserError` if the model cannot be trained on packs with its own attention implementation."""
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            "model",
-            f"{type(model).__name__} is not a transformers model",
-            "give the transformers model itself, before it is wrapped",
-        )
-    name = type(model).__name__
+    name = _class_name(model)
     if is_attached(model.config):
         raise UserError(
             "model",
@@ -237,6 +222,15 @@ def check_stock_packing(model: PreTrainedModel) -> None:
         raise UserError(
             "model", f"{name} with transformers' own attention cannot be trained packed: {reason}", f"{PADDED_CURE}"
         )
+
+
+def _class_name(model: object) -> str:
+    """The name of the model's class. Raises `UserError` if it is not a class of transformers."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        fix = "give the transformers model itself, before it is wrapped"
+        raise UserError("model", f"{name} is not a transformers model", fix)
+    return name
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:

@@ -33,8 +33,3 @@ def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
         and not is_adapter(f".{name}.weight")
         and roles[cast(nn.Parameter, module.weight)] == "hidden"
     }
-
-
-def layer_numbers(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """The number of the decoder layer that each module inside the decoder layers belongs to."""
-    return {module: number for number, layer in enumerate(layers_of(model)) for module in layer.modules()}

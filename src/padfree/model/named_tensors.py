@@ -70,6 +70,25 @@ def region_of(
     return tuple(slice(begin, end) for begin, end in bounds)
 
 
+def sharded_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that are sharded like a parameter. Only the last dimension may differ, and it is not sharded then."""
+    if torch.Size(shape) == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+    sizes = [part.stop - part.start for part in local_region(parameter)]
+    zeros = torch.zeros(*sizes[:-1], shape[-1], dtype=dtype, device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    whole = torch.empty(*shape, device="meta")
+    return DTensor.from_local(
+        zeros,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    ).to(parameter.device)  # offloaded parameters are on the CPU, the mesh is not
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of the tensor, sharing its memory."""
     with torch.no_grad():

@@ -72,7 +72,7 @@ class Muon:
             torch._foreach_add_(batch.weights, list(torch.split(change, sizes)))
             done += len(update)
 
-    def state_bytes(self, numbers: int) -> int:
+    def state_bytes(self, group: Group, numbers: int, columns: int) -> int:
         return 4 * numbers
 
 

@@ -38,6 +38,7 @@ from padfree.optim.adamw import AdamW
 from padfree.optim.muon import Muon
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.optim.rule import Group, UpdateRule
+from padfree.optim.state_format import rows_of
 
 RULES: Mapping[str, UpdateRule] = {"adamw": AdamW(), "muon": Muon()}
 
@@ -95,6 +96,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
         raise UserError(
             "model", f"{type(model).__name__} has no parameter that requires a gradient", "unfreeze some parameters"
         )
+    for group in groups:
+        for parameter in group["params"] if group.get("state", "float32") != "float32" else ():
+            rows_of(parameter)  # refuses parameters of which a rank holds parts of rows
     return Optimizer(groups)
 
 
@@ -103,7 +107,11 @@ def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn
 
     `numbers` returns the number of elements to count for a parameter; by default all elements are counted.
     """
-    return sum(RULES[group["rule"]].state_bytes(numbers(each)) for group in groups for each in group["params"])
+    return sum(
+        RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)
+        for group in groups
+        for each in group["params"]
+    )
 
 
 def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
@@ -149,6 +157,6 @@ def _groups_of(
         trained = [parameter for parameter in trained if parameter not in taken]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
-    groups.append({**adamw, "params": matrices, "weight_decay": settings.weight_decay})
-    groups.append({**adamw, "params": vectors, "weight_decay": 0.0})
+    groups.append({**adamw, "params": matrices, "weight_decay": settings.weight_decay, "state": settings.state})
+    groups.append({**adamw, "params": vectors, "weight_decay": 0.0, "state": "float32"})
     return [group for group in groups if group["params"]]

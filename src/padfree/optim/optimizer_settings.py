@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from padfree.config.setting import STAYS, check_table, setting
-from padfree.errors import need
+from padfree.errors import UserError, need
 
 OptimizerName = Literal["adamw", "muon"]
+StateFormat = Literal["float32", "bfloat16", "int8"]
 ScheduleKind = Literal["constant", "linear", "cosine"]
 
 
@@ -80,6 +81,11 @@ class OptimizerConfig:
     )
     eps: float = setting(1e-8, least=1e-30, about="AdamW's epsilon.")  # smaller ones are 0 in float32
     weight_decay: float = setting(0.0, least=0, about="Weight decay of matrices; norms and biases have none.")
+    state: StateFormat = setting(
+        "float32",
+        about="Format of AdamW's two moments of matrices: 8, 4 or about 2 bytes per weight. Vectors keep float32.",
+        resume=STAYS,
+    )
     max_grad_norm: float | None = setting(
         1.0,
         above=0,
@@ -97,6 +103,13 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_table(self, "optimizer.")
         need(all(0 <= beta < 1 for beta in self.betas), "optimizer.betas", self.betas, "give two numbers in [0, 1)")
+        if self.name == "muon" and self.state != "float32":
+            raise UserError(
+                "optimizer.state",
+                "Muon's orthogonalisation amplifies what rounding adds to its momentum",
+                "use float32, or optimizer.name=adamw",
+                value=self.state,
+            )
 
     @property
     def muon_lr(self) -> float:

@@ -37,8 +37,11 @@ class UpdateRule(Protocol):
         """
         ...
 
-    def state_bytes(self, numbers: int) -> int:
-        """The bytes of optimizer state for a float32 parameter, or a shard of one, with this number of elements."""
+    def state_bytes(self, group: Group, numbers: int, columns: int) -> int:
+        """The bytes of optimizer state for a float32 parameter of the group, or a shard of one.
+
+        It has this number of elements, in matrix rows of `columns` elements.
+        """
         ...
 
 

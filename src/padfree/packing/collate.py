@@ -28,7 +28,7 @@ from padfree.arrays import concatenated_ranges, need_whole, number_array
 from padfree.batch import IGNORE, Entries, PackedBatch, PackedImages, PackedKept, Rollout, SampleInfo, at_predictions
 from padfree.choices import SharePrefixes
 from padfree.errors import UserError, need
-from padfree.images import Image, prefix_keys
+from padfree.images import Image, prefix_keys, without_image
 from padfree.kept_sets import KeptSets
 from padfree.packing.balance import balance
 from padfree.packing.cost import CostModel
@@ -375,11 +375,14 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
         )
     (placeholder,) = placeholders
     chosen = np.concatenate(index)
-    found = sum(int(np.count_nonzero(sample.tokens[begin:end] == placeholder)) for sample, begin, end in ranges)
-    if found != len(chosen):
+    missing = sum(
+        int(without_image(sample.images, sample.tokens, sample.sampled, placeholder)[begin:end].sum())
+        for sample, begin, end in ranges
+    )
+    if missing:
         raise UserError(
             "images",
-            f"are missing for {found - len(chosen)} tokens with the placeholder id {placeholder}",
+            f"are missing for {missing} tokens with the placeholder id {placeholder}",
             "give an image for each placeholder, or remove the token from samples without images",
         )
     images = [image for image, _ in distinct.values()]

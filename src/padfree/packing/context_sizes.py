@@ -91,13 +91,13 @@ def plan_wide(
     fewest = max(1, -(-tokens // (ranks * max_tokens)))
     best: WidePlan | None = None
     waves = fewest
-    while best is None or (waves <= fewest + MORE_WAVES and _imbalance(best.cost) > EVEN):
+    while best is None or (waves <= fewest + MORE_WAVES and imbalance(best.cost) > EVEN):
         for raised in RAISED:
             level = raised * total / (ranks * waves)
             found = _attempt(length, cost, candidates, ranks, max_tokens, sizes, waves, level)
             if found is not None and (best is None or _price(found) < _price(best)):
                 best = found
-            if found is not None and _imbalance(found.cost) <= EVEN:
+            if found is not None and imbalance(found.cost) <= EVEN:
                 break
         waves += 1
     return best
@@ -108,7 +108,11 @@ def _price(plan: WidePlan) -> float:
     return float(plan.cost.max(0).sum()) * (1 + WAVE * waves)
 
 
-def _imbalance(cost: Floats) -> float:
+def imbalance(cost: Floats) -> float:
+    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean over all ranks r of Σⱼ cost[r, j].
+
+    `cost` is [ranks, micro-batches].
+    """
     mean = float(cost.sum()) / len(cost)
     return float(cost.max(0).sum()) / mean if mean else 1.0
 

@@ -32,7 +32,7 @@ from padfree.arrays import need_whole, number_array
 from padfree.choices import PackOverlong
 from padfree.errors import UserError, check_choice
 from padfree.packing.balance import PartitionProblem, Parts, partition, sums
-from padfree.packing.context_sizes import plan_wide
+from padfree.packing.context_sizes import imbalance, plan_wide
 from padfree.packing.cost import CostModel, Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 from padfree.packing.prefixes import PrefixTree
@@ -145,7 +145,7 @@ class StepPlan:
     @property
     def imbalance(self) -> float:
         """The cost of the step, divided by its cost if no rank had to wait for another. It is 1 for a perfect plan."""
-        return _imbalance(self.cost)
+        return imbalance(self.cost)
 
     @property
     def fill(self) -> float:
@@ -278,34 +278,12 @@ def _plan(
     )
     length[truncated] = limit
     length[dropped] = 0
+    sample_cost, kept, widths = cost(length), np.setdiff1d(np.arange(len(length)), dropped), None
     if len(contexts) > 1:
-        kept = np.setdiff1d(np.arange(len(length)), dropped)
-        wide = plan_wide(length, cost(length), kept, ranks=ranks, max_tokens=max_tokens, sizes=contexts)
-        return StepPlan(
-            micro_batches=wide.micro_batches,
-            lengths=length,
-            max_tokens=max_tokens,
-            cost=wide.cost + constant,
-            truncated=truncated,
-            dropped=dropped,
-            alone=alone,
-            widths=wide.widths,
-        )
-    rest = np.setdiff1d(np.arange(len(length)), np.append(dropped, alone))
-
-    sample_cost = cost(length)
-    problem = PartitionProblem(sample_cost[rest], length[rest], max_tokens, np.zeros(0))
-    parts = _fewest_slots(problem, ranks, len(alone))
-
-    def arranged(parts: Parts) -> tuple[MicroBatches, Floats]:
-        return _arranged([*alone[:, None], *(rest[part] for part in parts)], sample_cost, ranks)
-
-    micro_batches, slot_cost = arranged(parts)
-    levels = _levels(sample_cost, ranks, (len(parts) + len(alone)) // ranks)
-    if len(rest) and _imbalance(slot_cost) > GOOD_ENOUGH and levels.min() < levels.max():
-        uneven = partition(replace(problem, offset=-np.repeat(levels, ranks)[len(alone) :]))
-        if uneven is not None and _imbalance(arranged(uneven)[1]) < _imbalance(slot_cost):
-            micro_batches, slot_cost = arranged(uneven)
+        wide = plan_wide(length, sample_cost, kept, ranks=ranks, max_tokens=max_tokens, sizes=contexts)
+        micro_batches, slot_cost, widths = wide.micro_batches, wide.cost, wide.widths
+    else:
+        micro_batches, slot_cost = _slots(length, sample_cost, np.setdiff1d(kept, alone), alone, ranks, max_tokens)
     return StepPlan(
         micro_batches=micro_batches,
         lengths=length,
@@ -314,7 +292,30 @@ def _plan(
         truncated=truncated,
         dropped=dropped,
         alone=alone,
+        widths=widths,
     )
+
+
+def _slots(
+    length: Indices, cost: Floats, rest: Indices, alone: Indices, ranks: int, max_tokens: int
+) -> tuple[MicroBatches, Floats]:
+    """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J].
+
+    `length` and `cost` [n] describe all samples. Each of the samples `alone` gets a slot for itself.
+    """
+    problem = PartitionProblem(cost[rest], length[rest], max_tokens, np.zeros(0))
+    parts = _fewest_slots(problem, ranks, len(alone))
+
+    def arranged(parts: Parts) -> tuple[MicroBatches, Floats]:
+        return _arranged([*alone[:, None], *(rest[part] for part in parts)], cost, ranks)
+
+    found = arranged(parts)
+    levels = _levels(cost, ranks, (len(parts) + len(alone)) // ranks)
+    if len(rest) and imbalance(found[1]) > GOOD_ENOUGH and levels.min() < levels.max():
+        uneven = partition(replace(problem, offset=-np.repeat(levels, ranks)[len(alone) :]))
+        if uneven is not None:
+            found = min(found, arranged(uneven), key=lambda one: imbalance(one[1]))
+    return found
 
 
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
@@ -355,15 +356,6 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
     grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)
     grid[1::2] = grid[1::2, ::-1]
     return tuple(tuple(slots[slot] for slot in of_rank) for of_rank in grid.T.tolist()), cost[grid.T]
-
-
-def _imbalance(cost: Floats) -> float:
-    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean over all ranks r of Σⱼ cost[r, j].
-
-    `cost` is [ranks, micro-batches].
-    """
-    mean = float(cost.sum()) / len(cost)
-    return float(cost.max(0).sum()) / mean if mean else 1.0
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:

@@ -191,7 +191,9 @@ TIMES = MetricGroup(
     "times in a line add up to the time between the ends of two updates, unless phases run at the same time (on a GPU, "
     "with rollouts from files); then the shared time counts twice.",
     (
-        Metric("seconds/update", "s", "Time of the update, equal to `seconds`."),
+        Metric(
+            "seconds/update", "s", "Time of the update. On a GPU it also includes the time in which the device waits."
+        ),
         Metric("seconds/sampling", "s", "Sampling, with everything that the sampler does not report separately."),
         Metric("seconds/rewards", "s", "Computing rewards."),
         Metric("seconds/weight_sync", "s", "Sending weights to the sampler."),
@@ -212,6 +214,7 @@ TIMES = MetricGroup(
             "s",
             "Saving checkpoints since the previous line, counting only the time that training waits.",
         ),
+        Metric("seconds/other", "s", "The rest of the time since the previous update, in none of the other phases."),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",

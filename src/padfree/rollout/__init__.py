@@ -2,6 +2,7 @@
 
 prompts          read_prompts: reads files and returns tokenised prompts, each with the data row its reward needs
 base             Sampler: the interface between rollouts and the engine that samples
+group            RolloutGroup: a prompt, its episodes, and their samples
 collect          Collector: turns groups of prompts into rewarded samples, synchronously or ahead of training
 environment      multi-turn episodes
 engines          make_sampler: the sampler named by `rollout.engine`
@@ -11,7 +12,7 @@ response_log     responses sampled since the last checkpoint, on disk
 sampling_rng     counter-based random numbers for sampling, identical on every device
 token_ids        checks of token ids and responses from user code and servers
 loop_thread      an asyncio event loop in its own thread, for episodes and for servers
-time_limit       time limits for calls of user functions
+rewards          computes rewards with a time limit: in threads or processes, or by a model
 """
 
 from padfree.rollout.base import Response, Sampler, SamplingRequest

@@ -8,8 +8,8 @@
 A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are
 built on top of this interface and do not depend on the engine (`rollout.engine`).
 
-Requests for the same prompt are adjacent and hold the same array object. If `first.tokens is second.tokens`, the
-sampler can prefill the prompt once for both.
+Requests for the same prompt are adjacent and hold the same array object and the same images. If `prompt_key` of two
+requests is equal, the sampler can prefill the prompt once for both.
 
 An `AsyncSampler` keeps sampling while the policy is trained. A weight sync interrupts the responses in progress. The
 tokens sampled so far are kept and the new weights continue from there, so each token and its log-probability belong to
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.images import Image
 from padfree.kept_sets import KeptSets
 from padfree.routes import Routes, merged_routes
 
@@ -45,6 +46,9 @@ OnProgress = Callable[[int], None]
 OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
 """Called with finished responses, each with the index of its request: one by one, or several at once."""
 
+Gather = Callable[[Any], list[Any]]
+"""Function that gathers an object from every rank and returns the list of them. Collective."""
+
 OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 """Called with the index of a request and its new tokens and log-probabilities since the last call."""
 
@@ -59,6 +63,13 @@ class SamplingRequest:
     # decoding.
     key: int
     partial: Response | None = None  # the beginning of the response, sampled by earlier weights
+    images: tuple[Image, ...] = ()  # the images of the prompt
+    rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
+
+    @property
+    def prompt_key(self) -> tuple[int, tuple[str, ...]]:
+        """A key of the prompt: which array its tokens are, and its images."""
+        return id(self.tokens), tuple(image.digest for image in self.images)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

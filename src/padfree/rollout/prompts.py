@@ -5,8 +5,9 @@
 
 A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
 `padfree.data.formats`. Depending on `prompt_format`, a prompt is rendered by the chat template with the generation
-prompt, or used unchanged. `Prompt.row` keeps all columns of the row, because the reward may need any of them. A column
-that is mapped to a field is stored under both names, such as `question` and `prompt` above.
+prompt, or used unchanged. With `images` in the settings, the prompt may show images (`padfree.data.image_reader`),
+which are decoded again when a pack needs them. `Prompt.row` keeps all columns of the row, because the reward may need
+any of them. A column that is mapped to a field is stored under both names, such as `question` and `prompt` above.
 
 The `max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. If a prompt and its longest response exceed
 `max_length`, the setting `overlong` decides. With "truncate", `max_new_tokens` is lowered to `max_length` minus the
@@ -27,14 +28,18 @@ from numpy.typing import NDArray
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.conversation import Conversation, Message
 from padfree.data.data_settings import RolloutDataSettings
-from padfree.data.encode import Encoder, Passage, Piece
+from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import Fields, check_mapping, resolve
-from padfree.data.formats import PROMPT_SCHEMA, described, reading_notes
+from padfree.data.formats import PROMPT_SCHEMA, described, reading_images, reading_notes
+from padfree.data.image_reader import ImageReader
+from padfree.data.image_store import ReadImage, images_of
 from padfree.data.record_source import Chunk
 from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row
 from padfree.data.rows import RowReader
 from padfree.data.sources import open_sources, record_of
 from padfree.errors import UserError
+from padfree.images import Image
+from padfree.sample import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +55,18 @@ class Prompt:
     uid: str
     source: str
     asked: str | Conversation | None = None  # the prompt before rendering, for reward models with their own template
+    images: tuple[Image, ...] = ()
+    rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
 
     def __len__(self) -> int:
         return len(self.tokens) + self.max_new_tokens
+
+    def rotary_positions_of(self, length: int) -> NDArray[np.int64] | None:
+        """Return the positions [P, length] of the prompt and its response. Those of text go up by 1 per token."""
+        if self.rotary_positions is None:
+            return None
+        steps = np.arange(1, length - len(self.tokens) + 1)
+        return np.concatenate([self.rotary_positions, self.rotary_positions[:, -1:] + steps], axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +90,8 @@ def read_prompts(
     `max_new_tokens`: the maximum number of tokens of a response.
     """
     settings = settings or RolloutDataSettings()
-    check_mapping(settings.columns, PROMPT_SCHEMA)
+    schema = PROMPT_SCHEMA if settings.images is None else reading_images(PROMPT_SCHEMA)
+    check_mapping(settings.columns, schema)
     reader = _Reader(tokenizer, settings)
     collected = _CollectedPrompts(settings, max_new_tokens)
     files: list[dict[str, str]] = []
@@ -84,9 +99,9 @@ def read_prompts(
         first = source.first_row()
         fields = None
         if first is not None:
-            fields = resolve(first, settings.columns, PROMPT_SCHEMA, source.name, reader.template_names)
+            fields = resolve(first, settings.columns, schema, source.name, reader.template_names)
             how = "through the chat template" if reader.renders_chat else "as plain text"
-            files.append({"name": source.name, "read_as": f"{described(fields, first, PROMPT_SCHEMA)}; {how}"})
+            files.append({"name": source.name, "read_as": f"{described(fields, first, schema)}; {how}"})
         if fields is not None and fields.kind == "messages" and not reader.renders_chat:
             raise UserError(
                 "data.prompt_format",
@@ -110,6 +125,8 @@ class _PromptRead:
     tokens: NDArray[np.int32]
     row: dict[str, Any]
     asked: str | Conversation
+    images: tuple[Image, ...]
+    rotary_positions: NDArray[np.int64] | None
 
 
 class _Reader:
@@ -119,6 +136,8 @@ class _Reader:
         self._encoder = Encoder(tokenizer, append_eos=False)
         self._chat: ChatRenderer | None = chat_renderer(tokenizer, settings, day=settings.day)
         self._rows = RowReader(settings, renders_chat=self.renders_chat)
+        self._images = None if settings.images is None else ImageReader(settings.images)
+        self._prepare = None if settings.images is None else settings.images.prepare
 
     @property
     def renders_chat(self) -> bool:
@@ -132,20 +151,24 @@ class _Reader:
         """Return the prompt of each row of a chunk, in order, or the error of the row."""
         rows = [attempt(record_of, record) for record in chunk.records]
         asked = [row if isinstance(row, RowError) else attempt(self._asked, row, fields) for row in rows]
-        texts = [one if isinstance(one, RowError) else attempt(self._text, one) for one in asked]
-        begun = self.renders_chat
-        passages = [Passage(pieces=(Piece(text, False),), begun=begun) for text in texts if isinstance(text, str)]
-        encoded = iter(self._encoder.encode(passages))
+        shown = [one if isinstance(one, RowError) else attempt(self._shown, one, chunk.folder) for one in asked]
+        encoded = iter(self._encoder.encode([one[0] for one in shown if not isinstance(one, RowError)]))
         results: list[_PromptRead | RowError] = []
-        for row, prompt, text in zip(rows, asked, texts, strict=True):
-            found = next(encoded) if isinstance(text, str) else text
+        for row, prompt, one in zip(rows, asked, shown, strict=True):
+            found = one if isinstance(one, RowError) else next(encoded)
             if isinstance(row, RowError) or isinstance(prompt, RowError) or isinstance(found, RowError):
                 results.append(RowError(str(found)))
             elif not len(found.tokens):
                 results.append(RowError(f"{fields[fields.kind]!r} has no tokens; expected one or more"))
             else:
                 named = {field: row[column] for field, column in fields.columns.items() if column in row}
-                results.append(_PromptRead(found.tokens, {**row, **named}, prompt))
+                assert not isinstance(one, RowError)
+                placed = attempt(self._placed, found, one[1])
+                results.append(
+                    placed
+                    if isinstance(placed, RowError)
+                    else _PromptRead(found.tokens, {**row, **named}, prompt, *placed)
+                )
         return results
 
     def _asked(self, row: dict[str, Any], fields: Fields) -> str | Conversation:
@@ -157,11 +180,29 @@ class _Reader:
         _check_last(found.messages, fields[fields.kind])
         return found
 
-    def _text(self, asked: str | Conversation) -> str:
+    def _shown(self, asked: str | Conversation, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
+        """Return the text of a prompt, with the markers of its images expanded, and the images."""
         if isinstance(asked, str):
-            return asked
+            return Passage(pieces=(Piece(asked, False),)), ()
         assert self._chat is not None
-        return self._chat.prompt(asked)
+        passage = Passage(pieces=(Piece(self._chat.prompt(asked), False),), begun=True, images=asked.images)
+        return (passage, ()) if self._images is None else self._images.expanded(passage, folder)
+
+    def _placed(
+        self, encoded: Encoded, read: tuple[ReadImage, ...]
+    ) -> tuple[tuple[Image, ...], NDArray[np.int64] | None]:
+        """Return the images of a prompt at their placeholder tokens, and its rotary positions."""
+        if self._images is None:
+            return (), None
+        settings, tokens = self._images.settings, encoded.tokens
+        if (problem := self._images.problem(encoded, read)) is not None:
+            raise RowError(problem)
+        if tokens[-1] == settings.placeholder:
+            raise RowError("the prompt ends with an image; set data.chat_template to a template with text behind it")
+        if not read or self._prepare is None:
+            return (), None
+        sample = self._prepare(Sample(tokens=tokens, images=images_of(read, tokens, settings)))
+        return sample.images, sample.rotary_positions
 
 
 def _check_last(messages: Sequence[Message], column: str) -> None:
@@ -199,6 +240,8 @@ class _CollectedPrompts:
                     uid=f"{file}:{line}",
                     source=file,
                     asked=result.asked,
+                    images=result.images,
+                    rotary_positions=result.rotary_positions,
                 )
             )
 

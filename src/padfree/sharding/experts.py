@@ -8,29 +8,26 @@
     return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
     rank 0   output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
 
-a0 is the hidden state of token a on its way to expert 0, and c is a token of rank 1. For each expert that a token
-chose, its rank sends one row (a hidden state of D numbers) and receives one row (the expert's output). Nothing is
-padded or dropped: the sizes of the messages follow from the choices, and an expert may get no token. First the ranks
-exchange the number of rows for each expert (E integers each), and the host must read it to size the messages: the host
-synchronises once per layer and forward pass. Backward knows the sizes; with activation checkpointing, recomputation
-exchanges them again.
+a0 is the hidden state of token a on its way to expert 0; c is a token of rank 1. For each expert that a token chose,
+the token's rank sends a row (its hidden state) and receives a row (the expert's output). Nothing is padded or dropped.
 
-The weights [E, ...] are divided over the mesh dimension `expert` along E, and FSDP2 shards each part over the remaining
-ranks along another dimension:
+The ranks first exchange how many rows each expert gets. The host reads these numbers, so it synchronises once per layer
+and forward pass.
+
+The weights [E, ...] of E experts are divided over the mesh dimension `expert`. FSDP2 shards each part over the
+remaining ranks along another dimension:
 
     [8, 64, 32], 4 ranks, expert 2     rank 0   experts 0:4, matrix rows  0:32        placements Shard(1), Shard(0)
                                        rank 1   experts 4:8, matrix rows  0:32
                                        rank 2   experts 0:4, matrix rows 32:64
                                        rank 3   experts 4:8, matrix rows 32:64
 
-An expert's gradient contains the tokens of its whole group already, and FSDP2 sums it over the groups. No gradient is
-scaled. Routers and shared experts are sharded like all other weights.
+FSDP2 sums the gradients of an expert over the groups. Routers and shared experts are sharded like all other weights.
 
-All ranks of a group must call each layer the same number of times, in forward and in backward. FSDP2 has the same
-requirement; ranks without samples compute a filler.
+All ranks of a group must call each layer the same number of times. A rank without samples therefore computes a filler.
 
-The class of the module and its forward stay unchanged. The instance gets a new forward, which calls the class's forward
-with a view of the module that has only this rank's experts. The new forward breaks the graph of a compiled layer.
+The class of the module stays unchanged. A new forward of the instance calls the old one with a view of the module that
+has only this rank's experts. It breaks the graph of a compiled layer.
 """
 
 from __future__ import annotations
@@ -52,11 +49,10 @@ from padfree.sharding.rules import Rule
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
-    """Divide the stacked experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
+    """Divide the experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
 
-    Return a list with the rule that shards each rank's experts over the other mesh dimensions. If the experts cannot be
-    divided (e.g. those of a reference model of another architecture), the model is unchanged and the list is empty.
-    With `recompute`, backward recomputes the experts and sends their tokens again.
+    Returns the rule that shards each rank's experts over the other mesh dimensions, in a list. The list is empty if the
+    experts cannot be divided. With `recompute`, backward recomputes the experts and exchanges their tokens again.
     """
     over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
     if undivided(model, over.size(), mesh["fsdp"].size()) is not None:
@@ -74,7 +70,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = Fals
 
 
 class LocalExperts:
-    """The view of a module of stacked experts that has only this rank's experts; passed as `self` to its forward."""
+    """A view of a module of experts that has only this rank's experts."""
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self._module = module
@@ -89,7 +85,7 @@ class LocalExperts:
 def divided_forward(
     module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
 ) -> Tensor:
-    """The forward of experts divided over `group`: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]."""
+    """The forward of experts divided over `group`: hidden [T, D], choices [T, k] and weights [T, k] -> [T, D]."""
     if recompute and torch.is_grad_enabled():
         return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
     return _forward(module, hidden, choices, weights, group)
@@ -108,11 +104,11 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Compute each row with its expert, without routing weights: rows [R, D] and experts [R] give [R, D]."""
+    """Compute each of R rows with its expert: rows [R, D] and experts [R] -> [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
-        # This rank received no rows. It computes one row of zeros and drops the output. The weights then get gradients
-        # of 0, which FSDP2 reduces with those of other ranks, and this rank takes part in backward's exchanges.
+        # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the
+        # exchanges of backward.
         row = rows.sum(0, keepdim=True)
         first = experts.new_zeros(1, 1)
         return cast(Tensor, own_forward(cast(nn.Module, local), row, first, row.new_ones(1, 1)))[:0]
@@ -121,7 +117,7 @@ def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tens
 
 
 class Routes(NamedTuple):
-    """The rows (one hidden state per expert that a token chose) that this rank sends to and receives from each rank."""
+    """The rows that this rank sends to and receives from each rank."""
 
     order: Tensor  # [T k] indices of the flattened choices [T, k], sorted by expert and so by rank
     send: list[int]  # rows to each rank
@@ -131,7 +127,7 @@ class Routes(NamedTuple):
 
 @torch.no_grad()
 def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
-    """Find the routes of choices [T, k]. Every rank holds `local` experts. The host synchronises once. Collective."""
+    """Find the routes of choices [T, k]; every rank holds `local` experts. The host synchronises once. Collective."""
     ranks, flat = group.size(), choices.reshape(-1)
     order = torch.argsort(flat, stable=True)
     bounds = torch.arange(local * ranks + 1, device=flat.device)
@@ -157,5 +153,5 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send rows to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], both ordered by rank. Collective."""
+    """Send rows to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], in rank order. Collective."""
     return cast(Tensor, _Exchange.apply(rows, send, receive, group))  # type: ignore[no-untyped-call]

@@ -1,10 +1,7 @@
-"""Shard a model with FSDP2: one unit per layer and per block of a vision tower, and the root unit for all other
-parameters.
+"""Shard a model with FSDP2: one unit per layer and per block of a vision tower, and a root unit for everything else.
 
-A module whose parameters match a rule before the last one (`shard_everything`) is a separate unit inside its layer,
-with a mesh of its own. If the mesh of the run divides experts over ranks, the rule for experts comes first
-(`padfree.sharding.experts`). Gradients are summed over ranks, not averaged: token weights already contain the global
-normaliser.
+Modules with a sharding rule of their own, such as experts divided over ranks, are separate units inside their layer.
+Gradients are summed over ranks and not averaged, because token weights contain the global normaliser.
 """
 
 from __future__ import annotations
@@ -35,14 +32,13 @@ def shard_model(
     rules: Sequence[Rule] = (),
     recompute_experts: bool = False,
 ) -> None:
-    """Shard a model over all data and context ranks, except parameters for which one of `rules` applies.
+    """Shard a model over all data and context ranks, except parameters with another rule.
 
-    `recompute_experts`: recompute divided experts in backward. Set it for compiled layers that recompute activations
-    inside their graphs, because divided experts are outside these graphs.
+    `recompute_experts`: recompute divided experts in backward. Compiled layers that recompute activations need it,
+    because divided experts are outside their graphs.
     """
     lower = dtype != torch.float32
-    # Inputs keep their dtype. Otherwise FSDP2 would traverse the batch and round its token weights and
-    # log-probabilities.
+    # Inputs keep their dtype. Otherwise FSDP2 would round the token weights and log-probabilities of the batch.
     precision = (
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         if lower

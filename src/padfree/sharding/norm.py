@@ -1,11 +1,10 @@
-"""Compute the gradient norm of parameters that are distributed over ranks, each on its own mesh.
+"""The norm of a gradient that is distributed over ranks, with parameters on several meshes.
 
     placement of a gradient          contents of the ranks along that mesh dimension
     Shard                            different parts: their squares are summed over ranks
     Replicate, or not a DTensor      the same numbers on every rank: counted once
 
-Squares are summed in float64, with one reduction for all gradients that have the same placement. With
-`parallel.offload` gradients are on the CPU; sums over ranks still use the device of the run.
+Squares are summed in float64, with one reduction per placement.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The norm of the whole gradient, as a float64 tensor [] on `device`. It is the same on every rank. Collective."""
+    """The norm of the whole gradient, the same on every rank: a float64 tensor [] on `device`. Collective."""
     by_placement: dict[GradientPlacement, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

@@ -10,18 +10,16 @@
     shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
     master weights  float32, stored as bfloat16 copies and the rest      one process: `padfree.optim.master_weights`
 
-Files keep the original parameter names. In bfloat16 training, weights and gradients are float32 between steps and
-bfloat16 in forward and backward. FSDP2 converts weights when it gathers them; in a single process `master_weights`
-stores each weight as its bfloat16 copy and the bits that the copy lacks. Frozen weights are kept in bfloat16, because
-every use would round them to bfloat16 anyway. With `reshard`, only the layers in use have a bfloat16 copy, and even a
-single process uses FSDP2. Without `reshard`, all layers keep a bfloat16 copy, which costs no time. It costs two bytes
-per weight with FSDP2, and 1/8 byte in a single process. With `offload`, shards, gradients and optimizer state are on
-the CPU, and the weights of a unit are on the device only while the unit computes.
+Files keep the original parameter names. In bfloat16 training, trained weights and gradients are float32 between steps
+and bfloat16 in forward and backward. Frozen weights are bfloat16.
 
-The root unit holds all parameters outside of the layers: embeddings, last norm and head. They are gathered while
-`inside(model, function)` runs, so that `function` can score hidden states with the head's weight. All gradients of this
-weight, including that of a fused loss, are reduced over the ranks at the end of backward. FSDP2 finds the tensors that
-`function` returns only in nested tuples, lists and dicts, so the loss must be returned in such a container.
+- `reshard`: only the layers in use have a bfloat16 copy.
+- `offload`: weights, gradients and optimizer state are on the CPU. The weights of a unit are on the device only while
+  the unit computes.
+
+The root unit has the embeddings, the last norm and the head. `inside(model, function)` gathers them while `function`
+runs, so that `function` can score hidden states. FSDP2 finds the tensors that `function` returns only in tuples, lists
+and dicts.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
-"""The name of the method that FSDP2 treats as an additional forward of the model."""
+"""The name of the method that FSDP2 treats as another forward of the model."""
 
 
 def transformations(
@@ -79,12 +77,13 @@ def transformations(
     rules: Sequence[Rule] = (),
     replay: bool = False,
 ) -> list[Transformation]:
-    """The transformations of a model, in the order in which they are applied.
+    """The transformations of a model, in order.
 
-    `float8` names the matmuls of linear layers that are computed in float8. With `exact`, compiled layers give a token
-    the same bits as the sampler does (`rollout.exact`). `rules` select the parameters that are sharded over a mesh
-    other than the mesh of all ranks. With `replay`, routers replay the routes of samples. `stretch`: the levels of
-    `checkpointing` were chosen for another model, which may have another number of layers.
+    - `float8`: the matmuls of linear layers that are computed in float8.
+    - `exact`: compiled layers give a token the same bits as the sampler (`rollout.exact`).
+    - `rules`: the parameters that are sharded over a mesh of their own.
+    - `replay`: routers replay the routes of samples.
+    - `stretch`: `checkpointing` was chosen for a model that may have another number of layers.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -98,8 +97,8 @@ def transformations(
     if float8:
         steps.append(partial(_use_float8, products=tuple(float8)))
     assert compile != "none" or not needs_compiled_layers(checkpointing), "only compiled layers have these levels"
-    # In compiled layers, the compiler implements the modes "selective" and "host", and all levels by layer. All other
-    # cases use PyTorch's activation checkpointing.
+    # The compiler implements the modes "selective" and "host", and levels by layer. Everything else uses PyTorch's
+    # activation checkpointing.
     by_compiler = compile != "none" and (checkpointing in ("selective", "host") or is_by_layer(checkpointing))
     if compile != "none":
         kept = checkpointing if by_compiler else "none"
@@ -124,7 +123,7 @@ def transformations(
 
 
 def parallelize(model: PreTrainedModel, steps: list[Transformation]) -> None:
-    """Apply the transformations to a model in place. The model may be on the meta device and get its weights later."""
+    """Apply the transformations to a model in place. The model may be on the meta device."""
     for step in steps:
         step(model)
 
@@ -162,7 +161,7 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 
 
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
-    """Recompute decoder layers by `mode`. Trained blocks of the tower recompute as the first layer does."""
+    """Recompute decoder layers by `mode`. Trained blocks of the vision tower follow the first layer."""
     layers = layers_of(model)
     mode = stretched(mode, len(layers)) if stretch else mode
     levels = levels_of(mode, len(layers)) if is_by_layer(mode) else (cast(LayerLevel, mode),) * len(layers)
@@ -177,7 +176,7 @@ def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
-    """Call `function(model, *args)` while the parameters of the root unit are gathered."""
+    """Call `function(model, *args)` with the parameters of the root unit gathered."""
     if not isinstance(model, FSDPModule):
         with compute_copies(model):
             return function(model, *args)
@@ -186,8 +185,7 @@ def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) 
         register_fsdp_forward_method(model, ENTRY)
     result: Result = getattr(model, ENTRY)(function, *args)
     if not torch.is_grad_enabled():
-        # Without gradients, no backward pass reshards the weights. Reshard them here, because weights that change later
-        # must be gathered again.
+        # Without gradients, no backward pass reshards the weights. They must be gathered again after they change.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,14 +1,13 @@
-"""Rules that decide on which mesh a parameter is sharded. They are ordered; the first rule that matches applies.
+"""Rules that decide on which mesh a parameter is sharded. The first rule that matches applies.
 
     rules = [Rule("experts", lambda info: info.role == "expert", mesh.over(shard=("shard",), replicate=("context",))),
              shard_everything(mesh.fsdp)]
 
-A rule places a parameter on a mesh with one dimension (sharded over it) or two (replicated over the first, sharded over
-the second). `dim` is the tensor dimension that is sharded. A rule with `split` first divides dimension 0 over the mesh
-`split`. FSDP2 does not gather over `split`: each rank computes with its own part (`padfree.sharding.experts`).
+A rule shards dimension `dim` of a parameter over a mesh. A mesh with two dimensions replicates over the first and
+shards over the second. With `split`, dimension 0 is first divided over another mesh, and each rank computes with its
+own part (`padfree.sharding.experts`).
 
-FSDP2 gathers the parameters of a module together. Therefore all parameters of a module must match the same rule. A
-module that matches a rule before the last one becomes an FSDP2 unit of its own.
+All parameters of a module must match the same rule, because FSDP2 gathers them together.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ParameterInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A sharding rule. Parameters for which `applies` is true are sharded over `mesh` along their dimension `dim`."""
+    """A sharding rule. Parameters for which `applies` is true are sharded over `mesh` along dimension `dim`."""
 
     name: str
     applies: Callable[[ParameterInfo], bool]
@@ -56,7 +55,7 @@ def shard_everything(mesh: DeviceMesh) -> Rule:
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """Map each module that directly holds parameters to the rule that applies to these parameters."""
+    """Map each module with parameters to its rule."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

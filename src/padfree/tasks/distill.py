@@ -11,35 +11,25 @@ of the student's hidden states. Backward therefore does not need the teacher, wh
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 import torch
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
-from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import DistillSettings
 from padfree.head import DistillationLoss, distillation_loss
-from padfree.head.budget import Memory
 from padfree.losses import LossOutput
 from padfree.model import hidden_states, lm_head_of
 from padfree.optim.master_weights import compute_copies
 from padfree.sharding.parallelize import inside
 from padfree.tasks import rl, sft
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
-from padfree.tasks.reading import TrainingData
+from padfree.tasks.reading import ReadSettings, TrainingData
 
 
-class DistillationMicroBatchLoss:
+class DistillationMicroBatchLoss(MicroBatchLoss):
     """The loss of a pack: the divergence between student and teacher at each prediction, times its token weight."""
 
-    keeps_groups: ClassVar[bool] = False
-
-    def __init__(
-        self, settings: DistillSettings, teacher: PreTrainedModel, *, temperature: float = 1.0, memory: Memory = "speed"
-    ) -> None:
-        self.settings, self.temperature, self.memory = settings, temperature, memory
-        self.teacher: PreTrainedModel = teacher.train(False)  # the teacher's dropout would add noise
+    settings: DistillSettings
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         hidden, head, settings = hidden_states(model, batch), lm_head_of(model), self.settings
@@ -62,6 +52,7 @@ class DistillationMicroBatchLoss:
                     memory=self.memory,
                 )
 
+        assert self.teacher is not None
         with torch.no_grad(), compute_copies(self.teacher):
             found = inside(self.teacher, compare)
         count = (batch.labels != IGNORE).sum()
@@ -83,16 +74,10 @@ class Distill(sft.SFT):
     With `[rollout]`, it reads prompts instead, which the student answers.
     """
 
-    def read(self, data: DataConfig, rollout: RolloutConfig, tokenizer: Any, **options: Any) -> TrainingData:
-        if rollout.source is not None:
-            return rl.TASK.read(data, rollout, tokenizer, **options)
-        return super().read(data, rollout, tokenizer, **options)
+    loss = DistillationMicroBatchLoss
 
-    def micro_batch_loss(  # type: ignore[override]
-        self, settings: DistillSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> MicroBatchLoss:
-        assert teacher is not None
-        return DistillationMicroBatchLoss(settings, teacher, temperature=temperature, memory=memory)
+    def read(self, settings: ReadSettings) -> TrainingData:
+        return super().read(settings) if settings.rollout.source is None else rl.TASK.read(settings)
 
 
 TASK = Distill()

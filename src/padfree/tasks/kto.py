@@ -16,7 +16,6 @@ samples fit.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -29,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import LocalBatch
-from padfree.config import DataConfig, LossConfig, RolloutConfig
+from padfree.config import LossConfig
 from padfree.config.loss_settings import KTOSettings
 from padfree.cp.ranges import to_device
 from padfree.cp.shard import sum_over_context
@@ -37,16 +36,14 @@ from padfree.data import SFTDataSettings, TokenizedDataset
 from padfree.data.encode import Encoded, Passage, Piece
 from padfree.data.fields import Fields
 from padfree.data.formats import LABEL_SCHEMA
-from padfree.data.image_processor import ImageSettings
-from padfree.data.prepare import Progress, load_rows
+from padfree.data.prepare import load_rows
 from padfree.data.records import RowError, shown, string
 from padfree.data.tokenize import PairTokenizer
-from padfree.head.budget import Memory
 from padfree.losses import LossOutput, segment_sum, spread
 from padfree.sample import Sample
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, scored_inputs
-from padfree.tasks.reading import TrainingData, of_store, text_settings
+from padfree.tasks.reading import ReadSettings, TrainingData, of_store
 from padfree.tasks.task import Models, Task
 
 # Data
@@ -90,14 +87,46 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
     longest = max((int((sample.terms or {}).get("longest", 0)) for sample in samples), default=0)
     found = []
     for i, sample in enumerate(samples):
-        other, start = samples[i - 1], starts[i - 1]
-        pair = Sample(
-            tokens=np.concatenate([sample.tokens[: starts[i]], other.tokens[start:]]),
-            loss_mask=np.concatenate([np.zeros(starts[i], np.bool_), other.mask[start:]]),
-            uid=i,
-        )
-        found.append(pair.truncated(longest) if longest else pair)
+        pair = _spliced(sample, starts[i], samples[i - 1], starts[i - 1], uid=i)
+        found.append(pair.truncated(_outside_images(pair, longest)) if longest else pair)
     return found
+
+
+def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int) -> Sample:
+    """Return the first `end` tokens of `asked`, followed by `answered` from token `start` on, with their images."""
+    shown = [image for image in asked.images if image.positions[0] < end]
+    later = [image for image in answered.images if image.positions[0] >= start]
+    return Sample(
+        tokens=np.concatenate([asked.tokens[:end], answered.tokens[start:]]),
+        loss_mask=np.concatenate([np.zeros(end, np.bool_), answered.mask[start:]]),
+        uid=uid,
+        images=(*shown, *(replace(image, positions=image.positions + end - start) for image in later)),
+        rotary_positions=_spliced_positions(asked, end, answered, start),
+    )
+
+
+def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
+    """Return the rotary positions [P, n] of `_spliced`: those of the answer go on where the prompt ends.
+
+    The last token of a prompt is text, so that its P positions are equal. None if both samples have plain positions.
+    """
+    given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
+    if given is None:
+        return None
+    before, after = (
+        np.broadcast_to(np.arange(len(one)), (len(given), len(one)))
+        if one.rotary_positions is None
+        else one.rotary_positions
+        for one in (asked, answered)
+    )
+    shift = before[:, end - 1 : end] - after[:, start - 1 : start]
+    return np.concatenate([before[:, :end], after[:, start:] + shift], axis=1)
+
+
+def _outside_images(sample: Sample, length: int) -> int:
+    """Return `length`, or the index at which an image begins that a cut after `length` tokens would divide."""
+    divided = (int(image.positions[0]) for image in sample.images if image.positions[0] < length <= image.positions[-1])
+    return next(divided, length)
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
@@ -136,18 +165,14 @@ def kto_loss(
     return losses, slopes, settings.beta * logratios, margin > 0
 
 
-class KTOMicroBatchLoss:
+class KTOMicroBatchLoss(MicroBatchLoss):
     """The KTO loss of the answers of a pack.
 
     Under context parallelism, a rank holds only some tokens of an answer and returns its share of the answer's loss.
     The gradient that the rank computes for its tokens is that of the whole loss.
     """
 
-    keeps_groups: ClassVar[bool] = False
-    teacher: ClassVar[None] = None
-
-    def __init__(self, settings: KTOSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
-        self.settings, self.temperature, self.memory = settings, temperature, memory
+    settings: KTOSettings
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         inputs = scored_inputs(model, batch, self.temperature, self.memory)
@@ -217,26 +242,12 @@ class AnswerMeasure:
 
 
 class KTO(Task):
-    def read(
-        self,
-        data: DataConfig,
-        rollout: RolloutConfig,
-        tokenizer: Any,
-        *,
-        progress: bool | Progress,
-        import_reward: bool,
-        day: datetime.date | None,
-        images: ImageSettings | None = None,
-    ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(data, day, images))
-        paths = list(data.path)
-        found = load_rows(paths, tokenizer, settings, LabelledDataset, LabelTokenizer, LABEL_SCHEMA, progress=progress)
-        return of_store(found)
+    loss = KTOMicroBatchLoss
 
-    def micro_batch_loss(
-        self, settings: KTOSettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> MicroBatchLoss:
-        return KTOMicroBatchLoss(settings, temperature=temperature, memory=memory)
+    def read(self, settings: ReadSettings) -> TrainingData:
+        classes = LabelledDataset, LabelTokenizer, LABEL_SCHEMA
+        text, progress = SFTDataSettings(**settings.text), settings.progress
+        return of_store(load_rows(settings.paths, settings.tokenizer, text, *classes, progress=progress))
 
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
         return AnswerMeasure(micro_batch_loss)

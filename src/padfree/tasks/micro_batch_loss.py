@@ -5,14 +5,14 @@
       other classes         losses of whole answers, each in the file of its task
 
 `Engine` plans a step, computes token weights, builds packs, calls the loss once for each pack, runs backward and adds
-up the results. `LocalBatch` holds the data of the pack. A loss that needs anything else, e.g. a teacher, takes it in
-its constructor.
+up the results. `LocalBatch` holds the data of the pack.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,19 +37,28 @@ from padfree.losses import (
 from padfree.model import hidden_states, lm_head_of
 
 
-class MicroBatchLoss(Protocol):
-    """Computes the loss of one pack. If several context ranks share the pack, it computes this rank's share.
+class MicroBatchLoss(ABC):
+    """Base class: computes the loss of one pack, or this rank's share of it if several context ranks share the pack.
 
     The total loss is the sum of the returned losses over all packs and ranks. Statistics are summed in the same way.
     """
 
-    keeps_groups: ClassVar[bool]
+    keeps_groups: ClassVar[bool] = False
     """Whether samples with the same `Sample.group` must be in one pack."""
 
-    @property
-    def teacher(self) -> PreTrainedModel | None:
-        """The frozen teacher model that the loss uses; None if it uses none."""
+    def __init__(
+        self,
+        settings: Any,
+        teacher: PreTrainedModel | None = None,
+        *,
+        temperature: float = 1.0,
+        memory: Memory = "speed",
+    ) -> None:
+        """`settings`: the settings of the loss. `teacher`: a frozen model that the loss uses, if it uses one."""
+        self.settings, self.temperature, self.memory = settings, temperature, memory
+        self.teacher = None if teacher is None else teacher.train(False)  # its dropout would add noise
 
+    @abstractmethod
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].
 
@@ -66,17 +75,13 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
     return LossInputs.from_batch(batch, logprobs=scores.logprobs)
 
 
-class TokenMicroBatchLoss:
+class TokenMicroBatchLoss(MicroBatchLoss):
     """Losses of single tokens, e.g. SFT and policy losses.
 
     If the loss of a token depends only on its own log-probability, no logits are stored.
     """
 
-    keeps_groups: ClassVar[bool] = False
-    teacher: ClassVar[None] = None
-
-    def __init__(self, settings: TokenLossSettings, *, temperature: float = 1.0, memory: Memory = "speed") -> None:
-        self.settings, self.temperature, self.memory = settings, temperature, memory
+    settings: TokenLossSettings
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         settings, head = self.settings, lm_head_of(model)

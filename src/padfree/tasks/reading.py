@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padfree.config import DataConfig
+from padfree.config import DataConfig, RolloutConfig
 from padfree.config.inputs import check_regular
 from padfree.data import DataReport, StoredSamples, TokenizedDataset
 from padfree.data.formats import reading_notes
 from padfree.data.image_processor import ImageSettings
+from padfree.data.prepare import Progress
 from padfree.data.store import read_metadata
 from padfree.errors import UserError
 from padfree.rollout import Prompt
@@ -48,6 +49,28 @@ def text_settings(
     if data.chat_template is not None:
         chosen["chat_template"] = read_template(data.chat_template)
     return chosen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadSettings:
+    """What a task reads, and how."""
+
+    data: DataConfig
+    rollout: RolloutConfig  # says whether the run samples responses to prompts
+    tokenizer: Any
+    progress: bool | Progress = False  # shows the progress of tokenisation
+    import_reward: bool = True  # import the reward function before the data is read, so that an error shows early
+    day: datetime.date | None = None  # the date for chat templates; None: today
+    images: ImageSettings | None = None  # the vision-language model that reads the images of rows, if the task can
+
+    @property
+    def paths(self) -> list[str]:
+        return list(self.data.path)
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """The arguments of the readers in `padfree.data` that control tokenisation."""
+        return text_settings(self.data, self.day, self.images)
 
 
 def read_template(name: str, setting: str = "data.chat_template") -> str:

@@ -6,28 +6,23 @@ on different context ranks.
 
 from __future__ import annotations
 
-import datetime
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE, LocalBatch
-from padfree.config import DataConfig, RolloutConfig
 from padfree.config.loss_settings import RewardModelSettings
 from padfree.cp.shard import sum_over_context
 from padfree.data import SFTDataSettings, load_pairs
-from padfree.data.image_processor import ImageSettings
-from padfree.data.prepare import Progress
-from padfree.head.budget import Memory
 from padfree.losses import LossOutput, reward_model_loss
 from padfree.model import hidden_states
 from padfree.model.scalar_head import scalar_head_of, scalar_scores
 from padfree.tasks.measures import PackMeasure, PairMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, pairs_of
-from padfree.tasks.reading import TrainingData, of_store, text_settings
+from padfree.tasks.reading import ReadSettings, TrainingData, of_store
 from padfree.tasks.task import Task
 
 
@@ -40,14 +35,11 @@ def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     return torch.where(batch.labels != IGNORE, scores, 0.0)
 
 
-class RewardMicroBatchLoss:
+class RewardMicroBatchLoss(MicroBatchLoss):
     """The Bradley-Terry loss of the pairs of answers in a pack."""
 
     keeps_groups: ClassVar[bool] = True
-    teacher: ClassVar[None] = None
-
-    def __init__(self, settings: RewardModelSettings) -> None:
-        self.settings = settings
+    settings: RewardModelSettings
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         pairs, weights, margins = pairs_of(batch)
@@ -58,29 +50,11 @@ class RewardMicroBatchLoss:
 
 
 class RewardModel(Task):
-    def read(
-        self,
-        data: DataConfig,
-        rollout: RolloutConfig,
-        tokenizer: Any,
-        *,
-        progress: bool | Progress,
-        import_reward: bool,
-        day: datetime.date | None,
-        images: ImageSettings | None = None,
-    ) -> TrainingData:
-        settings = SFTDataSettings(**text_settings(data, day))
-        return of_store(load_pairs(list(data.path), tokenizer, settings, progress=progress, margins=True))
+    loss = RewardMicroBatchLoss
 
-    def micro_batch_loss(
-        self,
-        settings: RewardModelSettings,
-        *,
-        temperature: float,
-        memory: Memory,
-        teacher: PreTrainedModel | None = None,
-    ) -> MicroBatchLoss:
-        return RewardMicroBatchLoss(settings)
+    def read(self, settings: ReadSettings) -> TrainingData:
+        text = SFTDataSettings(**settings.text)
+        return of_store(load_pairs(settings.paths, settings.tokenizer, text, progress=settings.progress, margins=True))
 
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
         return PairMeasure(micro_batch_loss)

@@ -9,58 +9,48 @@ All three are computed for each rollout batch before its first update, and every
 
 from __future__ import annotations
 
-import datetime
-from typing import Any
-
 import numpy as np
-from transformers import PreTrainedModel
 
-from padfree.config import DataConfig, LossConfig, RolloutConfig
+from padfree.config import LossConfig
 from padfree.config.functions import model_of
-from padfree.config.policy_settings import PolicySettings
 from padfree.data import RolloutDataSettings, load_reward, read_rollouts
-from padfree.data.image_processor import ImageSettings
-from padfree.data.prepare import Progress
-from padfree.head.budget import Memory
 from padfree.losses import needs_old_logprobs
 from padfree.rollout import read_prompts
 from padfree.rollout.environment import load_episode
 from padfree.sample import Sample, with_arrays
-from padfree.tasks.batch_advantages import reverse_kl, signal_of, teacher_advantages, with_advantages
+from padfree.tasks.batch_advantages import (
+    has_advantage,
+    reverse_kl,
+    run_may_skip,
+    signal_of,
+    teacher_advantages,
+    with_advantages,
+)
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss, TokenMicroBatchLoss
-from padfree.tasks.reading import TrainingData, text_settings
+from padfree.tasks.reading import ReadSettings, TrainingData
 from padfree.tasks.task import Models, Task
-from padfree.tasks.zero_gradient import has_advantage, run_may_skip
 
 
 class RL(Task):
-    def read(
-        self,
-        data: DataConfig,
-        rollout: RolloutConfig,
-        tokenizer: Any,
-        *,
-        progress: bool | Progress,
-        import_reward: bool,
-        day: datetime.date | None,
-        images: ImageSettings | None = None,
-    ) -> TrainingData:
-        settings = RolloutDataSettings(**text_settings(data, day))
+    loss = TokenMicroBatchLoss
+
+    def read(self, settings: ReadSettings) -> TrainingData:
+        rollout, text = settings.rollout, RolloutDataSettings(**settings.text)
         if rollout.source is not None:
-            if import_reward and rollout.reward is not None and model_of(rollout.reward) is None:
+            if settings.import_reward and rollout.reward is not None and model_of(rollout.reward) is None:
                 load_reward(rollout.reward)
-            if import_reward and rollout.has_episodes:
+            if settings.import_reward and rollout.has_episodes:
                 load_episode(rollout)
-            max_new_tokens = rollout.max_new_tokens
-            prompts = read_prompts(list(data.path), tokenizer, settings, max_new_tokens=max_new_tokens)
+            most = rollout.max_new_tokens
+            prompts = read_prompts(settings.paths, settings.tokenizer, text, max_new_tokens=most)
             return TrainingData(
                 samples=prompts.prompts,
                 report=prompts.report,
                 place=lambda index: prompts.prompts[index].uid,
                 notes=prompts.notes,
             )
-        rollouts = read_rollouts(list(data.path), tokenizer=tokenizer, settings=settings)
+        rollouts = read_rollouts(settings.paths, tokenizer=settings.tokenizer, settings=text)
         return TrainingData(
             samples=rollouts.samples,
             report=rollouts.report,
@@ -68,11 +58,6 @@ class RL(Task):
             notes=rollouts.notes,
             given_ids=True,
         )
-
-    def micro_batch_loss(
-        self, settings: PolicySettings, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> MicroBatchLoss:
-        return TokenMicroBatchLoss(settings, temperature=temperature, memory=memory)
 
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
         raise AssertionError("policies are evaluated by their responses")

@@ -2,7 +2,7 @@
 
     rows of files   -> read               TrainingData: samples, or prompts for which the run generates responses
     a global batch  -> prepare            adds the results of other models: log-probabilities, advantages
-    a pack          -> micro_batch_loss   a loss that can be differentiated
+    a pack          -> loss               a loss that can be differentiated
     held-out data   -> measure            sums for each sample, from which an evaluation computes its metrics
 
 `Models` are the models that a task may use. Their results are the same on every rank and for any division of the
@@ -11,25 +11,20 @@ samples over ranks.
 
 from __future__ import annotations
 
-import datetime
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
 
-from padfree.config import DataConfig, LossConfig, RolloutConfig
-from padfree.data.image_processor import ImageSettings
-from padfree.data.prepare import Progress
-from padfree.head.budget import Memory
+from padfree.config import LossConfig
 from padfree.sample import Sample, with_arrays
 from padfree.tasks.measures import PackMeasure
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
-from padfree.tasks.reading import TrainingData
+from padfree.tasks.reading import ReadSettings, TrainingData
 
 Logprobs = Callable[[Sequence[Sample]], list[NDArray[np.float32]]]
 """Returns the log-probabilities [n] of each sample, the same on every rank. Collective.
@@ -51,29 +46,12 @@ class Models:
 class Task(ABC):
     """Base class: what one training command, e.g. `padfree dpo`, reads, minimises and measures."""
 
-    @abstractmethod
-    def read(
-        self,
-        data: DataConfig,
-        rollout: RolloutConfig,
-        tokenizer: Any,
-        *,
-        progress: bool | Progress,
-        import_reward: bool,
-        day: datetime.date | None,
-        images: ImageSettings | None = None,
-    ) -> TrainingData:
-        """Read and tokenise the data. Arguments: see `padfree.train.training_data`.
-
-        `rollout` says whether the run samples responses to prompts. `images`: the vision-language model that reads the
-        images of rows. It is None for tasks whose `reads_images` is False.
-        """
+    loss: ClassVar[type[MicroBatchLoss]]
+    """The loss to minimise. The engine's is made from the `TaskSettings` of this task."""
 
     @abstractmethod
-    def micro_batch_loss(
-        self, settings: Any, *, temperature: float, memory: Memory, teacher: PreTrainedModel | None = None
-    ) -> MicroBatchLoss:
-        """Return the loss to minimise. `settings`: the `TaskSettings` of this task."""
+    def read(self, settings: ReadSettings) -> TrainingData:
+        """Read and tokenise the data."""
 
     @abstractmethod
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:

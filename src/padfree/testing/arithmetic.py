@@ -1,13 +1,12 @@
-"""A task that a model can learn on two CPU cores: problems with verifiable answers, a tokenizer, a model, two recipes.
+"""A task that a model learns on two CPU cores: problems with answers, a tokenizer, a model and two recipes.
 
     prompt     Ann has 3 apples in January.     a worked response     February +4: 3+4=7
                February +4.                                           March -2: 7-2=5
                March -2.                                              #### 5
                How many?                        a guessed response    #### 6
 
-Half of the responses in the data are worked: correct, and as long as the problem. The others are guessed: short, and
-mostly wrong. A model that is fine-tuned on both kinds learns both. RL then teaches it to work the answer out, because
-the reward checks the number after the hashes.
+Half of the responses in the data work the problem out, and half guess. A fine-tuned model does both. RL then teaches it
+to work problems out, because the reward checks the answer.
 
     call                                        writes
     write_task(folder, sizes)                   data/train.jsonl, data/prompts.jsonl, model/
@@ -53,10 +52,7 @@ class Sizes:
 
 
 def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, str]]:
-    """Yield `count` word problems as rows with `prompt`, `response` and `answer`.
-
-    The number of steps of a problem has a log-normal distribution, cut off at `most_steps`.
-    """
+    """Yield `count` word problems of at most `most_steps` steps, as rows of `prompt`, `response` and `answer`."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         prompt, work, answer = _problem(rng, most_steps)
@@ -68,7 +64,7 @@ def problems(count: int, seed: int, most_steps: int = 11) -> Iterator[dict[str, 
 
 
 def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str], int]:
-    """Draw a random word problem. Return its text, the lines of its solution, and its answer."""
+    """Draw a random word problem. Return its text, the lines of its solution and its answer."""
     total = int(rng.integers(0, LARGEST + 1))
     sentences = [f"{rng.choice(NAMES)} has {total} {rng.choice(THINGS)} in {MONTHS[0]}."]
     work = []
@@ -93,7 +89,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> list[dict[str, str
 
 
 def train_tokenizer(rows: list[dict[str, str]]) -> Any:
-    """Train a byte-level BPE tokenizer on the texts of the rows. Every digit is a separate token."""
+    """Train a byte-level BPE tokenizer on the rows. Every digit is a separate token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -109,9 +105,9 @@ def train_tokenizer(rows: list[dict[str, str]]) -> Any:
 
 
 def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, head: int | None = None) -> int:
-    """Save a random Qwen3 and its tokenizer in the format of transformers; return the number of parameters.
+    """Save a random Qwen3 and its tokenizer; return the number of parameters.
 
-    `head` is the size of an attention head; None: a quarter of `hidden`.
+    `head` is the size of an attention head. None: a quarter of `hidden`.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -150,7 +146,7 @@ def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[
 
 
 def sft_config(folder: Path, sizes: Sizes) -> Config:
-    """Return the settings of the fine-tuning run. `folder`: the folder to which `write_task` wrote."""
+    """Return the settings of the fine-tuning run. `write_task` wrote its data to `folder`."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "model")},

@@ -1,14 +1,13 @@
-"""A small server engine: a Hugging Face model on the CPU that answers JSON lines over TCP. For tests and as an example.
+"""A small server engine for tests, and an example: a Hugging Face model on the CPU that answers JSON lines over TCP.
 
     python -m padfree.testing.line_server --model FOLDER --port 4000 --name policy
 
     rollout.engine = "padfree.testing.line_server:make_line_sampler"
     rollout.servers = ["tcp://127.0.0.1:4000"]
 
-Each connection carries one call. The request is one line of JSON: `{"call": "complete", "tokens": [7, 8], ...}`. The
-answer is one line of JSON: `{"ok": ...}` with the result, `{"failed": "why"}` if the server failed, or `{"refused":
-"why"}` if it would reject the same call again. Every answer to `complete` contains the version of the weights. There is
-no KV cache: each token is a forward pass over the whole sequence, so the engine suits tiny models only.
+A connection carries one call, such as `{"call": "complete", "tokens": [7, 8], ...}`. The answer is one line: `{"ok":
+...}` with the result, `{"failed": "why"}` if the server failed, or `{"refused": "why"}` if it would reject the call
+again. There is no KV cache, so the engine suits tiny models only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ LONGEST_LINE = 1 << 28
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """Make the sampler. `rollout.engine` names this function, which has the arguments that every engine has."""
+    """Make the sampler. `rollout.engine` names this function."""
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
@@ -125,7 +124,7 @@ class LineServer(ServerApi):
         return [*arguments, *options]
 
     async def call(self, name: str, *, timeout: float | None = None, **arguments: Any) -> Any:
-        """Send the call `name` with its arguments, and return the `ok` value of the answer. `timeout`: in seconds."""
+        """Send a call with its arguments, and return the `ok` value of the answer. `timeout` is in seconds."""
         seconds = timeout or self.timeout
         try:
             async with asyncio.timeout(seconds):
@@ -155,11 +154,11 @@ class LineServer(ServerApi):
 
 
 class RefusedError(Exception):
-    """Raised inside the server for a call that it would reject every time. The answer is then `refused`."""
+    """Raised inside the server for a call that it always rejects. The answer is `refused`."""
 
 
 class LineService:
-    """The server's side of the protocol. Each `answer_...` coroutine handles one kind of call."""
+    """The server's side of the protocol. Each `answer_...` coroutine handles one call."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model, name
@@ -239,7 +238,7 @@ class LineService:
     async def _sample(
         self, prompt: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int]
     ) -> tuple[list[int], list[float], str]:
-        """Sample a response; return its tokens, their log-probabilities, and the reason why it ended.
+        """Sample a response; return its tokens, their log-probabilities and the reason for its end.
 
         `stops`: token ids that end a response.
         """

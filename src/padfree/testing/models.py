@@ -1,10 +1,9 @@
-"""Tiny models of many architectures with random weights: stock transformers classes made from a config.
+"""Tiny models of many architectures with random weights, made from transformers' own classes.
 
     model = build("gemma3")             two layers (sliding window of 5 tokens; full attention), float32, on the CPU
     batch = row([17, 1, 9], pad=4)      a PackedBatch of random tokens, including token id 0
 
-Weights are larger than those of a newly initialised model, so that a wrong attention mask changes the first digits of
-every logit.
+The weights are large, so that a wrong attention mask changes the first digits of every logit.
 """
 
 from __future__ import annotations
@@ -365,14 +364,13 @@ MIXERS = (
 """Architectures with layers that have a recurrent state."""
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
-"""Architectures with experts. A changed token can change matmul shapes, and thus the rounding of other tokens."""
+"""Architectures with experts. A changed token can change the rounding of other tokens, because the shapes of matmuls
+depend on the routes.
+"""
 
 
 def build(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Make a small model of architecture `name`, a key of `ARCHITECTURES`, in training mode.
-
-    `changes`: values of its config that replace the usual ones.
-    """
+    """Make a small model of architecture `name` in training mode. `changes` replace values of its config."""
     class_name, extra = ARCHITECTURES[name]
     model_class = getattr(transformers, class_name, None)
     if model_class is None:
@@ -399,10 +397,7 @@ def randomise(model: nn.Module) -> None:
 
 
 def row(lengths: Sequence[int], *, pad: int = 0, seed: int = 0, vocabulary: int = VOCABULARY) -> PackedBatch:
-    """Return a pack of random samples of these lengths, followed by `pad` padding tokens.
-
-    Each sample starts with token id 0.
-    """
+    """Return a pack of random samples of these lengths, followed by `pad` padding tokens."""
     rng = np.random.default_rng(seed)
     tokens = [rng.integers(0, vocabulary, length) for length in lengths]
     for sample in tokens:
@@ -419,8 +414,8 @@ def save_with_tokenizer(
 ) -> Path:
     """Save a small model with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    With `writes_back`, decoded text equals the original; without it, spaces stand between the letters. `architecture`
-    is a key of `ARCHITECTURES`. `changes`: values of the model's config that replace the usual ones.
+    `writes_back`: decoded text equals the original; otherwise there are spaces between letters. `changes` replaces
+    values of the model's config.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

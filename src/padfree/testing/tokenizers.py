@@ -1,4 +1,4 @@
-"""Tokenizers of a few hundred tokens, trained on demand, and chat templates of the kinds found in practice.
+"""Tokenizers of a few hundred tokens, trained on demand, and chat templates of several kinds.
 
 chatml            a header, the message, an end token, a newline
 chatml_marked     the same text, with {% generation %} around the assistant's messages
@@ -75,8 +75,12 @@ def _backend(kind: str) -> str:
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
     """Make a new tokenizer. `template`: a name in TEMPLATES.
 
-    `kind`: "bytes" (byte-level BPE), "trimmed" (offsets leave out white space), "bos" (puts the token `<s>` before each
-    text) or "metaspace" (like SentencePiece).
+    `kind` is one of:
+
+        bytes      byte-level BPE
+        trimmed    offsets leave out white space
+        bos        puts the token `<s>` before each text
+        metaspace  like SentencePiece
     """
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(
@@ -90,7 +94,7 @@ def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **change
 
 
 class CharacterTokenizer(PreTrainedTokenizer):
-    """A tokenizer written in Python, with one token per character. Such tokenizers give no character offsets."""
+    """A tokenizer written in Python, with one token per character. It gives no character offsets."""
 
     vocab_files_names: ClassVar[dict[str, str]] = {}  # type: ignore[misc]
 

@@ -1,9 +1,9 @@
-"""Folders of tiny vision-language models: weights, tokenizer, chat template and the model's own processor.
+"""Folders of tiny vision-language models: weights, tokenizer, chat template and processor.
 
     folder = vision_folder(path, "qwen3_vl")     float32 weights of `build_vision`, patches of 4 x 4 pixels
     drawn(seed, width, height)                   a Pillow image of random pixels
 
-The processors need Pillow, but not torchvision: their part for videos is left out.
+The processors need Pillow but not torchvision, because they do not support videos.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from padfree.testing.vision_models import build_vision
 
 
 class _Kind(NamedTuple):
-    """The special tokens of a model by the names of the config's fields, and what its template writes for an image."""
+    """The special tokens of a model, by the fields of its config, and the text of an image in its template."""
 
     tokens: dict[str, str]
     written: str
@@ -91,7 +91,7 @@ KINDS: dict[str, _Kind] = {
     ),
     "idefics3": _IDEFICS,
 }
-"""The models whose processors work without torchvision, by the names of `vision_models`."""
+"""The models whose processors work without torchvision."""
 
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

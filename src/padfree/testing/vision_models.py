@@ -52,6 +52,30 @@ _TOWER: dict[str, Any] = {
 _GLM_VISION = {
     **_VISION, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 16, "attention_bias": False,
 }  # fmt: skip
+_QWEN_VISION = {**_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16}
+_QWEN_TEXT: dict[str, Any] = {**_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+_QWEN_HYBRID: dict[str, Any] = {
+    **_QWEN_TEXT,
+    "rope_parameters": {**_QWEN_TEXT["rope_parameters"], "partial_rotary_factor": 1.0},
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_COHERE: dict[str, Any] = {
+    "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
+    "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
+    "image_token_id": PLACEHOLDER,
+    "downsample_factor": 2,
+}
+_IDEFICS: dict[str, Any] = {
+    "text_config": {**_TEXT, "model_type": "llama"},
+    "vision_config": {**_TOWER, "image_size": 16},
+    "image_token_id": PLACEHOLDER,
+    "scale_factor": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": (
@@ -77,56 +101,32 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_vl": (
         "Qwen3VL",
         {
-            "text_config": {**_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}},
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            "text_config": _QWEN_TEXT,
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
             **_IDS,
         },
     ),
     "qwen3_vl_moe": (
         "Qwen3VLMoe",
         {
-            "text_config": {
-                **_TEXT, "head_dim": 16, "rope_parameters": {**_ROPE, "mrope_interleaved": True}, "num_experts": 4,
-                "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-            },
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-                "deepstack_visual_indexes": [0, 1],
-            },
+            "text_config": {**_QWEN_TEXT, **_EXPERTS},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1]},
             **_IDS,
         },
     ),
     "qwen3_5": (
         "Qwen3_5",
         {
-            "text_config": {
-                **_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
-                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8,
-                "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-            },
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-            },
+            "text_config": _QWEN_HYBRID,
+            "vision_config": _QWEN_VISION,
             **_IDS,
         },
     ),
     "qwen3_5_moe": (
         "Qwen3_5Moe",
         {
-            "text_config": {
-                **_TEXT, "head_dim": 16, "layer_types": ["linear_attention", "full_attention", "full_attention"],
-                "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-                "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-                "shared_expert_intermediate_size": 32,
-                "rope_parameters": {**_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-            },
-            "vision_config": {
-                **_VISION, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 16,
-            },
+            "text_config": {**_QWEN_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 32},
+            "vision_config": _QWEN_VISION,
             **_IDS,
         },
     ),
@@ -179,25 +179,9 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "aya_vision": (
         "AyaVision",
-        {
-            "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
-            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "downsample_factor": 2,
-            "vision_feature_select_strategy": "full",
-            "alignment_intermediate_size": 48,
-        },
+        {**_COHERE, "vision_feature_select_strategy": "full", "alignment_intermediate_size": 48},
     ),
-    "cohere2_vision": (
-        "Cohere2Vision",
-        {
-            "text_config": {**_TEXT, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 1.0},
-            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "downsample_factor": 2,
-            "alignment_intermediate_size": 48,
-        },
-    ),
+    "cohere2_vision": ("Cohere2Vision", {**_COHERE, "alignment_intermediate_size": 48}),
     "mistral3": (
         "Mistral3",
         {
@@ -235,33 +219,14 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "video_token_id": 61,
         },
     ),
-    "idefics3": (
-        "Idefics3",
-        {
-            "text_config": {**_TEXT, "model_type": "llama"},
-            "vision_config": {**_TOWER, "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "scale_factor": 2,
-        },
-    ),
-    "smolvlm": (
-        "SmolVLM",
-        {
-            "text_config": {**_TEXT, "model_type": "llama"},
-            "vision_config": {**_TOWER, "image_size": 16},
-            "image_token_id": PLACEHOLDER,
-            "scale_factor": 2,
-        },
-    ),
+    "idefics3": ("Idefics3", _IDEFICS),
+    "smolvlm": ("SmolVLM", _IDEFICS),
 }  # fmt: skip
-"""By name: the prefix of the classes in transformers, and config values."""
+"""For each model: the prefix of its classes in transformers, and values of its config."""
 
 
 def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **values: Any) -> PreTrainedModel:
-    """A tiny model with weights so large that a wrong image changes the first digits of the logits of later tokens.
-
-    `values` replace fields of the config.
-    """
+    """A tiny model with large weights, so that a wrong image changes the first digits of later logits."""
     prefix, usual = VISION_MODELS[name]
     values = {**usual, "text_config": {**usual["text_config"], "vocab_size": vocabulary}, **values}
     torch.manual_seed(seed)
@@ -279,7 +244,7 @@ def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **va
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A random image: the tower's inputs, and the number of its placeholder tokens."""
+    """A random image: the inputs of the vision tower, and the number of image tokens."""
 
     digest: str
     inputs: dict[str, NDArray[Any]]
@@ -288,7 +253,7 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Image `number`. It has `rows` x `columns` features or, if the model reads tiles, `rows` tiles."""
+    """Image `number`, with `rows` x `columns` features. If the model reads tiles, the image has `rows` tiles."""
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config
     digest = f"{number}-{rows}-{columns}"
@@ -320,7 +285,7 @@ def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int 
 def shown(
     model: PreTrainedModel, parts: Sequence[int | Picture], *, seed: int = 0, uid: str | None = None, group: Any = None
 ) -> Sample:
-    """A sample of text and images in the order of `parts`. A number n is n random text tokens, which are trained on."""
+    """A sample of text and images in the order of `parts`. A number n means n random trained text tokens."""
     generator = np.random.default_rng(seed)
     tokens: list[int] = []
     images: list[Image] = []

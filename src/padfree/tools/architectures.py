@@ -118,8 +118,7 @@ def try_architecture(model_type: str) -> Architecture:
 
     If building or preparing fails, the line contains the reason.
     """
-    class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    return _tried(model_type, class_name)
+    return _tried(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def try_image_text(model_type: str) -> Architecture:

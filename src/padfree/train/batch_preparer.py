@@ -8,7 +8,8 @@ rollouts -> groups -> collector          episodes, sampled now or while earlier 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +18,17 @@ from padfree.config import DataConfig, LossConfig, RolloutConfig
 from padfree.errors import UserError
 from padfree.model.route_replay import check_routes
 from padfree.model.routers import routers_of
+from padfree.rollout.collect.collector import Collector
 from padfree.sample import Sample
 from padfree.tasks.task import Models, task_of
 from padfree.train.batch_times import BatchTimes
+from padfree.train.batcher import Batcher
 from padfree.train.critic import Critic
 from padfree.train.engine import Engine
 from padfree.train.finite_checks import check_weights
 from padfree.train.global_batch import GlobalBatch, update_parts
 from padfree.train.rl.reference_model import ReferenceModel
-from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.scorer import Scorer
-from padfree.train.step_metrics import reward_metrics
-from padfree.train.training_data import Batcher
 
 
 class BatchPreparer:
@@ -46,13 +46,16 @@ class BatchPreparer:
         data: DataConfig,
         rollout: RolloutConfig,
         seed: int,
-        reference: ReferenceModel | None,
-        teacher: Scorer | None,
-        critic: Critic | None,
-        rollouts: SampledBatches | None,
+        reference: ReferenceModel | None = None,
+        teacher: Scorer | None = None,
+        critic: Critic | None = None,
+        rollouts: Collector | None = None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """An argument is None if the run has no such part. `end_tokens`: token ids that end a response, if known."""
+        """An argument is None if the run has no such part. `teacher` gives the advantages if `loss.advantage` is
+        `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the batcher's prompts. `end_tokens`:
+        token ids that end a response, if known.
+        """
         self.engine, self.batcher = engine, batcher
         self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
         self.reference, self.teacher, self.critic = reference, teacher, critic
@@ -89,8 +92,9 @@ class BatchPreparer:
         )
 
     def cursor(self) -> dict[str, Any]:
-        """Return the position in the data after the most recent batch, as a dict that a checkpoint stores."""
-        return self.batcher.state_dict() if self.rollouts is None else self.rollouts.cursor()
+        """Return the position in the data before the next batch, as a dict that a checkpoint stores."""
+        queued = None if self.rollouts is None else self.rollouts.cursor()
+        return self.batcher.state_dict() if queued is None else dict(queued)
 
     @property
     def last_batch_number(self) -> int:
@@ -100,7 +104,7 @@ class BatchPreparer:
     def resume(self, step: int, *, remaining: int) -> None:
         """Continue sampling after a resume. `step`: updates made so far. `remaining`: updates left in the batch."""
         if self.rollouts is not None:
-            self.rollouts.resume(step, remaining=remaining)
+            self.rollouts.resume(self.batcher, self.engine.model, step, remaining=remaining)
 
     def after_updates(self) -> None:
         """Refresh the reference model if it is due. Call this when all updates of a batch are done."""
@@ -157,7 +161,7 @@ class BatchPreparer:
     def _next(self, step: int, times: BatchTimes) -> GlobalBatch | None:
         if self.rollouts is not None:
             with times.measure("sampling"):
-                found = self.rollouts.next(step)
+                found = self.rollouts.next(self.batcher, self.engine.model, step)
             if found is None:
                 return None
             number, samples = found
@@ -241,4 +245,34 @@ def distinct(samples: list[Sample]) -> list[Sample]:
                 group = None if sample.group is None else f"{sample.group} {time}"
                 sample = replace(sample, uid=f"{sample.uid} {time}", group=group)
         found.append(sample)
+    return found
+
+
+def reward_metrics(
+    samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return metrics of a rollout batch: its rewards, and the lengths of its responses in trained tokens.
+
+    `sources`: names of the sources of a mixture, whose mean rewards are also returned. With `end_tokens`, the metrics
+    include the share of responses that were cut off before one of these tokens.
+    """
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    lengths = [int(sample.mask.sum()) for sample in samples]
+    found = {
+        "response_length": sum(lengths) / len(lengths),
+        "response_length_min": float(min(lengths)),
+        "response_length_max": float(max(lengths)),
+    }
+    if rewards:
+        mean = sum(rewards) / len(rewards)
+        found["reward"] = mean
+        found["reward_std"] = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards))
+        found["reward_min"] = min(rewards)
+        found["reward_max"] = max(rewards)
+    for name in sources:
+        own = [sample.reward for sample in samples if sample.source == name and sample.reward is not None]
+        if own:
+            found[f"source/{name}/reward"] = sum(own) / len(own)
+    if end_tokens:
+        found["response_cut"] = sum(int(sample.tokens[-1]) not in end_tokens for sample in samples) / len(samples)
     return found

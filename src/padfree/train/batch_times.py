@@ -5,10 +5,12 @@
     '---- one call of the collector -----'
     '---- one batch: its time outside of these phases is `seconds/preparing` ----'
 
+    last update |logging|evaluation|checkpoint| ... batch ... | other | update
+
 `seconds/update` is in the metrics of every update. The phases of a batch are in the metrics of its first update.
 Logging, evaluations and checkpoints follow an update, so they are in the metrics of the next update. The phases in one
 line of metrics add up to the time from the end of the previous update to the end of this update, unless phases run at
-the same time.
+the same time: `seconds/other` is what no phase has measured.
 
 The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name. The
 remaining time of the call counts as sampling.
@@ -39,7 +41,14 @@ PARTS = (
     "logging",
     "evaluation",
     "checkpoint",
+    "other",
 )
+
+
+def unmeasured(seconds: float, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metric of the seconds that none of the phases in `metrics` contains. Phases at the same time count twice."""
+    measured = sum(value for name, value in metrics.items() if name.startswith("seconds/"))
+    return {"seconds/other": max(seconds - measured, 0.0)}
 
 
 class BatchTimes:

@@ -20,14 +20,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import PreTrainedModel
 
+from padfree.batch import LocalBatch
 from padfree.config import CriticConfig
 from padfree.errors import UserError
-from padfree.losses import gae, token_rewards, whiten
+from padfree.losses import LossInputs, LossOutput, ValueSettings, gae, token_rewards, value_loss, whiten
 from padfree.sample import Sample
+from padfree.tasks.micro_batch_loss import MicroBatchLoss
+from padfree.tasks.reward import pack_scores
 from padfree.train.engine import Engine
 from padfree.train.finite_checks import NonFiniteError
-from padfree.train.value_loss import ScalarScorer
+from padfree.train.scorer import ScalarScorer
 
 
 class Critic:
@@ -63,6 +67,15 @@ class Critic:
         if "value_clip_fraction" in means:
             found["critic/clip_fraction"] = means["value_clip_fraction"]
         return found
+
+
+class ValueMicroBatchLoss(MicroBatchLoss):
+    """Clipped squared error between predicted values and the samples' `returns`."""
+
+    settings: ValueSettings
+
+    def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
+        return value_loss(LossInputs.from_batch(batch, values=pack_scores(model, batch)), self.settings)
 
 
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:

@@ -152,7 +152,7 @@ def _sample(
     if isinstance(sample, Prompt):
         mask = np.zeros(len(sample.tokens), np.bool_)
         facts: dict[str, Any] = {"response": f"at most {sample.max_new_tokens} tokens, written by the model"}
-        return ShownSample(name=sample.uid, parts=_parts(sample.tokens, mask, tokenizer), facts=facts)
+        return ShownSample(name=sample.uid, parts=_parts(sample.tokens, mask, tokenizer, sample.images), facts=facts)
     facts = {
         name: value
         for name in ("reward", "raw_reward", "group")

@@ -21,11 +21,9 @@ skips this step and every step begun after it, and `finish` raises an error that
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,30 +33,20 @@ from torch import Tensor, nn
 from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
-from padfree.losses import (
-    LossOutput,
-    Statistics,
-    WeightMode,
-    merge_statistics,
-    segment_sum,
-    token_weights,
-)
+from padfree.losses import LossOutput, WeightMode, segment_sum, token_weights
 from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer import Optimizer
-from padfree.packing import StepPlan
-from padfree.packing.fill import Indices
-from padfree.rollout.collect.sample_exchange import whole
 from padfree.sample import TOKEN_ARRAYS, Sample
 from padfree.sharding.norm import gradient_norm
 from padfree.sharding.parallelize import inside
 from padfree.tasks import task_of
+from padfree.tasks.batch_advantages import has_advantage, may_skip
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
-from padfree.tasks.zero_gradient import has_advantage, may_skip
-from padfree.train.finite_checks import NonFiniteError, nonfinite_cause
-from padfree.train.microbatch import Floats, MicroBatch
+from padfree.train.microbatch import Floats
 from padfree.train.rank_imbalance_timer import RankImbalanceTimer
 from padfree.train.router_balance import RouterBalance
 from padfree.train.scorer import Scorer
+from padfree.train.step import PendingStep, PreparedStep, SkippedSamples, StepReport, StepSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,80 +62,13 @@ class LossSettings:
     head_memory: Memory = "speed"  # "low": the head uses about 1 GiB at most and recomputes part of its work
     load_balancing: float = 0.0  # coefficient of the load-balancing loss of expert routers
     router_bias: float = 0.0  # how far one step moves a router's expert-selection bias
-    skip_zero_gradient: bool = True  # leave out samples whose gradient is 0 (`padfree.tasks.zero_gradient`)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SkippedSamples:
-    """Samples that a step leaves out because their gradient is 0: their number, tokens and scored tokens."""
-
-    samples: int = 0
-    tokens: int = 0
-    labels: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepReport:
-    """Results of one step over the whole global batch, identical on every rank.
-
-    Numbers of samples, tokens and labels include the samples that the step skipped; `plan` does not.
-    """
-
-    loss: float
-    gradient_norm: float  # the norm before clipping
-    statistics: dict[str, float]  # means over the scored tokens that are computed; for `advantage`, over all tokens
-    num_samples: int
-    num_tokens: int  # number of tokens of the samples, without padding
-    num_labels: int
-    padding_share: float  # padding tokens / all computed tokens
-    plan: StepPlan
-    stop_votes: int  # ranks that passed `wants_stop=True` to `Engine.begin`
-    source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
-    num_rows: int | None = None  # number of data rows, if several samples can come from one row; None: not known
-    compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
-    skipped: SkippedSamples | None = None  # None: the loss does not allow skipping samples
-    image_features: tuple[int, ...] = ()  # number of features of each image that the step encodes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PreparedStep:
-    """A global batch that is planned and packed: the input of one optimizer step."""
-
-    samples: Sequence[Sample]  # the samples that are computed, without the skipped ones
-    plan: StepPlan
-    packs: Sequence[tuple[MicroBatch, Indices]]  # this rank's packs, each with the indices of its samples
-    source: Indices | None = None  # [B] index of each sample's source, if the data is a mixture
-    source_weights: tuple[float, ...] = ()  # sum of the token weights of each source
-    num_rows: int | None = None  # see `StepReport`
-    skipped: SkippedSamples | None = None  # see `StepReport`
-
-
-def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]:
-    """The number of features of each image that a step encodes. A pack encodes each of its distinct images once."""
-    if not any(sample.images for sample in samples):
-        return ()
-    found: list[int] = []
-    for packs, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
-        for indices in (chosen for chosen, counts in zip(packs, is_first, strict=True) if counts):
-            distinct = {image.digest: len(image.positions) for i in indices for image in samples[i].images}
-            found += distinct.values()
-    return tuple(found)
+    skip_zero_gradient: bool = True  # leave out samples whose gradient is 0 (`padfree.tasks.batch_advantages`)
 
 
 UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_)).with_numbers(
     **{name: np.zeros(1, np.float32) for name in TOKEN_ARRAYS}
 )
 """A sample of one token without a loss: its gradient is 0."""
-
-
-@dataclass(slots=True, eq=False)
-class _Sums:
-    """Sums of losses, labels and statistics over the micro-batches of this rank."""
-
-    loss: Tensor
-    statistics: Statistics
-    token_losses: list[Tensor]
-    source_losses: Tensor  # [sources] weighted sums
 
 
 class Engine:
@@ -164,7 +85,7 @@ class Engine:
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
-            micro_batch_loss = task_of(settings.loss.command).micro_batch_loss(
+            micro_batch_loss = task_of(settings.loss.command).loss(
                 settings.loss, temperature=scorer.temperature, memory=settings.head_memory
             )
         self.micro_batch_loss: MicroBatchLoss = micro_batch_loss
@@ -215,17 +136,17 @@ class Engine:
             samples, weights, skipped = _computed(samples, weights)
         plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         packs = self.packer.lay_out(samples, plan, weights)
-        source, totals = None, [0.0] * len(settings.sources)
+        source, totals = None, dict.fromkeys(settings.sources, 0.0)
         if settings.sources:
             source = np.array([settings.sources.index(str(sample.source)) for sample in samples])
-            for number, weight in zip(source.tolist(), weights, strict=True):
-                totals[number] += float(weight.sum(dtype=np.float64))
+            for sample, weight in zip(samples, weights, strict=True):
+                totals[str(sample.source)] += float(weight.sum(dtype=np.float64))
         return PreparedStep(
             samples=samples,
             plan=plan,
             packs=packs[:] if eager else packs,
             source=source,
-            source_weights=tuple(totals),
+            source_weights=totals,
             num_rows=num_rows,
             skipped=skipped,
         )
@@ -259,16 +180,25 @@ class Engine:
             if self.router is not None:
                 self.router.move_biases(finite)
         self.optimizer.zero_grad(set_to_none=True)
-        marks = None if self.timer is None else self.timer.cut()
-        return PendingStep(self, prepared, sums, numbers, finite, marks, step, after)
+        return PendingStep(
+            prepared,
+            sums,
+            numbers,
+            finite,
+            model=self.model,
+            mesh=self.mesh,
+            step=step,
+            after=after,
+            compute_seconds=None if self.timer is None else self.timer.cut(),
+        )
 
-    def gradients(self, prepared: PreparedStep) -> _Sums:
+    def gradients(self, prepared: PreparedStep) -> StepSums:
         """Accumulate the gradients of the whole batch in the parameters; return this rank's sums."""
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
             return self._zero_gradients(prepared)
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
-        sums = _Sums(zeros[0], {}, [], zeros[1:])
+        sums = StepSums(zeros[0], {}, [], zeros[1:])
         micro_batch_loss: Callable[..., LossOutput] = self.micro_batch_loss
         if self.router is not None:
             micro_batch_loss = partial(self.router.micro_batch_loss, self.micro_batch_loss)
@@ -283,9 +213,7 @@ class Engine:
                     output.loss.backward()  # type: ignore[no-untyped-call]
                 if master_weights is not None:
                     master_weights.collect_gradients()
-                sums.loss += output.loss.detach()
-                sums.statistics = merge_statistics(sums.statistics, output.statistics)
-                sums.token_losses.append(output.token_losses)
+                sums.add(output)
                 if prepared.source is not None and not batch.is_filler:
                     local = batch.local
                     by_sample = segment_sum(output.token_losses.double(), local.sample_index, local.num_samples)
@@ -298,7 +226,7 @@ class Engine:
             sums.statistics["advantage"] = total, count + prepared.skipped.labels
         return sums
 
-    def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
+    def _zero_gradients(self, prepared: PreparedStep) -> StepSums:
         """Set the gradients of a batch whose samples are all skipped to 0, without a pass over the model.
 
         The optimizer decays the moments and the weights only of parameters that have a gradient. Therefore exactly the
@@ -315,9 +243,9 @@ class Engine:
         for parameter in self._with_gradients:
             parameter.grad = torch.zeros_like(parameter)
         labels = torch.full_like(zeros[0], prepared.skipped.labels if self.mesh.loss.rank == 0 else 0)
-        return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
+        return StepSums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
-    def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
+    def _sum_over_ranks(self, prepared: PreparedStep, sums: StepSums, wants_stop: bool) -> Tensor:
         """Return one tensor of sums over the global batch.
 
         In order: loss, number of labels, stop votes, loss of each source, then (sum, count) of each statistic.
@@ -336,110 +264,6 @@ class Engine:
         return numbers
 
 
-class PendingStep:
-    """An optimizer step that the device may still be executing."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prepared: PreparedStep,
-        sums: _Sums,
-        numbers: Tensor,
-        finite: Tensor,
-        marks: list[Any] | None,
-        step: int,
-        after: PendingStep | None,
-    ) -> None:
-        self._engine, self._prepared, self._sums, self._step = engine, prepared, sums, step
-        self._marks = marks
-        self.finite = finite  # [] True: the optimizer made the update
-        # Start the copy to the host now. A copy started in `finish` would wait for later steps on the same stream.
-        self._numbers, self._arrived = numbers, cast(Any, None)
-        if numbers.is_cuda:
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        self._before: Any = None if after is None else after._arrived  # event at the end of the previous step
-
-    def finish(self) -> StepReport:
-        """Wait for the device and return the report. Raise `NonFiniteError` if loss or gradient norm is not finite."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        loss, num_labels, stop_votes, *rest, norm = self._numbers.tolist()
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._nonfinite_error(loss, norm)
-        sources = self._engine.settings.sources
-        by_source, rest = rest[: len(sources)], rest[len(sources) :]
-        names = sorted(self._sums.statistics)
-        plan, skipped = self._prepared.plan, self._prepared.skipped or SkippedSamples()
-        num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._engine.mesh.context.size)
-        return StepReport(
-            loss=loss,
-            gradient_norm=norm,
-            statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
-            num_samples=len(self._prepared.samples) + skipped.samples,
-            num_rows=self._prepared.num_rows,
-            source_losses={
-                name: total / weight
-                for name, total, weight in zip(sources, by_source, self._prepared.source_weights, strict=True)
-                if weight > 0
-            },
-            num_tokens=num_tokens + skipped.tokens,
-            num_labels=int(num_labels) + skipped.labels,
-            padding_share=1.0 - int(plan.computed_tokens.sum()) / computed if computed else 0.0,
-            plan=plan,
-            stop_votes=int(stop_votes),
-            compute_seconds=() if self._marks is None else self._seconds(self._marks),
-            skipped=self._prepared.skipped,
-            image_features=encoded_images(self._prepared.samples, plan),
-        )
-
-    def device_seconds(self) -> float | None:
-        """Return the device time from the end of the previous step to the end of this one; None if it is not known.
-
-        Call this after `finish`. Host timers cannot measure this time, because the host sees the end of a step only
-        after it has begun the next one.
-        """
-        if self._arrived is None or self._before is None:
-            return None
-        return float(self._before.elapsed_time(self._arrived)) / 1e3
-
-    def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        timer = self._engine.timer
-        assert timer is not None
-        return timer.seconds(marks)
-
-    def _nonfinite_error(self, loss: float, norm: float) -> NonFiniteError:
-        """Return an error that names the samples with a non-finite token loss.
-
-        If every token loss is finite, i.e. only the gradient norm is not, the error names all samples.
-        """
-        samples, mesh, step = self._prepared.samples, self._engine.mesh, self._step
-        found = torch.zeros(len(samples), dtype=torch.int64)
-        for (batch, indices), token_losses in zip(self._prepared.packs, self._sums.token_losses, strict=True):
-            if batch.is_filler:
-                continue
-            bad = batch.local.sample_index[~torch.isfinite(token_losses)].long().cpu()
-            found[torch.from_numpy(indices)[bad]] = mesh.loss.rank + 1
-        found = found.to(mesh.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.loss.group)
-        where = {index: rank - 1 for index, rank in enumerate(found.tolist()) if rank}
-        cause = nonfinite_cause(self._engine.model, step)
-        if not where:
-            listed = _listed([_uid(samples, index) for index in range(len(samples))])
-            return NonFiniteError(
-                f"step {step}: the gradient norm is {norm} before the update, with a finite loss of {loss:.6g}; "
-                f"inspect the {len(samples)} samples of the step ({listed}){cause}",
-                whole(samples),
-            )
-        ranks = sorted(set(where.values()))
-        return NonFiniteError(
-            f"step {step}: the loss is {loss} on rank {_listed(ranks)} before the update; inspect sample "
-            f"{_listed([_uid(samples, index) for index in where])}{cause}",
-            whole([samples[index] for index in where]),
-        )
-
-
 def _computed(
     samples: Sequence[Sample], weights: Sequence[Floats]
 ) -> tuple[Sequence[Sample], Sequence[Floats], SkippedSamples]:
@@ -455,13 +279,3 @@ def _computed(
         labels=sum(sample.num_labels for sample in left_out),
     )
     return [samples[index] for index in chosen], [weights[index] for index in chosen], skipped
-
-
-def _uid(samples: Sequence[Sample], index: int) -> str | int:
-    uid = samples[index].uid
-    return f"at index {index} of the batch" if uid is None else uid
-
-
-def _listed(entries: Sequence[str | int], most: int = 16) -> str:
-    shown = ", ".join(str(entry) for entry in entries[:most])
-    return shown if len(entries) <= most else f"{shown} and {len(entries) - most} more"

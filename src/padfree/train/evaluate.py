@@ -28,8 +28,8 @@ from padfree.data import Reward, load_reward
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector
-from padfree.rollout.collect.group import RolloutGroup
 from padfree.rollout.collect.queued_batch import EpisodeOutcome
+from padfree.rollout.group import RolloutGroup
 from padfree.rollout.sampling_rng import GREEDY, response_keys
 from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
@@ -204,9 +204,24 @@ def make_evaluation(
 
     The function raises an error if a metric is not finite.
     """
-    measure = _measure(settings, loss, engine, held_out, writer, reference, on_activity, seed)
-    if measure is None:
+    if held_out is None:
         return None
+    measure: Evaluate
+    if writer is not None:
+        prompts = [sample for sample in held_out.samples if isinstance(sample, Prompt)]
+        reward = None if settings.reward is None else load_reward(settings.reward)
+        measure = SampledResponses(writer, engine, prompts, settings, seed, on_activity, reward=reward)
+    else:
+        samples = [sample for sample in held_out.samples if isinstance(sample, Sample)]
+        task, scorer = task_of(loss.command), engine.scorer
+        models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
+        measure = HeldOut(
+            scorer,
+            task.measure(engine.micro_batch_loss, scorer.temperature),
+            samples,
+            on_activity,
+            prepare=task.evaluation(samples, models, loss),
+        )
 
     def checked(step: int) -> dict[str, float]:
         found = measure(step)
@@ -214,32 +229,6 @@ def make_evaluation(
         return found
 
     return checked
-
-
-def _measure(
-    settings: EvalConfig,
-    loss: LossConfig,
-    engine: Engine,
-    held_out: TrainingData | None,
-    writer: Collector | None,
-    reference: ReferenceModel | None,
-    on_activity: OnActivity | None,
-    seed: int,
-) -> Evaluate | None:
-    if held_out is None:
-        return None
-    samples = list(held_out.samples)
-    if writer is not None:
-        prompts = [sample for sample in samples if isinstance(sample, Prompt)]
-        reward = None if settings.reward is None else load_reward(settings.reward)
-        return SampledResponses(writer, engine, prompts, settings, seed, on_activity, reward=reward)
-    held_out_samples = [sample for sample in samples if isinstance(sample, Sample)]
-    task, scorer = task_of(loss.command), engine.scorer
-    models = Models(policy=scorer.logprobs, reference=None if reference is None else reference.logprobs)
-    measure = task.measure(engine.micro_batch_loss, scorer.temperature)
-    return HeldOut(
-        scorer, measure, held_out_samples, on_activity, prepare=task.evaluation(held_out_samples, models, loss)
-    )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Decide whether a run is finished, before anything is loaded or written.
+"""What earlier starts left in the run folder: whether the run is finished, and whether it can continue.
 
     newest checkpoint    after run.steps steps, or at the end of the data (checked with the run's batcher); a run that
                          ended without a checkpoint has `end.json` instead
@@ -7,12 +7,21 @@
     events.jsonl         the model was exported after the last step
     settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
 
-If any condition fails, the run resumes from the checkpoint as usual and does what is missing. A run with `end.json`
-has no such checkpoint, so it is refused if training would have to continue (`padfree.train.end_record`).
+A run is finished if all of these hold. If not, it resumes from the checkpoint as usual and does what is missing.
+
+`end.json` is written by a run that ends without a checkpoint of its last step (`checkpoint.every=none`). It holds the
+last step, the position in the data, and the settings and data that the run was made with. The weights of the last step
+are in the exported model only, so such a run is refused if training would have to continue. The next start that trains
+in the folder removes the file.
+
+All of this is known before a model is loaded.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,16 +29,16 @@ from typing import Any
 from padfree.checkpoint.checkpoint_files import CheckpointError
 from padfree.checkpoint.checkpointer import latest_in
 from padfree.checkpoint.manifest import read_manifest
-from padfree.config import Config
+from padfree.config import CheckpointConfig, Config, RunConfig
 from padfree.errors import UserError
-from padfree.record.file_names import CHECKPOINTS, EVALUATION
+from padfree.record.file_names import CHECKPOINTS, END, EVALUATION, EVENTS, MODEL
+from padfree.record.run_folder import read_json, write_json, writing
 from padfree.rollout.collect.queue_state import KEY as QUEUE
 from padfree.tasks.reading import TrainingData
-from padfree.train.end_record import is_complete, last_line, read_end
+from padfree.train.batcher import make_batcher
 from padfree.train.global_batch import KEY as ROLLOUTS
 from padfree.train.resume import KEY as MADE_WITH
-from padfree.train.resume import changed_settings, data_record
-from padfree.train.training_data import make_batcher
+from padfree.train.resume import changed_settings, check_settings, data_record
 
 AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
 """Prefixes of the settings that control what happens after the last step."""
@@ -37,15 +46,7 @@ AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.b
 
 def finished_step(config: Config, source: TrainingData) -> int | None:
     """Return the number of steps of the run if it is finished, or None if something is left to do."""
-    folder = Path(config.run.folder)
-    extra = read_end(Path(config.run.folder), resume=config.checkpoint.resume)
-    if extra is None:
-        newest = latest_in(folder / CHECKPOINTS) if config.checkpoint.resume else None
-        if newest is None:
-            return None
-        extra = {}
-        with suppress(CheckpointError, OSError):  # loading the checkpoint will report the error
-            extra = read_manifest(newest, "remove it")["extra"]
+    folder, extra = Path(config.run.folder), _last_extra(config)
     if MADE_WITH not in extra or not _all_trained(config, source, extra):
         return None
     record, step = extra[MADE_WITH], int(extra["step"])
@@ -68,3 +69,105 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False
+
+
+# A run that ended without a checkpoint of its last step
+
+
+def write_end(folder: Path, extra: Mapping[str, Any]) -> None:
+    with writing(folder):
+        write_json(folder / END, dict(extra))
+
+
+def read_end(folder: Path, *, resume: bool) -> dict[str, Any] | None:
+    """Return the contents of `end.json`; None if there is no such file, or if the run must not resume."""
+    return read_json(folder / END) if resume else None
+
+
+def remove_end(folder: Path) -> None:
+    with writing(folder):
+        (folder / END).unlink(missing_ok=True)
+
+
+def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
+    """Whether the run in the folder ended after `step` steps and, with `exports`, has exported its model since."""
+    last = last_line(folder / EVENTS)
+    wanted = "export" if exports else "end"
+    return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)
+
+
+def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
+    """Raise a `UserError` if training would have to continue after a run that ended without a checkpoint.
+
+    `raised_steps_only`: check only whether `run.steps` was raised, which is known before the data is read.
+    """
+    folder = Path(run.folder)
+    end = read_end(folder, resume=checkpoint.resume)
+    if end is None or latest_in(folder / CHECKPOINTS) is not None:
+        return
+    settings, step = end["made_with"]["settings"], int(end["step"])
+    if not is_complete(folder, step, exports=settings["checkpoint.export"]):
+        return  # the run was killed before its end, so there is no result that starting over could lose
+    steps = run.steps
+    raised = steps != settings["run.steps"] and (steps is None or steps > step)
+    if raised_steps_only and not raised:
+        return
+    model = f" and model.path={folder / MODEL}" if settings["checkpoint.export"] else ""
+    problem = (
+        f"the run in {folder} ended after {step} steps and wrote no checkpoint to continue from (checkpoint.every was "
+        "none)"
+    )
+    fix = f"give another run.folder{model}, or start over with checkpoint.resume=false"
+    if raised:
+        raise UserError("run.steps", f", but {problem}", fix, value=steps)
+    raise UserError("run.folder", f"{problem}, but settings or data have changed since", fix)
+
+
+def last_line(path: Path) -> dict[str, Any]:
+    """Return the last JSON line of a file of the run folder as a dict, which is empty if there is no such line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# The newest checkpoint
+
+
+def check_newest(config: Config) -> None:
+    """Raise an error if the newest checkpoint in the run folder cannot be resumed with these settings.
+
+    This check loads no model and no data.
+    """
+    newest, extra = _newest_extra(config)
+    if newest is not None and MADE_WITH in extra:
+        check_settings(newest, extra[MADE_WITH]["settings"], config, inside=ROLLOUTS in extra)
+
+
+def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that the run would resume from (None: a new run), and its `extra` dict."""
+    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
+    extra: dict[str, Any] = {}
+    if newest is not None:
+        with suppress(CheckpointError, OSError):  # loading the checkpoint will report the error
+            extra = read_manifest(newest, "remove it")["extra"]
+    return newest, extra
+
+
+def _last_extra(config: Config) -> dict[str, Any]:
+    """Return the `extra` dict of the ended run or of the newest checkpoint; an empty dict for a new run."""
+    return read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
+
+
+def data_day(config: Config) -> datetime.date:
+    """The date for chat templates: the one stored by the ended run or in the checkpoint to resume from, else today."""
+    with suppress(KeyError, TypeError, ValueError, OSError):  # no date is stored; loading reports damaged files
+        extra = _last_extra(config)
+        return datetime.date.fromisoformat(extra[MADE_WITH]["data"]["day"])
+    return today()
+
+
+def today() -> datetime.date:
+    return datetime.date.today()

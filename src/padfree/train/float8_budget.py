@@ -30,7 +30,8 @@ from padfree.model.named_tensors import local_part
 from padfree.model.structure import layers_of
 
 if TYPE_CHECKING:
-    from padfree.train.engine import Engine, PreparedStep
+    from padfree.train.engine import Engine
+    from padfree.train.step import PreparedStep
 
 KEY = "float8"
 """The key in a checkpoint's `extra` dict under which the choice is stored."""

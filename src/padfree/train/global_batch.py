@@ -10,12 +10,14 @@ a batch needs bit-identical values when it resumes, so its checkpoint holds thes
     "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
     "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets (`padfree.kept_sets`), if a softmax was truncated
+    "rollouts/images"  [Σm]   the indices of the placeholder tokens of all images; the JSON has the digests. The images
+                              themselves come from the prompts of the resumed run
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from padfree.errors import UserError
+from padfree.images import Image
 from padfree.kept_sets import KeptSets
 from padfree.packing.epochs import shuffled
 from padfree.packing.fill import Indices
@@ -90,6 +93,7 @@ class GlobalBatch:
                 "source": sample.source,
                 "reward": None if sample.reward is None else float(sample.reward),
                 "arrays": [name for name in ARRAYS if getattr(sample, name) is not None],
+                **_image_record(sample),
             }
             for sample in samples
         ]
@@ -114,14 +118,25 @@ class GlobalBatch:
                 KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples
             )
             arrays |= {"counts": [sets.counts], "ids": [sets.ids]}
+        if any(sample.images for sample in samples):
+            arrays["images"] = [image.positions for sample in samples for image in sample.images]
+            arrays["rotary"] = [sample.rotary_positions.T for sample in samples if sample.rotary_positions is not None]
         tensors = {f"{KEY}/{name}": torch.from_numpy(np.concatenate(found)) for name, found in arrays.items() if found}
         return {KEY: about, **tensors}
 
     @staticmethod
-    def restored(extra: Mapping[str, Any], *, epochs: int, mini_batches: int, seed: int, number: int) -> GlobalBatch:
+    def restored(
+        extra: Mapping[str, Any],
+        *,
+        epochs: int,
+        mini_batches: int,
+        seed: int,
+        number: int,
+        images: Mapping[str, Image] | None = None,
+    ) -> GlobalBatch:
         """Restore the batch that `state` stored in `extra`.
 
-        `epochs` and `mini_batches` must equal those of the stored batch.
+        `epochs` and `mini_batches` must equal those of the stored batch. `images`: the images of the prompts by digest.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -147,6 +162,7 @@ class GlobalBatch:
         if f"{KEY}/counts" in extra:
             sets = KeptSets(extra[f"{KEY}/counts"].numpy(), extra[f"{KEY}/ids"].numpy())
             kept = [sets[end - length : end] for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)]
+        shown = _images_of(extra, records, images or {})
         samples = [
             Sample(
                 tokens=next(arrays["tokens"]),
@@ -154,8 +170,9 @@ class GlobalBatch:
                 **{name: next(arrays[name]) for name in record["arrays"]},
                 **{name: record[name] for name in ("uid", "group", "source", "reward")},
                 kept=own_kept,
+                **own_images,
             )
-            for record, own_kept in zip(records, kept, strict=True)
+            for record, own_kept, own_images in zip(records, kept, shown, strict=True)
         ]
         return GlobalBatch(
             samples=samples,
@@ -164,6 +181,33 @@ class GlobalBatch:
             metrics=about["metrics"],
             done=about["done"],
         )
+
+
+def _image_record(sample: Sample) -> dict[str, Any]:
+    """The digests and the numbers of placeholder tokens of a sample's images. Empty if it has none."""
+    if not sample.images:
+        return {}
+    found = [(image.digest, len(image.positions)) for image in sample.images]
+    return {"images": found, "rotary": sample.rotary_positions is not None}
+
+
+def _images_of(
+    extra: Mapping[str, Any], records: Sequence[Mapping[str, Any]], images: Mapping[str, Image]
+) -> list[dict[str, Any]]:
+    """The images and rotary positions of each stored sample, as arguments of `Sample`."""
+    stored = [record.get("images", ()) for record in records]
+    if not any(stored):
+        return [{} for _ in records]
+    positions = iter(_split(extra[f"{KEY}/images"], [count for own in stored for _, count in own]))
+    lengths = [record["length"] for record in records if record.get("rotary")]
+    rotary = iter(_split(extra[f"{KEY}/rotary"], lengths) if lengths else ())
+    return [
+        {
+            "images": tuple(replace(images[digest], positions=next(positions)) for digest, _ in own),
+            "rotary_positions": next(rotary).T if record.get("rotary") else None,
+        }
+        for record, own in zip(records, stored, strict=True)
+    ]
 
 
 def _has_array(record: Mapping[str, Any], name: str) -> bool:

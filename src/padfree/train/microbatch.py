@@ -11,9 +11,10 @@ part in every collective of the step, and the filler adds exactly 0 to the loss 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, overload
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from padfree.batch import IGNORE, LocalBatch, PackedBatch
 from padfree.choices import LayoutKind, PackOverlong, SharePrefixes
 from padfree.cp import shard
+from padfree.data.image_loader import ImageLoader, PacksAhead
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.vision.tower_cost import TowerCost
@@ -31,7 +33,6 @@ from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import arrived
 from padfree.sample import Sample
-from padfree.train.image_loader import ImageLoader, PacksAhead
 from padfree.warning import PadfreeWarning
 
 Floats = NDArray[np.floating[Any]]
@@ -70,15 +71,13 @@ class MicroBatch:
 class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
     """Micro-batches that are built on first access: each is built while the device computes the previous one."""
 
-    def __init__(
-        self, slots: Sequence[tuple[Indices, int | None]], lay_out: Callable[[Indices, int | None], MicroBatch]
-    ) -> None:
-        """`slots`: the result of `StepPlan.packs_of`. `lay_out(indices, width)` builds the micro-batch of one slot."""
-        self._slots, self._lay_out = slots, lay_out
-        self._packs: list[tuple[MicroBatch, Indices]] = []
+    def __init__(self, number: int, packs: Iterator[tuple[MicroBatch, Indices]]) -> None:
+        """`number`: how many micro-batches the iterator `packs` builds."""
+        self._number, self._left = number, packs
+        self._built: list[tuple[MicroBatch, Indices]] = []
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return self._number
 
     @overload
     def __getitem__(self, index: int) -> tuple[MicroBatch, Indices]: ...
@@ -88,10 +87,8 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
 
     def __getitem__(self, index: int | slice) -> Any:
         last = len(self) if isinstance(index, slice) else index % len(self) + 1 if index < len(self) else len(self)
-        while len(self._packs) < last:
-            indices, width = self._slots[len(self._packs)]
-            self._packs.append((self._lay_out(indices, width), indices))
-        return self._packs[index]
+        self._built += islice(self._left, max(last - len(self._built), 0))
+        return self._built[index]
 
 
 class Packer:
@@ -151,47 +148,39 @@ class Packer:
 
         `weights[i]` [n]: weights of the predictions of sample i.
         """
-        here = arrived(samples, plan.micro_batches)
-        slots = plan.packs_of(self.mesh.data.rank)
-        ahead = self._images_of(here, slots)
+        return LazyPacks(plan.num_micro_batches, self.packs(samples, plan, weights=weights))
 
-        def laid_out(indices: Indices, width: int | None) -> MicroBatch:
+    def packs(
+        self,
+        samples: Sequence[Sample],
+        plan: StepPlan,
+        pack_settings: PackSettings | None = None,
+        *,
+        weights: Sequence[Floats] | None = None,
+    ) -> Iterator[tuple[MicroBatch, Indices]]:
+        """Build this rank's packs of a plan one by one, each with the indices of its samples. Packs are not kept.
+
+        `pack_settings` replace the packer's own settings if they are given. `weights`: see `lay_out`.
+        """
+        here, slots = arrived(samples, plan.micro_batches), plan.packs_of(self.mesh.data.rank)
+        settings, ahead = pack_settings or self.pack_settings, None
+        in_packs = [[here[index] for index in indices] for indices, _ in slots]
+        if any(sample.images for pack in in_packs for sample in pack):
+            ahead = PacksAhead(self._loader, in_packs)
+
+        def built(indices: Indices, width: int | None) -> MicroBatch:
             return make_micro_batch(
                 here,
                 indices,
                 self.mesh,
-                self.pack_settings,
+                settings,
                 weights=weights,
                 prefixes=plan.prefixes,
                 width=width,
                 chosen=None if ahead is None else ahead.take(),
             )
 
-        return LazyPacks(slots, laid_out)
-
-    def packs(
-        self, samples: Sequence[Sample], plan: StepPlan, pack_settings: PackSettings | None = None
-    ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Yield each of this rank's packs with the indices of its samples. Packs are not kept in memory.
-
-        `pack_settings` replace the packer's own settings if they are given.
-        """
-        here = arrived(samples, plan.micro_batches)
-        settings, slots = pack_settings or self.pack_settings, plan.packs_of(self.mesh.data.rank)
-        ahead = self._images_of(here, slots)
-        for indices, width in slots:
-            chosen = None if ahead is None else ahead.take()
-            batch = make_micro_batch(
-                here, indices, self.mesh, settings, prefixes=plan.prefixes, width=width, chosen=chosen
-            )
-            yield batch, indices
-
-    def _images_of(self, samples: Sequence[Sample], slots: Sequence[tuple[Indices, int | None]]) -> PacksAhead | None:
-        """Begin to load the images of these packs. Return None if no sample has images."""
-        packs = [[samples[index] for index in indices] for indices, _ in slots]
-        if not any(sample.images for pack in packs for sample in pack):
-            return None
-        return PacksAhead(self._loader, packs)
+        return ((built(indices, width), indices) for indices, width in slots)
 
     def _image_costs(self, samples: Sequence[Sample]) -> NDArray[np.float64] | None:
         """The cost of the images of each sample. None if no sample has images."""
@@ -234,7 +223,7 @@ def plan_samples(
     With `keep_groups`, all samples of a group are in the same pack.
     """
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-    plan = plan_step if prefixes is None else partial(plan_shared_step, prefixes)
+    plan = partial(plan_shared_step, prefixes) if prefixes is not None and prefixes.is_shared else plan_step
     return plan(lengths, groups=[sample.group for sample in samples] if keep_groups else None, **options)
 
 

@@ -52,20 +52,17 @@ from padfree.record.run_folder import check_not_in_use, check_run_folder
 from padfree.record.trackers import require_trackers
 from padfree.rollout import stop_tokens
 from padfree.rollout.engines import check_engine_name
+from padfree.rollout.engines.in_process.sampler import check_samples_images
 from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.tasks.reading import TrainingData
-from padfree.train.check_data import check_lengths, check_source, untrained_samples
-from padfree.train.count_steps import count_steps
-from padfree.train.data_rows import check_shown, lengths_of
-from padfree.train.end_record import check_can_continue
-from padfree.train.limits import ModelLimits
-from padfree.train.resume import check_newest, data_day
+from padfree.train.batcher import check_shown, count_steps, groups_of, lengths_of
+from padfree.train.check_data import ModelLimits, check_lengths, check_source, untrained_samples
+from padfree.train.finished import check_can_continue, check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
 from padfree.train.setup import check_placement, check_reward_model
 from padfree.train.training_data import (
     check_rollouts,
-    groups_of,
     load_held_out,
     load_tokenizer,
     load_training_data,
@@ -201,6 +198,8 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
     """Return the model, built on the meta device, and the strictest input limits of all models of the run."""
     model = _checked_model(config, config.model.path, "model.path", config.model.init, config.loss.head)
     limits = ModelLimits.of(model)
+    if config.model.vision and config.rollout.source is not None:
+        check_samples_images(model)
     path = config.reference.path
     if path is not None and path != config.model.path:
         reference = _checked_model(config, path, "reference.path", "weights")

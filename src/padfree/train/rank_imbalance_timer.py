@@ -14,6 +14,8 @@ because they wait for the tokens of other ranks.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,16 +56,15 @@ class RankImbalanceTimer:
         else:
             self._marks.append(time.perf_counter())
 
-    def cut(self) -> list[Any]:
-        """Return the time marks that were recorded since the last call, i.e. during one step."""
-        marks, self._marks = self._marks, []
-        return marks
+    def cut(self) -> Callable[[], tuple[float, ...]]:
+        """End a step. Return a function that returns the step's forward seconds of each data rank.
 
-    def seconds(self, marks: list[Any]) -> tuple[float, ...]:
-        """Return the forward seconds of each data rank. Collective.
-
-        `marks`: the result of `cut` for a step that the device has completed.
+        Call the function on all ranks, after the device has completed the step.
         """
+        marks, self._marks = self._marks, []
+        return partial(self._seconds, marks)
+
+    def _seconds(self, marks: list[Any]) -> tuple[float, ...]:
         pairs = zip(marks[::2], marks[1::2], strict=True)
         own = sum(a.elapsed_time(b) / 1e3 if self._on_cuda else b - a for a, b in pairs)
         mesh = self._mesh

@@ -31,12 +31,13 @@ from padfree.config.checkpointing import is_by_layer, text_of
 from padfree.config.processes import processes_of
 from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.estimate.layer_options import COMPILED, PLAIN, layer_options, limits
+from padfree.estimate.activations import levels_by_layer
+from padfree.estimate.layer_options import COMPILED, PLAIN, layer_options, limits, repeated_share
 from padfree.estimate.levels import choose_levels
 from padfree.estimate.memory import NUMBER_BYTES, MemoryEstimate, estimate_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
-from padfree.model.structure import model_skeleton
+from padfree.model.structure import layers_of, model_skeleton
 from padfree.rollout.engines.in_process import exact_operators
 from padfree.sizes import ModelSizes
 
@@ -56,6 +57,15 @@ VERBS = {
     "attention": "keep the matmuls around attention",
     "none": "keep everything",
 }
+
+ADAMW = ("adamw", "float32")
+"""The optimizer and the state for which `SMALLER_STATES` says what another state takes."""
+
+SMALLER_STATES = {"bfloat16": 0.5, "int8": 0.26}
+"""The bytes of a state relative to float32, for matrices: `padfree.optim.state_format`."""
+
+WORTH_SAYING = 0.01
+"""The least share of a step's FLOPs that another state must save to be mentioned."""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
@@ -134,6 +144,8 @@ def resolve_auto(
         if estimates[-1][1].device > USABLE_FRACTION * memory:  # nothing fits: take the settings that need least
             estimates.sort(key=lambda each: -each[1].device)
         reason = _reason(estimates, memory)
+        if by_layer:
+            reason += _faster_states(config, model, *estimates[-1], memory, may_offload)
         for name in ("checkpointing", "reshard"):
             if getattr(parallel, name) == "auto":
                 reasons[f"parallel.{name}"] = reason
@@ -249,6 +261,32 @@ def _levels(
         ),
     )
     return None if chosen is None else tuple(option.level for option in chosen)
+
+
+def _faster_states(
+    config: Config,
+    model: PreTrainedModel,
+    parallel: ParallelConfig,
+    estimate: MemoryEstimate,
+    device_memory: float,
+    may_offload: bool,
+) -> str:
+    """Return by how much a smaller optimizer state would shorten the step, e.g. `; optimizer.state=int8 would ...`.
+
+    Return an empty string if nothing is recomputed, or if no other state changes the levels of the layers.
+    """
+    optimizer, size = config.optimizer, NUMBER_BYTES[config.model.dtype]
+    if parallel.checkpointing == "none" or estimate.offloaded or (optimizer.name, optimizer.state) != ADAMW:
+        return ""
+    own = repeated_share(model, estimate, size, levels_by_layer(parallel.checkpointing, len(layers_of(model))))
+    found = []
+    for state, share in SMALLER_STATES.items():
+        saved = estimate.optimizer * (1 - share)
+        levels = _levels(config, model, estimate, device_memory + saved / USABLE_FRACTION, may_offload)
+        faster = 0.0 if levels is None else (own - repeated_share(model, estimate, size, levels)) / (1 + own)
+        if faster >= WORTH_SAYING:
+            found.append(f"{state} {faster:.0%}")
+    return f"; optimizer.state would save FLOPs: {', '.join(found)}" if found else ""
 
 
 def _setting_of(levels: Sequence[LayerLevel]) -> str:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,19 +26,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedConfig
 
-from padfree.checkpoint.checkpoint_files import CheckpointError, hash_of
-from padfree.checkpoint.checkpointer import latest_in
-from padfree.checkpoint.manifest import read_manifest
+from padfree.checkpoint.checkpoint_files import hash_of
 from padfree.config import Config, config_from_dict
 from padfree.config.loss import TASKS
 from padfree.config.setting import Resume, resume_rules
 from padfree.data import StoredSamples
 from padfree.errors import UserError
-from padfree.record.file_names import CHECKPOINTS
 from padfree.rollout import Prompt
 from padfree.sample import TOKEN_ARRAYS, Sample
-from padfree.train.end_record import read_end
-from padfree.train.global_batch import KEY as ROLLOUTS
 
 KEY = "made_with"
 """The key in a checkpoint's `extra` dict under which the record of settings, model and data is stored."""
@@ -130,6 +124,8 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
+        if sample.images:
+            yield json.dumps([image.digest for image in sample.images]).encode()
         return
     yield sample.mask.tobytes()
     yield json.dumps([sample.reward, sample.group], default=str).encode()
@@ -273,38 +269,6 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
                 "give the config that the run started with, or another run.folder, or start over with "
                 "checkpoint.resume=false",
             )
-
-
-def check_newest(config: Config) -> None:
-    """Raise an error if the newest checkpoint in the run folder cannot be resumed with these settings.
-
-    This check loads no model and no data.
-    """
-    newest, extra = _newest_extra(config)
-    if newest is not None and KEY in extra:
-        check_settings(newest, extra[KEY]["settings"], config, inside=ROLLOUTS in extra)
-
-
-def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that the run would resume from (None: a new run), and its `extra` dict."""
-    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
-    extra: dict[str, Any] = {}
-    if newest is not None:
-        with suppress(CheckpointError, OSError):  # loading the checkpoint will report the error
-            extra = read_manifest(newest, "remove it")["extra"]
-    return newest, extra
-
-
-def data_day(config: Config) -> datetime.date:
-    """The date for chat templates: the one stored by the ended run or in the checkpoint to resume from, else today."""
-    with suppress(KeyError, TypeError, ValueError, OSError):  # no date is stored; loading reports damaged files
-        extra = read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
-        return datetime.date.fromisoformat(extra[KEY]["data"]["day"])
-    return today()
-
-
-def today() -> datetime.date:
-    return datetime.date.today()
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:

@@ -11,6 +11,7 @@ settings -> preflight      checks the settings and the data before anything is w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from padfree.data import RolloutDataSettings, StoredSamples
 from padfree.data.chat_renderer import chat_renderer
 from padfree.data.prepare import Progress
 from padfree.distributed import Mesh, distributed, make_mesh
+from padfree.images import Image
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.file_names import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, MODEL, RESPONSE_LOG, ROWS
 from padfree.record.run_folder import held_run_folder, writing
@@ -37,20 +39,19 @@ from padfree.rollout.response_log import ResponseLog
 from padfree.rollout.token_ids import vocabulary_of
 from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.count_steps import planned_steps
+from padfree.train.batch_preparer import BatchPreparer
+from padfree.train.batcher import make_batcher, planned_steps
 from padfree.train.determinism import deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
-from padfree.train.end_record import check_can_continue
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
-from padfree.train.finished import finished_step
+from padfree.train.finished import check_can_continue, finished_step
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.preflight import Preflight, check_folder_usable, preflight
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.resume import data_record
 from padfree.train.rl.reference_model import ReferenceModel
-from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.rl.sampler_agreement import SamplerAgreement
 from padfree.train.setup import (
     build_critic,
@@ -66,7 +67,7 @@ from padfree.train.shared_turns import copied_keys
 from padfree.train.start_run import begin_run, check_on_first_rank
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
-from padfree.train.training_data import longest_of, make_batcher
+from padfree.train.training_data import longest_of
 
 
 def train(
@@ -159,7 +160,8 @@ def _train(
     response_log = None
     if config.rollout.source is not None and not config.rollout.has_episodes:  # a resumed run plays episodes again
         response_log = ResponseLog(Path(config.run.folder) / RESPONSE_LOG, mesh.loss.rank)
-    collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, on_sampling=on_sampling)
+    options: dict[str, Any] = {} if on_sampling is None else {"on_sampling": on_sampling}
+    collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, **options)
     with nullcontext() if collector is None else closing(collector):
         evaluation = make_evaluation(
             config.eval,
@@ -174,23 +176,28 @@ def _train(
         samples: Samples = source.samples
         if config.reference.precompute:
             samples, reference = _precomputed(config, mesh, source.samples, reference), None
-        batcher = make_batcher(config, samples, source.parts)
-        trainer = begin_run(
-            config,
+        batches = BatchPreparer(
             engine,
-            batcher,
+            make_batcher(config, samples, source.parts),
+            loss=config.loss,
+            data=config.data,
+            rollout=config.rollout,
+            seed=config.run.seed,
             reference=reference,
             teacher=build_teacher_scorer(config, mesh),
             critic=build_critic(config, mesh),
-            rollouts=None
-            if collector is None
-            else SampledBatches(config.rollout, config.loss, config.run, batcher, collector, engine),
+            rollouts=collector,
             end_tokens=() if collector is None else stop_tokens(tokenizer, engine.model),
+        )
+        trainer = begin_run(
+            config,
+            batches,
             on_step=SamplerAgreement(on_step, on_note) if config.rollout.exact is True else on_step,
             on_note=on_note,
             on_activity=report_activity,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
+            images={image.digest: image for image in _prompt_images(source.samples)},
             response_log=response_log,
             signals=signals,
             planned_steps=planned_steps(config, source),
@@ -311,6 +318,13 @@ def _collector(
     except BaseException:
         sampler.close()  # it may have started servers
         raise
+
+
+def _prompt_images(samples: Samples) -> Iterator[Image]:
+    """Yield the images of prompts. Other samples bring their images with them when the data is read again."""
+    if not isinstance(samples, StoredSamples):
+        for sample in samples:
+            yield from sample.images
 
 
 def mesh_of(config: Config, device: torch.device) -> Mesh:

@@ -1,4 +1,4 @@
-"""Log-probabilities of samples under a model, without gradients. Used for the old policy and for the reference.
+"""Scores of samples without gradients: log-probabilities, and the values and rewards of models with a scalar head.
 
     samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
     packs of this rank            score -> [T/cp] -> [T]     packed as in a training step
@@ -6,7 +6,8 @@
                                                              samples to other ranks
 
 T is the number of tokens of a pack, and cp the number of context ranks. Entry j of a sample's array belongs to its
-token j; the entry is 0 if token j is not scored.
+token j; the entry is 0 if token j is not scored. The value of a token is read at the position that predicts the token:
+it is the reward that the critic expects after it has seen only the tokens before token j.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from padfree.cp.ranges import to_device
 from padfree.cp.shard import gather_tokens
 from padfree.distributed import Mesh
 from padfree.head import score
+from padfree.losses import segment_sum
 from padfree.model import hidden_states, lm_head_of
+from padfree.model.scalar_head import scalar_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.model.vision.tower_cost import TowerCost, tower_cost
 from padfree.optim.master_weights import compute_copies
 from padfree.packing import CostModel
 from padfree.sample import Sample
 from padfree.sharding.parallelize import inside
+from padfree.tasks.reward import pack_scores
 from padfree.train.finite_checks import check_scores
 from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
@@ -141,6 +145,37 @@ class Scorer:
             num_labels=batch.num_labels,
             kept=batch.kept,
         ).logprobs
+
+
+class ScalarScorer(Scorer):
+    """Computes values or rewards of samples with a parallelized model that has a scalar head."""
+
+    def _check_head(self, model: PreTrainedModel) -> None:
+        scalar_head_of(model)
+
+    @torch.no_grad()
+    def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Return the values [n] of each sample's tokens, the same on every rank; 0 for a token that is not scored."""
+        return self._score_tokens(samples, pack_scores, "value")
+
+    @torch.no_grad()
+    def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+        """Return the score at the end of each of B samples, [B], on every rank."""
+        training = self.model.training
+        self.model.train(False)
+        found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
+        pack_settings = replace(self.packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
+        with compute_copies(self.model):
+            for batch, indices in self.packer.packs(samples, self.packer.plan(samples), pack_settings):
+                scores = inside(self.model, pack_scores, batch.local)
+                if not batch.is_filler:
+                    sums = segment_sum(scores, batch.local.sample_index, batch.local.num_samples)
+                    found[torch.from_numpy(indices).to(self.mesh.device)] = sums
+        self.model.train(training)
+        dist.all_reduce(found, group=self.mesh.loss.group)
+        ends: NDArray[np.float32] = found.float().cpu().numpy()
+        check_scores(np.split(ends, len(samples)), samples, setting=self.setting, what="score")
+        return ends
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -9,7 +9,8 @@ Config -> build_engine      model, optimizer, loss, and their scorer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +33,15 @@ from padfree.optim.optimizer import make_optimizer
 from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks import task_of
-from padfree.train.critic import Critic
+from padfree.train.critic import Critic, ValueMicroBatchLoss
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.microbatch import PackSettings
 from padfree.train.resolve_auto import resolve_auto_on
 from padfree.train.rl.reference_model import AdapterReference, ModelReference, ReferenceModel
 from padfree.train.rl.reward_model import ModelReward
-from padfree.train.scorer import Scorer
+from padfree.train.scorer import ScalarScorer, Scorer
 from padfree.train.training_data import open_tokenizer
-from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
+from padfree.train.vocabulary import unique_name
 
 
 def check_placement(config: Config, device_type: str) -> None:
@@ -102,7 +103,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
         router_bias=config.loss.router_bias,
         skip_zero_gradient=config.loss.skip_zero_gradient == "auto",
     )
-    micro_batch_loss = task_of(config.loss.command).micro_batch_loss(
+    micro_batch_loss = task_of(config.loss.command).loss(
         settings.loss,
         temperature=config.loss.temperature,
         memory=config.parallel.head_bytes,
@@ -120,21 +121,19 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
     if config.loss.advantage != "gae":
         return None
     config = resolve_auto_on(config, mesh).config
-    try:
-        model = _load(
-            config,
-            mesh,
-            config.critic.path or config.model.path,
-            offload=config.parallel.offload,
-            checkpointing=config.parallel.checkpointing,
-            stretch=True,
-            reshard=config.parallel.reshard,
-            init=config.model.init if config.critic.path is None else "weights",
-            head="scalar",
-            spread=0.0,  # a new head predicts 0 everywhere
-        )
-    except UserError as error:  # the same on every rank
-        raise error.at("critic.path", "model") from None
+    model = _load(
+        config,
+        mesh,
+        config.critic.path or config.model.path,
+        "critic.path",
+        offload=config.parallel.offload,
+        checkpointing=config.parallel.checkpointing,
+        stretch=True,
+        reshard=config.parallel.reshard,
+        init=config.model.init if config.critic.path is None else "weights",
+        head="scalar",
+        spread=0.0,  # a new head predicts 0 everywhere
+    )
     optimizer = make_optimizer(model, config.optimizer.without_groups().with_lr(config.critic.lr))
     settings = LossSettings(
         loss=config.critic.value_settings(),
@@ -156,11 +155,9 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     if path is None:
         return None
     config = resolve_auto_on(config, mesh).config
-    try:
+    with _errors_at("rollout.reward"):
         check_reward_model(path, opened_together(path, trust_remote_code=code)[1])
-        model = _load(config, mesh, path, offload=False, frozen=True, head="scalar")
-    except UserError as error:  # the same on every rank
-        raise error.at("rollout.reward", "model") from None
+    model = _load(config, mesh, path, "rollout.reward", offload=False, frozen=True, head="scalar")
     # The reward model's tokenizer may make more tokens of a text than the run's. A text that is too long for
     # batch.max_tokens gets a pack of its own.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
@@ -183,10 +180,7 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
     """
     assert config.teacher.path is not None
     offload = config.teacher.offload and mesh.device.type != "cpu"
-    try:
-        return _load(config, mesh, config.teacher.path, offload=offload, frozen=True)
-    except UserError as error:  # the same on every rank
-        raise error.at("teacher.path", "model") from None
+    return _load(config, mesh, config.teacher.path, "teacher.path", offload=offload, frozen=True)
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
@@ -207,13 +201,10 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
     if path is None:
         return None
     config = resolve_auto_on(config, mesh).config
-    if engine is not None and config.lora.rank and _unique_name(path) == _unique_name(config.model.path):
+    if engine is not None and config.lora.rank and unique_name(path) == unique_name(config.model.path):
         return AdapterReference(engine.scorer, every)
     offload = config.reference.offload and mesh.device.type != "cpu"
-    try:
-        model = _load(config, mesh, path, offload=offload, frozen=True)
-    except UserError as error:  # the same on every rank
-        raise error.at("reference.path", "model") from None
+    model = _load(config, mesh, path, "reference.path", offload=offload, frozen=True)
     reference = ModelReference(_scorer(config, mesh, model, setting="reference.path"), every)
     if engine is not None and every is not None:
         reference.check(engine.model)
@@ -228,7 +219,7 @@ def export(
     `dtype`: the dtype of the written weights.
     """
     if _exports_adapters(config):
-        return export_adapters(model, folder, tokenizer, base=_unique_name(config.model.path))
+        return export_adapters(model, folder, tokenizer, base=unique_name(config.model.path))
     return export_model(model, folder, tokenizer, dtype=dtype)
 
 
@@ -255,15 +246,11 @@ def _exports_adapters(config: Config) -> bool:
     return config.lora.rank > 0 and config.lora.export == "adapter"
 
 
-def _unique_name(path: str) -> str:
-    """Return a unique name of a model: its absolute path if it is a folder, otherwise its Hub id."""
-    return str(Path(path).resolve()) if Path(path).exists() else path
-
-
 def _load(
     config: Config,
     mesh: Mesh,
     path: str,
+    setting: str = "model.path",
     *,
     offload: bool,
     init: Init = "weights",
@@ -271,6 +258,7 @@ def _load(
     spread: float | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
+    """`setting` names the model, for error messages. `changes`: see `transformations`."""
     steps = transformations(
         mesh,
         attention=config.model.attention,
@@ -281,18 +269,28 @@ def _load(
         offload=offload,
         **changes,
     )
-    return load_model(
-        path,
-        device=mesh.device,
-        shard=lambda model: parallelize(model, steps),
-        offload=offload,
-        init=init,
-        seed=config.run.seed,
-        trust_remote_code=config.model.trust_remote_code,
-        head=head,
-        spread=spread,
-        vision=config.model.vision,
-    )
+    with nullcontext() if setting == "model.path" else _errors_at(setting):
+        return load_model(
+            path,
+            device=mesh.device,
+            shard=lambda model: parallelize(model, steps),
+            offload=offload,
+            init=init,
+            seed=config.run.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            head=head,
+            spread=spread,
+            vision=config.model.vision,
+        )
+
+
+@contextmanager
+def _errors_at(setting: str) -> Iterator[None]:
+    """Context manager: errors about a model, which are the same on every rank, name `setting`."""
+    try:
+        yield
+    except UserError as error:
+        raise error.at(setting, "model") from None
 
 
 def _scorer(

@@ -22,7 +22,7 @@ from padfree.packing import CostModel, PrefixTree
 from padfree.packing.collate import prefixes_of
 from padfree.packing.fill import Indices
 from padfree.tasks.reading import Samples
-from padfree.train.data_rows import in_rows
+from padfree.train.batcher import in_rows
 
 MOST_ROWS = 64
 """Maximum number of data rows in which the keys that attention copies are counted."""

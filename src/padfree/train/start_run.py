@@ -18,6 +18,7 @@ from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
 from padfree.errors import UserError
+from padfree.images import Image
 from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
@@ -25,65 +26,44 @@ from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.response_log import ResponseLog
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
-from padfree.train.critic import Critic
 from padfree.train.determinism import restore_random_state
-from padfree.train.end_record import remove_end
 from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
+from padfree.train.finished import remove_end
 from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY, GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import change_line, check_made_with, check_ranks_agree, made_with, model_fields
 from padfree.train.rl.reference_model import ModelReference, ReferenceModel
 from padfree.train.rl.run_response_log import RunResponseLog
-from padfree.train.rl.sampled_batches import SampledBatches
 from padfree.train.scorer import Scorer
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import Best, OnNote, RunPosition, Trainer
-from padfree.train.training_data import Batcher
 
 
 def begin_run(
     config: Config,
-    engine: Engine,
-    batcher: Batcher,
+    batches: BatchPreparer,
     *,
-    reference: ReferenceModel | None = None,
-    teacher: Scorer | None = None,
-    critic: Critic | None = None,
-    rollouts: SampledBatches | None = None,
-    end_tokens: tuple[int, ...] = (),
     on_step: OnStep | None = None,
     on_note: OnNote | None = None,
     on_activity: OnActivity | None = None,
     evaluate: Evaluate | None = None,
     data: Mapping[str, Any] | None = None,
+    images: Mapping[str, Image] | None = None,
     response_log: ResponseLog | None = None,
     signals: StopSignals | None = None,
     planned_steps: int | None = None,
 ) -> Trainer:
     """Create a `Trainer` that starts from the newest checkpoint of the run folder, if there is one.
 
-    `data`: the `data_record` of the batcher's samples; without it, a resume does not compare the data. `teacher` gives
-    the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the
-    batcher's prompts. `end_tokens`: token ids that end a response.
+    `data`: the `data_record` of the samples; without it, a resume does not compare the data. `images`: the images of
+    the prompts by digest, if the policy generates the samples.
     """
+    engine = batches.engine
     mesh, note = engine.mesh, on_note or (lambda line: None)
     check_on_first_rank(mesh, mark_run_folder, config)
     check_on_first_rank(mesh, remove_end, Path(config.run.folder))
-    batches = BatchPreparer(
-        engine,
-        batcher,
-        loss=config.loss,
-        data=config.data,
-        rollout=config.rollout,
-        seed=config.run.seed,
-        reference=reference,
-        teacher=teacher,
-        critic=critic,
-        rollouts=rollouts,
-        end_tokens=end_tokens,
-    )
     checkpointer = Checkpointer(
         Path(config.run.folder) / CHECKPOINTS,
         keep_last=config.checkpoint.keep,
@@ -93,8 +73,8 @@ def begin_run(
         config,
         engine.model.config,
         data=data,
-        reference=_reference_record(reference, checkpointer),
-        teacher=_teacher_fingerprint(engine, teacher, checkpointer),
+        reference=_reference_record(batches.reference, checkpointer),
+        teacher=_teacher_fingerprint(engine, batches.teacher, checkpointer),
     )
     check_ranks_agree(record, mesh.loss.group)
     torch.manual_seed(config.run.seed + mesh.loss.rank)
@@ -104,13 +84,13 @@ def begin_run(
     position, evaluated, resumed = RunPosition(), False, None
     if newest is not None:
         changed = _check_against_checkpoint(newest, checkpointer, record, config, batches, note)
-        position, evaluated = _restore(newest, checkpointer, config, batches, changed, float8)
+        position, evaluated = _restore(newest, checkpointer, config, batches, changed, float8, images)
         differs = {name: {"was": before, "is": now} for name, (before, now) in changed.items()}
         resumed = {"checkpoint": newest.name, **differs}
     run_log: RunResponseLog | None = None
     if response_log is not None:
         run_log = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
-        line = run_log.begin(position.step, after=batcher.step, resume=config.checkpoint.resume)
+        line = run_log.begin(position.step, after=batches.last_batch_number, resume=config.checkpoint.resume)
         if line is not None:
             note(line)
     return Trainer(
@@ -197,10 +177,11 @@ def _restore(
     batches: BatchPreparer,
     changed: Mapping[str, Any],
     float8: Float8Budget | None,
+    images: Mapping[str, Image] | None,
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
-    `changed`: the settings that differ from the checkpoint's.
+    `changed`: the settings that differ from the checkpoint's. `images`: the images of the prompts by digest.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(
@@ -211,7 +192,7 @@ def _restore(
         float8.restore(extra)
     batch = None
     if KEY in extra:
-        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.last_batch_number))
+        batch = GlobalBatch.restored(extra, **batches.minibatch_settings(batches.last_batch_number), images=images)
     step = int(extra["step"])
     if rank_state is None:  # the number of ranks has changed, so the saved random states do not apply
         loss = engine.mesh.loss

@@ -1,4 +1,4 @@
-"""Run the updates of a training, and write one line to `metrics.jsonl` for each.
+"""Finish the updates that were begun, and write one line to `metrics.jsonl` for each.
 
     host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
     written                      line 1              line 2
@@ -9,23 +9,27 @@ of an update are therefore known one update later.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from padfree.estimate.flops import Flops
+import torch
+
+from padfree.estimate.flops import Flops, Shared
+from padfree.packing import CostModel, StepPlan
 from padfree.record.events import Events
 from padfree.record.file_names import NONFINITE
 from padfree.record.metrics_file import MetricsFile, write_samples
 from padfree.record.run_folder import writing
 from padfree.record.trackers import Trackers
 from padfree.train.batch_times import BatchTimes
-from padfree.train.engine import Engine, PendingStep, PreparedStep, StepReport
+from padfree.train.engine import Engine
 from padfree.train.finite_checks import NonFiniteError
-from padfree.train.step_metrics import peak_memory_gib, step_metrics
+from padfree.train.step import PendingStep, SkippedSamples, StepReport
 
 OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each finished step, on every rank."""
@@ -48,7 +52,7 @@ class _UnfinishedStep:
 
 
 class StepPipeline:
-    """Begins updates of an engine, finishes them in order, and writes their metrics."""
+    """Holds the updates that an engine has begun, finishes them in order, and writes their metrics."""
 
     def __init__(
         self,
@@ -67,34 +71,19 @@ class StepPipeline:
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times
         self._unfinished: list[_UnfinishedStep] = []
-        self._last_end = 0.0
+        self.last_end: float | None = None  # when the last update was finished
         self.stop_votes = 0  # ranks that wanted to stop when the last finished update began
 
     @property
-    def pending(self) -> bool:
-        """Whether any update is unfinished."""
-        return bool(self._unfinished)
+    def last(self) -> PendingStep | None:
+        """The most recent unfinished update."""
+        return self._unfinished[-1].pending if self._unfinished else None
 
-    def begin(
-        self,
-        prepared: PreparedStep,
-        *,
-        step: int,
-        lr_factor: float,
-        metrics: Mapping[str, Any],
-        begin: float,
-        wants_stop: bool,
-        apply: bool = True,
-    ) -> None:
-        """Begin an update. `begin`: the time at which the host started to work on the update.
+    def add(self, pending: PendingStep, *, step: int, metrics: Mapping[str, Any], begin: float) -> None:
+        """Add an update that the engine has begun. `begin`: the time at which the host started to work on it.
 
-        `metrics` are written together with the metrics of the update. With `apply=False`, the metrics are computed, but
-        no weight changes. Other arguments: see `Engine.begin`.
+        `metrics` are written together with the metrics of the update.
         """
-        after = self._unfinished[-1].pending if self._unfinished else None
-        pending = self._engine.begin(
-            prepared, lr_factor=lr_factor, step=step, after=after, wants_stop=wants_stop, apply=apply
-        )
         rates = self._engine.optimizer.rates
         self._unfinished.append(_UnfinishedStep(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))
 
@@ -120,21 +109,92 @@ class StepPipeline:
             self._log(unfinished, report, end)
 
     def _log(self, unfinished: _UnfinishedStep, report: StepReport, end: float) -> None:
+        begin = unfinished.begin if self.last_end is None else max(unfinished.begin, self.last_end)
         numbers = step_metrics(
             unfinished.step,
             report,
             rates=unfinished.rates,
-            seconds=unfinished.pending.device_seconds() or end - max(unfinished.begin, self._last_end),
+            seconds=unfinished.pending.device_seconds() or end - begin,
             flops=self._flops,
             compute_seconds=report.compute_seconds,
             memory_gib=peak_memory_gib(self._engine.mesh.device),
         )
-        self._last_end, self.stop_votes = end, report.stop_votes
+        self.last_end, self.stop_votes = end, report.stop_votes
         if self._times is not None:
-            numbers["seconds/update"] = numbers["seconds"]
+            numbers["seconds/update"] = end - begin  # with the time in which the device waits for the host
         written = {**numbers, **unfinished.metrics}
         with writing(self._folder):
             self._metrics.write(written)
             self._trackers.log(unfinished.step, written)
         if self.on_step is not None:
             self.on_step(written)
+
+
+# Metrics
+
+
+def step_metrics(
+    step: int,
+    report: StepReport,
+    *,
+    rates: Mapping[str, float],
+    seconds: float,
+    flops: Flops | None = None,
+    compute_seconds: Sequence[float] = (),
+    memory_gib: float | None = None,
+) -> dict[str, Any]:
+    """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
+    skipped = report.skipped or SkippedSamples()
+    found = {
+        "step": step,
+        "loss": report.loss,
+        "gradient_norm": report.gradient_norm,
+        **rates,
+        "samples": report.num_samples,
+        **({} if report.num_rows is None else {"rows": report.num_rows}),
+        "tokens": report.num_tokens,
+        "scored_tokens": report.num_labels,
+        **({} if report.skipped is None else {"skipped_samples": skipped.samples, "skipped_tokens": skipped.tokens}),
+        "seconds": seconds,
+        "tokens_per_second": (report.num_tokens - skipped.tokens) / seconds if seconds > 0 else 0.0,
+        "computed_tokens": int(report.plan.computed_tokens.sum()),
+        "micro_batches": report.plan.num_micro_batches,
+        "fill": report.plan.fill,
+        "imbalance": report.plan.imbalance,
+        "padding_share": report.padding_share,
+        **{f"loss/{name}": value for name, value in report.statistics.items()},
+        **{f"source/{name}/loss": value for name, value in report.source_losses.items()},
+    }
+    if sum(compute_seconds) > 0:
+        found["imbalance_measured"] = max(compute_seconds) * len(compute_seconds) / sum(compute_seconds)
+    if flops is not None:
+        found |= flops.metrics(
+            report.plan.lengths, report.num_labels - skipped.labels, seconds, shared=_shared(report.plan),
+            image_features=report.image_features,
+        )  # fmt: skip
+    if memory_gib is not None:
+        found["memory_gib"] = memory_gib
+    return found
+
+
+def _shared(plan: StepPlan) -> Shared | None:
+    """Return the number of tokens and of (query, key) pairs that sharing prefixes saves; None without sharing."""
+    if plan.prefixes is None:
+        return None
+    tokens = pairs = 0.0
+    for packs, is_first in zip(plan.micro_batches, plan.is_first, strict=True):
+        for indices in (samples for samples, counts in zip(packs, is_first, strict=True) if counts):
+            tree, lengths = plan.prefixes.restricted(indices), plan.lengths[indices].astype(float)
+            tokens += lengths.sum() - tree.num_tokens
+            pairs += (lengths**2).sum() - tree.cost(CostModel(linear=0.0, quadratic=1.0))
+    return Shared(tokens=tokens, pairs=pairs)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process so far, in GiB: GPU memory, or host memory if the device is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource  # not available on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB elsewhere

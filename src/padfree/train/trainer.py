@@ -5,7 +5,7 @@
                                                 log-probabilities of the whole rollout batch; then `loss.epochs` passes
                                                 over it in `loss.mini_batches` parts, one optimizer step per part. With
                                                 `rollout.staleness`, later batches are sampled meanwhile
-                                                (`rl.sampled_batches`)
+                                                (`padfree.rollout.collect`)
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
@@ -29,10 +29,12 @@ from signal import Signals
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from padfree.checkpoint.checkpointer import Checkpointer
 from padfree.choices import LOWER_IS_BETTER, Better
 from padfree.config import Config
+from padfree.distributed import Mesh
 from padfree.errors import UserError, shown_error
 from padfree.estimate.flops import Flops
 from padfree.garbage_collection import quiet_collector
@@ -44,18 +46,18 @@ from padfree.record.run_files import RunFiles
 from padfree.record.run_folder import writing
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
-from padfree.train.batch_times import BatchTimes
+from padfree.train.batch_times import BatchTimes, unmeasured
 from padfree.train.determinism import deterministic, random_state
-from padfree.train.end_record import write_end
-from padfree.train.engine import Engine, PreparedStep
+from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
+from padfree.train.finished import write_end
 from padfree.train.finite_checks import NonFiniteError, check_weights
 from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY as ROLLOUTS
 from padfree.train.global_batch import GlobalBatch
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.rl.run_response_log import RunResponseLog
-from padfree.train.signals import any_rank_wants
+from padfree.train.step import PreparedStep
 from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 
 
@@ -215,7 +217,9 @@ class Trainer:
                     self._run_evaluation()
                 # While an update is unfinished, use the votes that ranks cast when the last finished update began.
                 stopped = (
-                    self.updates.stop_votes > 0 if self.updates.pending else any_rank_wants(signals.received, self.mesh)
+                    self.updates.stop_votes > 0
+                    if self.updates.last is not None
+                    else any_rank_wants(signals.received, self.mesh)
                 )
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
@@ -313,11 +317,13 @@ class Trainer:
         if not self.config.loss.task.in_rows:
             for name, seconds in elapsed.items():
                 metrics[name] = metrics.get(name, 0.0) + seconds
+        begin = time.perf_counter()
+        if not self.config.loss.task.in_rows and self.updates.last_end is not None and self.updates.last is None:
+            metrics |= unmeasured(begin - self.updates.last_end, metrics)
         schedule = self.config.schedule
         factor = learning_rate_factor(
             self.step, kind=schedule.kind, warmup=schedule.warmup, steps=self.config.run.steps, final=schedule.final
         )
-        begin = time.perf_counter()
         apply = True
         critic = self.batches.critic
         if critic is not None:
@@ -325,9 +331,10 @@ class Trainer:
             apply = self.step >= self.config.critic.warmup
         prepared = self._prepared or self.engine.prepare(batch.samples_of(batch.done), eager=False)
         self._choose_float8_layers(prepared)
-        self.updates.begin(
-            prepared, step=self.step, lr_factor=factor, metrics=metrics, begin=begin, wants_stop=wants_stop, apply=apply
+        pending = self.engine.begin(
+            prepared, lr_factor=factor, step=self.step, after=self.updates.last, wants_stop=wants_stop, apply=apply
         )
+        self.updates.add(pending, step=self.step, metrics=metrics, begin=begin)
         self._prepare_next(batch)
         self.updates.finish(keep=1)
         self.step += 1
@@ -386,7 +393,7 @@ class Trainer:
             self.response_log.drop()
 
     def _end_record(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `extra` dict that `end.json` stores (`padfree.train.end_record`)."""
+        """Return the entries of a checkpoint's `extra` dict that `end.json` stores (`padfree.train.finished`)."""
         cursor = self._cursor or self.batches.cursor()
         found: dict[str, Any] = {"step": self.step, "batcher": cursor, MADE_WITH: self.made_with}
         return found if self._batch is None else {**found, ROLLOUTS: {}}
@@ -395,6 +402,16 @@ class Trainer:
         """Load the weights of the best evaluation for export. Training cannot continue from them."""
         assert self.checkpointer.kept is not None
         self.checkpointer.load(self.checkpointer.kept, model=self.engine.model, optimizer=None)
+
+
+def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
+    """Whether `wanted` is true on any rank. Collective.
+
+    Signals do not reach all ranks at the same time. If one rank has received one, all ranks stop after the same step.
+    """
+    flag = torch.tensor(int(wanted), device=mesh.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.loss.group)
+    return bool(flag.item())
 
 
 def is_better(value: float, than: float, metric: str, better: Better) -> bool:

@@ -1,27 +1,27 @@
-"""The training data of a run: tokenizer, samples, and global batches.
+"""The training data of a run: tokenizer and samples.
 
 Config -> load_tokenizer
        -> load_training_data  samples (SFT), rollouts (RL), or prompts for which the run generates rollouts
-       -> make_batcher        global batches of groups, the same on every rank
+       -> load_held_out       the same for `eval.path`
+       -> image_settings      with `model.vision`: what reads images. config -> placeholder token, inputs of the tower;
+                              processor: image -> placeholder tokens and tower inputs (padfree.data.image_processor);
+                              model on the meta device: sample -> rotary positions (padfree.model.vision)
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
-from padfree.config import Config
+from padfree.config import Config, DataConfig, ModelConfig
 from padfree.config.hub import check_name
 from padfree.config.model_folder import check_tokenizer_files
-from padfree.config.reader import LARGEST_COUNT
 from padfree.data import (
     DataReport,
     MixedDataset,
@@ -31,26 +31,18 @@ from padfree.data import (
     of_source,
 )
 from padfree.data.chat_renderer import chat_renderer
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.errors import UserError, shown_error
-from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
+from padfree.model.structure import skeleton
+from padfree.model.vision import prepare_sample
+from padfree.model.vision.families import need_family
 from padfree.rollout import Prompt
-from padfree.rollout.collect.group import RolloutGroup
 from padfree.sample import Sample
-from padfree.tasks import task_of
+from padfree.tasks import Task, task_of
 from padfree.tasks.batch_advantages import check_signal
-from padfree.tasks.reading import Samples, TrainingData, text_settings
-from padfree.train.data_rows import Group, Rows, epoch_parts, in_rows, lengths_of, row_counts, row_starts
-from padfree.train.image_settings import image_settings
-
-Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
-
-
-BYTES_PER_TOKEN = 9
-"""Bytes of host memory per token of a step: an id, a mask and a log-probability."""
-
-UNGROUPED = ("reinforce++", "gae", "teacher", "given")
-"""Advantages that do not compare the samples of a group."""
+from padfree.tasks.reading import ReadSettings, Samples, TrainingData, text_settings
+from padfree.train.batcher import row_starts
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -92,10 +84,16 @@ def load_training_data(
     are read, so that an error in it shows early; `import_reward=False` skips the import. `day`: the date for chat
     templates; None: today.
     """
-    options: dict[str, Any] = {"progress": progress or False, "import_reward": import_reward, "day": day}
-    if (images := image_settings(config.model, config.data)) is not None:
-        options["images"] = images
-    found = _load(config, tokenizer, options)
+    settings = ReadSettings(
+        data=config.data,
+        rollout=config.rollout,
+        tokenizer=tokenizer,
+        progress=progress or False,
+        import_reward=import_reward,
+        day=day,
+        images=image_settings(config.model, config.data),
+    )
+    found = _load(task_of(config.loss.command), settings)
     chat = None
     if tokenizer is not None:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)
@@ -105,17 +103,16 @@ def load_training_data(
     return replace(found, day=chat.day, notes=(*found.notes, note))
 
 
-def _load(config: Config, tokenizer: Any, options: Mapping[str, Any]) -> TrainingData:
-    read = task_of(config.loss.command).read
-    if not config.data.sources:
-        return read(config.data, config.rollout, tokenizer, **options)
+def _load(task: Task, settings: ReadSettings) -> TrainingData:
+    data = settings.data
+    if not data.sources:
+        return task.read(settings)
     found: dict[str, TrainingData] = {}
-    for number, source in enumerate(config.data.sources):
+    for number, source in enumerate(data.sources):
         try:
-            one = read(config.data.of_source(source), config.rollout, tokenizer, **options)
+            found[source.label] = task.read(replace(settings, data=data.of_source(source)))
         except UserError as error:
             raise _of_data_source(error, number) from error
-        found[source.label] = one
     return mixed(found)
 
 
@@ -206,87 +203,44 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
     return check_signal(samples, config.loss.advantage, ", ".join(config.data.paths))
 
 
-def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Return the batcher, which makes global batches of whole data rows or, in RL, of whole groups.
+# Images
 
-    A prompt is a group of its own (`RolloutGroup`). `parts`: the number of samples of each source of a mixture.
-    """
-    data, batch = config.data, config.batch
-    if not len(samples):
-        raise UserError("data.path", f"{', '.join(data.paths)} has no samples", "give files with at least one sample")
-    _check_step_memory(config, samples)
-    order: dict[str, Any] = {"shuffle": data.shuffle, "seed": config.run.seed, "epochs": data.epochs}
-    groups, sizes = groups_of(config, samples, parts)
-    order["parts"] = epoch_parts(data, sizes)
-    if in_rows(config.loss, config.rollout):
-        if batch.samples is not None:
-            size = config.loss.task.group_size
-            return FixedSizeBatcher(groups, batch_size=batch.samples // size, length=_num_tokens, **order)
-        assert batch.tokens is not None
-        return TokenBudgetBatcher(
-            groups,
-            budget=batch.tokens,
-            buffer_size=batch.buffer,
-            overlong=batch.overlong,
-            length=_num_tokens,
-            **order,
-        )
-    assert batch.samples is not None
-    largest = max(groups, key=len)
-    if len(largest) > batch.samples:
-        assert isinstance(largest[0], Sample), "batch.samples is a multiple of rollout.samples_per_prompt"
+
+class PrepareSample:
+    """Adds the positions that a model gives to the tokens of a sample. It is pickled as the name of the model."""
+
+    def __init__(self, path: str, trust_remote_code: bool) -> None:
+        self.path, self.trust_remote_code = path, trust_remote_code
+
+    def __call__(self, sample: Sample) -> Sample:
+        return prepare_sample(_skeleton(self.path, self.trust_remote_code), sample) if sample.images else sample
+
+
+def image_settings(model: ModelConfig, data: DataConfig) -> ImageSettings | None:
+    """Return what reads the images of a run's data, or None if the run trains on text."""
+    if not model.vision:
+        return None
+    path, code = model.path, model.trust_remote_code
+    if model.tokenizer is not None and model.tokenizer != path:
         raise UserError(
-            "batch.samples",
-            f"{batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}",
-            f"give {len(largest)} or more",
+            "model.tokenizer",
+            f"{model.tokenizer}, but with model.vision the model's own processor makes the tokens",
+            "leave it out",
         )
-    # `length=len` makes the budget count samples instead of tokens: a batch takes as many whole groups as fit.
-    return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
+    built = _skeleton(path, code)
+    family = need_family(built)
+    return ImageSettings(
+        path=path,
+        placeholder=int(built.config.image_token_id),
+        inputs=family.inputs,
+        one_image=family.one_image,
+        trust_remote_code=code,
+        folder=data.image_folder,
+        max_pixels=data.max_image_pixels,
+        prepare=PrepareSample(path, code),
+    )
 
 
-def _check_step_memory(config: Config, samples: Samples) -> None:
-    """Raise a `UserError` if the samples of one step do not fit into this machine's memory."""
-    lengths = lengths_of(samples)
-    total = int(lengths.sum()) * (config.data.epochs or LARGEST_COUNT)
-    if config.batch.samples is not None:
-        name, size, tokens_each = "samples", config.batch.samples, float(lengths.mean())
-    else:
-        assert config.batch.tokens is not None
-        name, size, tokens_each = "tokens", config.batch.tokens, 1.0
-    needed = BYTES_PER_TOKEN * min(size * tokens_each, total)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        gib = f"{needed / 2**30:.3g} GiB of memory, but this machine has {memory / 2**30:.3g} GiB"
-        most = int(memory / BYTES_PER_TOKEN / tokens_each)
-        raise UserError(f"batch.{name}", f"a step of {size} {name} needs about {gib}", f"give at most {most}")
-
-
-def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """Return the units of batches, which are data rows or groups, and the number of units of each source.
-
-    `parts`: the number of samples of each source of a mixture.
-    """
-    if in_rows(config.loss, config.rollout):
-        starts = row_starts(config.loss, config.rollout, samples)
-        return Rows(samples, starts), row_counts(starts, parts)
-    ends = np.cumsum(parts or [len(samples)]).tolist()
-    by_part = [_groups(config, [samples[i] for i in range(a, b)]) for a, b in pairwise([0, *ends])]
-    return [group for groups in by_part for group in groups], [len(groups) for groups in by_part]
-
-
-def _num_tokens(group: Group) -> int:
-    return sum(len(sample) for sample in group)
-
-
-def _groups(config: Config, samples: Samples) -> list[Group]:
-    """Group samples by `group`, in the order of each group's first sample."""
-    alone: list[Group] = []
-    grouped: dict[str | int | None, list[Sample]] = {}
-    for sample in samples:
-        if isinstance(sample, Prompt):
-            alone.append(RolloutGroup(prompt=sample, size=config.rollout.samples_per_prompt))
-        elif config.loss.advantage in UNGROUPED:
-            alone.append((sample,))
-        else:
-            grouped.setdefault(sample.group, []).append(sample)
-    return [*alone, *grouped.values()]
+@lru_cache(maxsize=4)
+def _skeleton(path: str, trust_remote_code: bool) -> PreTrainedModel:
+    return skeleton(path, trust_remote_code=trust_remote_code, vision=True)

@@ -31,11 +31,11 @@ def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: 
     Yield a note for each model that has no tokenizer to compare.
     """
     own_name = model.tokenizer or model.path
-    compared = {_unique_name(own_name)}
+    compared = {unique_name(own_name)}
     for setting, name in names.items():
-        if setting in GIVEN_TEXT or setting == "model.tokenizer" or _unique_name(name) in compared:
+        if setting in GIVEN_TEXT or setting == "model.tokenizer" or unique_name(name) in compared:
             continue
-        compared.add(_unique_name(name))
+        compared.add(unique_name(name))
         trained = setting == "model.path"
         if trained and (model.init == "random" or Path(name).is_file()):
             continue  # an untrained model has not learned any ids
@@ -98,5 +98,6 @@ def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
         return None  # only a request can tell whether the Hub has tokenizer files
 
 
-def _unique_name(name: str) -> str:
+def unique_name(name: str) -> str:
+    """Return a unique name of a model: its absolute path if it is a file or folder, otherwise its Hub id."""
     return str(Path(name).resolve()) if Path(name).exists() else name

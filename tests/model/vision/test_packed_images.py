@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.model import attach, hidden_states, lm_head_of
-from padfree.model.structure import check_vision
 from padfree.model.vision import prepare_sample
 from padfree.model.vision.families import FAMILIES, family_of
 from padfree.packing.collate import collate, pack
@@ -367,18 +366,3 @@ def test_dropout_in_the_tower_is_refused() -> None:
     model.config.vision_config.attention_dropout = 0.1
     with refused("model", "attention_dropout is 0.1"):
         attach(model)
-
-
-def test_a_transformers_without_computed_features_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.17 does not pass the features on to the model, so that its images would not be seen."""
-    model = build_vision("qwen3_vl")
-    forward = type(model.model).forward
-
-    def older(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
-        return forward(self, input_ids, **kwargs)
-
-    monkeypatch.setattr(type(model.model), "forward", older)
-    with refused("model", about="mm_encoder_outputs"):
-        attach(model)
-    with refused("model.vision", about="mm_encoder_outputs"):
-        check_vision(model.config)

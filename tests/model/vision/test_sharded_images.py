@@ -16,9 +16,10 @@ from padfree.packing import CostModel
 from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.testing.vision_models import build_vision, picture, shown
-from padfree.train.engine import Engine, StepReport
+from padfree.train.engine import Engine
 from padfree.train.microbatch import filler
 from padfree.train.scorer import Scorer
+from padfree.train.step import StepReport
 from tests.ranks import run_ranks
 from tests.train.cases import LOSSES, OPTIMIZER, two_steps
 

@@ -20,7 +20,7 @@ from padfree.packing.shared_plan import plan_shared_step
 from padfree.sample import Sample
 from padfree.testing.models import build
 from padfree.testing.vision_models import VISION_MODELS, build_vision, picture, shown
-from padfree.train.engine import encoded_images
+from padfree.train.step import encoded_images
 
 
 def counted(model: PreTrainedModel, image: Any) -> float:

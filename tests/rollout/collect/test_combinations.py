@@ -28,7 +28,7 @@ from tests.train.trainer_cases import TIMES
 
 HERE = "tests.rollout.collect.test_combinations"
 FUNCTION = "tests.rollout.environment.rewards:sometimes_raises"
-STEPS, GROUP, GROUPS, MAX_NEW_TOKENS = 3, 3, 4, 8
+STEPS, GROUP, GROUPS, PROMPTS, MAX_NEW_TOKENS = 3, 3, 4, 12, 8
 REWARDS = ("function", "processes", "model")
 COMBINATIONS = list(
     itertools.product(("in_process", "server"), ("response", "episode"), (0, 1), REWARDS, (False, True))
@@ -156,6 +156,8 @@ def check_run(
         assert line["samples"] == GROUP * GROUPS or line["groups_failed"] > 0
         assert line["samples"] % GROUP == 0
         assert line["groups_requested"] >= GROUPS * 1.5
+        enough = line["groups_requested"] - line["groups_equal"] >= GROUPS
+        assert enough or line["groups_requested"] == PROMPTS, "there are no more prompts"
         assert ("overlong_penalty" in line) == overlong
         if overlong:
             assert line["raw_reward"] - line["reward"] == pytest.approx(line["overlong_penalty"], abs=1e-6)

@@ -7,8 +7,7 @@ import numpy as np
 from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 from padfree.rollout.collect.queue_state import dropped_reason, queue_state, stored_in
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.group import Leaf, Played
 
 
 def leaf(reward: float | None, kept: KeptSets | None = None) -> Leaf:

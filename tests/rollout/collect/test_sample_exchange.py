@@ -24,11 +24,11 @@ from padfree.record.run_folder import mark_run_folder
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.collect.sample_exchange import arrived, facts_of, placeholder_leaves, whole
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.group import Leaf, Played
+from padfree.train.batcher import make_batcher
 from padfree.train.microbatch import plan_samples
 from padfree.train.run import train
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.ranks import run_ranks
 from tests.train.test_rollouts_run import lines, make_config, model_folder
 
@@ -155,33 +155,40 @@ def collected(rank: int, world: int, config: Config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("per_rank", [False, True], ids=["one batch", "a batch that grows with the ranks"])
-def test_number_of_bytes_that_a_rank_receives(per_rank: bool, model_folder: Path, tmp_path: Path) -> None:
-    """With more ranks, each receives fewer bytes of a batch, and never more than the samples that it trains on."""
-    found: dict[int, list[dict[str, Any]]] = {}
+def collected_each(rank: int, world: int, configs: Sequence[Config]) -> list[dict[str, Any]]:
+    return [collected(rank, world, config) for config in configs]
+
+
+def test_number_of_bytes_that_a_rank_receives(model_folder: Path, tmp_path: Path) -> None:
+    """With more ranks, each receives fewer bytes of a batch, and never more than the samples that it trains on.
+
+    If the batch grows with the ranks, the bytes of tokens that a rank receives stay bounded.
+    """
+    tokens: dict[tuple[int, int], int] = {}  # the most bytes that a rank receives, by number of ranks and of samples
+    facts: dict[tuple[int, int], int] = {}
     for world in (2, 4, 8):
-        samples = 6 * world if per_rank else 48
-        config = make_config(
-            tmp_path / str(world),
-            model_folder,
-            batch={"samples": samples, "max_tokens": 2000},
-            rollout={"max_new_tokens": MAX_NEW_TOKENS},
-        )
-        results = found[world] = run_ranks(world, collected, config)
-        for result in results:
-            assert result["all"] == results[0]["all"]
-            assert result["logprobs"] == results[0]["logprobs"]
-            assert result["own"].items() <= result["all"].items()
-            share = 8 * sum(map(len, result["own"].values()))
-            assert result["tokens"] <= share
-        assert sorted(uid for result in results for uid in result["own"]) == sorted(results[0]["all"])
-    tokens = {world: max(one["tokens"] for one in results) for world, results in found.items()}
-    facts = {world: max(one["facts"] for one in results) for world, results in found.items()}
-    if not per_rank:
-        assert tokens[2] > tokens[4] > tokens[8]
-        assert tokens[8] + facts[8] <= tokens[2] + facts[2]
-    else:
-        assert max(tokens.values()) <= 8 * 6 * (MAX_NEW_TOKENS + 8)
+        sizes = sorted({6 * world, 48})
+        configs = [
+            make_config(
+                tmp_path / f"{world} {samples}",
+                model_folder,
+                batch={"samples": samples, "max_tokens": 2000},
+                rollout={"max_new_tokens": MAX_NEW_TOKENS},
+            )
+            for samples in sizes
+        ]
+        for samples, results in zip(sizes, zip(*run_ranks(world, collected_each, configs), strict=True), strict=True):
+            for result in results:
+                assert result["all"] == results[0]["all"]
+                assert result["logprobs"] == results[0]["logprobs"]
+                assert result["own"].items() <= result["all"].items()
+                assert result["tokens"] <= 8 * sum(map(len, result["own"].values()))
+            assert sorted(uid for result in results for uid in result["own"]) == sorted(results[0]["all"])
+            tokens[world, samples] = max(one["tokens"] for one in results)
+            facts[world, samples] = max(one["facts"] for one in results)
+    assert tokens[2, 48] > tokens[4, 48] > tokens[8, 48]
+    assert tokens[8, 48] + facts[8, 48] <= tokens[2, 48] + facts[2, 48]
+    assert max(tokens[world, 6 * world] for world in (2, 4, 8)) <= 8 * 6 * (MAX_NEW_TOKENS + 8)
 
 
 def trained(rank: int, world: int, configs: Sequence[Config]) -> None:

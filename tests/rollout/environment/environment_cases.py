@@ -14,9 +14,9 @@ from padfree.data import Reward
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
-from padfree.rollout.environment.play import Play, Played
-from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
+from padfree.rollout.group import Play, Played, RolloutGroup
+from padfree.rollout.rewards import RewardWorkers
 
 LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
 EOS = 0
@@ -125,8 +125,8 @@ def play(
     )
     try:
         plays = [
-            Play(number=number, prompt=one, key=100 + number if keys is None else keys[number])
-            for number, one in enumerate(prompts)
+            Play(number=number, group=RolloutGroup(prompt=one, size=1), key=key)
+            for number, (one, key) in enumerate(zip(prompts, keys or range(100, 100 + len(prompts)), strict=True))
         ]
         return runner.play(plays, lambda said: [said])
     finally:

@@ -20,7 +20,7 @@ from padfree.rollout import Prompt
 from padfree.rollout.base import OnResponse, Response, SamplingRequest
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.group import Leaf
 from padfree.testing.models import save_with_tokenizer
 from padfree.train.run import train
 from tests.ranks import run_ranks

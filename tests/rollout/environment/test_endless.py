@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,11 +17,11 @@ from typing import Any
 import pytest
 
 from padfree.data import Reward
+from padfree.errors import UserError
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.agent import agent_episode
-from padfree.rollout.environment.reward_workers import RewardWorkers
-from padfree.rollout.time_limit import DaemonPool, call_within
+from padfree.rollout.rewards import DaemonPool, RewardWorkers, _in_thread, call_within
 from tests.rollout.environment.environment_cases import CHAT, play, prompt
 
 LIMIT = 0.7
@@ -301,14 +300,20 @@ def test_what_a_function_raises_is_raised_either_way() -> None:
     assert found == [KeyError]
 
 
-def test_a_process_does_not_wait_for_a_pool_of_daemons() -> None:
-    """A process whose pool is full of rewards that never return still exits."""
-    code = (
-        "import time\nfrom padfree.rollout.time_limit import DaemonPool\npool = DaemonPool(2, 'reward')\n"
-        "for _ in range(5): pool.submit(time.sleep, 6000)\npool.close()\nprint('ended')"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
-    assert found.stdout == "ended\n"
+def test_a_process_does_not_wait_for_the_threads_of_rewards() -> None:
+    """A process whose pool is full of rewards that never return still exits: all threads are daemons."""
+    ends = threading.Event()
+    before = set(threading.enumerate())
+    pool = DaemonPool(2, "test")
+    for _ in range(5):
+        pool.submit(ends.wait)
+    with pytest.raises(UserError, match="too slow"):
+        _in_thread(0.05, "late: too slow; be faster", ends.wait)
+    new = set(threading.enumerate()) - before
+    assert len(new) == 3
+    assert all(thread.daemon for thread in new)
+    pool.close()  # returns at once
+    ends.set()
 
 
 def test_a_pool_runs_all_calls() -> None:

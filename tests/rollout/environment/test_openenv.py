@@ -12,8 +12,8 @@ import pytest
 from padfree.data.data_settings import RolloutDataSettings
 from padfree.rollout import read_prompts
 from padfree.rollout.environment.load_environment import check_packaged, packaged_episode
-from padfree.rollout.environment.play import Play, Played
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
+from padfree.rollout.group import Play, Played, RolloutGroup
 from tests.refused import refused
 from tests.rollout.environment.environment_cases import CHAT, Scripted, chat_tokenizer, text, tokenizer
 
@@ -48,7 +48,9 @@ def play(
     runner = EpisodeRunner(
         packaged_episode(name), Scripted(script), chat_tokenizer(CHAT), None, RunnerSettings(**settings)
     )
-    plays = [Play(number=number, prompt=one, key=number) for number, one in enumerate(prompts)]
+    plays = [
+        Play(number=number, group=RolloutGroup(prompt=one, size=1), key=number) for number, one in enumerate(prompts)
+    ]
     try:
         return runner.play(plays, lambda own: [own])
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import json
+import queue
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 from padfree.config.packaged import check_package, is_packaged, packaged_environment
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.rollout import Prompt
+from padfree.rollout.base import OnResponse, SamplingRequest
 from padfree.rollout.environment import Policy, Trajectory
-from padfree.rollout.environment.group_rewards import GroupReward, PlayGroup, Scored
-from padfree.rollout.environment.play import Play, Played
+from padfree.rollout.environment.group_rewards import GroupReward, Scored
 from padfree.rollout.environment.responder import PolicyResponder
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.environment.tool_calls import ToolCallParser
+from padfree.rollout.group import Play, Played, RolloutGroup, Watcher
 from tests.refused import refused
 from tests.rollout.environment.environment_cases import CHAT, Scripted, chat_tokenizer, play, prompt, text, tokenizer
 
@@ -177,8 +179,25 @@ def test_requests_that_cannot_be_served_are_refused() -> None:
 # Rewards of groups
 
 
+class Queued(Scripted):
+    """An async sampler that answers at once."""
+
+    failure: Exception | None = None
+    stuck = False
+
+    def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
+        for index, response in enumerate(self.sample(requests)):
+            on_response(index, response)
+
+
 def grouped(
-    answers: Sequence[str], *, concurrent: int, size: int | None = None, fails: int | None = None, skip: bool = False
+    answers: Sequence[str],
+    *,
+    concurrent: int = 8,
+    size: int | None = None,
+    fails: int | None = None,
+    skip: bool = False,
+    queued: bool = False,
 ) -> list[Played]:
     async def score(results: Sequence[Any]) -> list[Scored]:
         await asyncio.sleep(0)
@@ -191,13 +210,17 @@ def grouped(
         return policy.trajectory(group_reward=GroupReward(result=turn.text, score=score))
 
     settings = RunnerSettings(name="e", max_concurrent=concurrent, timeout=60.0, skip_failures=skip)
-    scripted = Scripted(lambda context, key: f"{answers[order.setdefault(key, len(order))]}$")
+    scripted = (Queued if queued else Scripted)(lambda context, key: f"{answers[order.setdefault(key, len(order))]}$")
     order: dict[int, int] = {}
     runner = EpisodeRunner(episode, scripted, chat_tokenizer(), None, settings)
-    group = PlayGroup(size or len(answers))
-    plays = [Play(number=number, prompt=prompt("p"), key=number, group=group.join()) for number in range(len(answers))]
+    group = RolloutGroup(prompt=prompt("p"), size=size or len(answers))
+    plays = [Play(number=number, group=group, key=number) for number in range(len(answers))]
     try:
-        return runner.play(plays, lambda own: [own])
+        if not queued:
+            return runner.play(plays, lambda own: [own])
+        played: queue.SimpleQueue[Played] = queue.SimpleQueue()
+        runner.begin(plays, Watcher(on_played=played.put))
+        return [played.get(timeout=60) for _ in plays]
     finally:
         runner.close()
 
@@ -216,6 +239,11 @@ def test_a_failed_episode_fails_its_whole_group(concurrent: int, fails: int) -> 
     assert "broken" in str(played[fails].failure)
     others = [str(one.failure) for number, one in enumerate(played) if number != fails]
     assert all("another episode of the same prompt failed" in failure for failure in others)
+
+
+def test_a_group_of_queued_episodes_is_refused() -> None:
+    """A checkpoint may hold some episodes of a queued group and not the others."""
+    assert all("rollout.staleness" in str(one.failure) for one in grouped(["b", "c"], skip=True, queued=True))
 
 
 def test_a_divided_group_is_refused() -> None:

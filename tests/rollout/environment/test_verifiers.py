@@ -16,10 +16,9 @@ from padfree.config import config_from_dict
 from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.sources import open_sources
 from padfree.rollout import Prompt, read_prompts
-from padfree.rollout.environment.group_rewards import PlayGroup
 from padfree.rollout.environment.load_environment import check_packaged, packaged_episode
-from padfree.rollout.environment.play import Play, Played
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
+from padfree.rollout.group import Play, Played, RolloutGroup
 from tests.refused import refused
 from tests.rollout.environment.environment_cases import CHAT, Scripted, chat_tokenizer, ids, text, tokenizer
 
@@ -48,20 +47,17 @@ def prompts(name: str, template: str | None = CHAT, max_new_tokens: int = 600) -
     return list(read_prompts([name], tokenizer(template), settings, max_new_tokens=max_new_tokens).prompts)
 
 
-def play(
-    name: str, script: Any, *, template: str = CHAT, copies: int = 1, groups: bool = True, **settings: Any
-) -> list[Played]:
+def play(name: str, script: Any, *, template: str = CHAT, copies: int = 1, **settings: Any) -> list[Played]:
     chosen = {"name": name, "max_concurrent": 8, "timeout": 60.0, "skip_failures": False, **settings}
     runner = EpisodeRunner(
         packaged_episode(name), Scripted(script), chat_tokenizer(template), None, RunnerSettings(**chosen)
     )
-    plays = []
+    plays: list[Play] = []
     for index, one in enumerate(prompts(name, template)):
-        group = PlayGroup(copies)
-        for copy in range(copies):
-            number = index * copies + copy
-            shared = group.join() if groups else None
-            plays.append(Play(number=number, prompt=one, key=number, group=shared))
+        group = RolloutGroup(prompt=one, size=copies)
+        plays += [
+            Play(number=number, group=group, key=number) for number in range(index * copies, (index + 1) * copies)
+        ]
     try:
         return runner.play(plays, lambda own: [own])
     finally:
@@ -212,19 +208,6 @@ def said_by_number(said: dict[int, str]) -> Callable[[str, int], str]:
     return script
 
 
-def test_a_failed_episode_fails_its_group() -> None:
-    name = "verifiers:letter_games?kind=compared"
-
-    def script(context: str, key: int) -> str:
-        return "5$"
-
-    played = play(name, script, copies=2, skip_failures=True, groups=False)
-    assert all("rollout.staleness" in str(one.failure) for one in played)
-    group = PlayGroup(3).join()
-    with refused("rollout.environment", "only 1 of them"):
-        asyncio.run(group.scored(0, None))  # type: ignore[arg-type]
-
-
 def test_an_overlong_prompt_ends_the_episode_as_in_the_package() -> None:
     """The second prompt does not fit: the rubric scores what there is."""
     name = "verifiers:letter_games?kind=guessing"
@@ -237,7 +220,7 @@ def test_an_overlong_prompt_ends_the_episode_as_in_the_package() -> None:
         RunnerSettings(name="n", max_concurrent=1, timeout=60.0, skip_failures=False),
     )
     try:
-        (played,) = runner.play([Play(number=0, prompt=task, key=1)], lambda own: [own])
+        (played,) = runner.play([Play(number=0, group=RolloutGroup(prompt=task, size=1), key=1)], lambda own: [own])
     finally:
         runner.close()
     assert leaves(played) == [("[u]guess[a]1$", "." * 11 + "11")]

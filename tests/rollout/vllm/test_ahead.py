@@ -24,7 +24,7 @@ from padfree.rollout.collect.queue_state import Stored
 from padfree.rollout.collect.queued_batch import QueuedBatch
 from padfree.rollout.engines.servers import weight_sync
 from padfree.rollout.engines.vllm import VllmServer
-from padfree.rollout.environment.play import Played
+from padfree.rollout.group import Played
 from padfree.rollout.response_log import _records
 from padfree.rollout.sampling_rng import response_keys
 from padfree.sample import Sample

@@ -39,8 +39,9 @@ from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from padfree.sample import Sample
 from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, train_tokenizer, write_model, write_rows
+from padfree.train.batcher import make_batcher
 from padfree.train.run import train
-from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+from padfree.train.training_data import load_tokenizer, load_training_data
 from padfree.warning import PadfreeWarning
 from tests.ranks import run_ranks
 from tests.rollout.vllm.test_ahead import (

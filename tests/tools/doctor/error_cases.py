@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from padfree.cli.main import main
 from padfree.errors import UserError
 from padfree.testing.models import save_with_tokenizer
-from padfree.testing.openai_server import OpenAiService, serving_openai
 from tests.rollout.vllm.vllm_cases import unused_url
+from tests.tools.doctor.openai_server import OpenAiService, serving_openai
 
 Attempt = Callable[[Path], Any]
 

@@ -19,8 +19,8 @@ from transformers.generation.logits_process import (
 )
 
 from padfree.testing.models import build
-from padfree.testing.openai_server import Abilities, OpenAiService
 from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
+from tests.tools.doctor.openai_server import Abilities, OpenAiService
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}

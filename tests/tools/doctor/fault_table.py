@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from padfree.testing.openai_server import OpenAiService, serving_openai
 from padfree.tools.doctor import DoctorReport, examine_server, open_patient
 from padfree.tools.talk.find_model import find_model
 from tests.tools.doctor.fault_cases import ABILITIES, FAULTS, loaded, save, tokenizer_of, write_case
+from tests.tools.doctor.openai_server import OpenAiService, serving_openai
 
 ARCHITECTURES = ("qwen3", "llama_tied", "gemma2", "qwen3_moe", "mistral", "gpt_oss", "gemma3", "granite")
 SERVED = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16, torch.float16, torch.float32)}

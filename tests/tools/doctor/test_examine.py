@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from padfree.cli.main import main
 from padfree.errors import UserError
 from padfree.sample import Sample
-from padfree.testing.openai_server import Abilities, OpenAiService, serving_openai
 from padfree.tools.doctor import DoctorReport, examine_rollouts, examine_server, open_patient
+from padfree.tools.doctor.diagnosis import Noise, measure_noise
+from padfree.tools.doctor.evidence import Evidence
 from padfree.tools.doctor.examine import Patient
 from padfree.tools.talk.find_model import find_model
 from tests.tools.doctor.fault_cases import (
     ABILITIES,
     FAULTS,
+    Fault,
     healthy,
     loaded,
     processed,
@@ -30,6 +33,7 @@ from tests.tools.doctor.fault_cases import (
     tokenizer_of,
     write_case,
 )
+from tests.tools.doctor.openai_server import Abilities, OpenAiService, serving_openai
 
 NO_PROMPT_IDS = Abilities(prompt_ids=False, tokenize=False)
 
@@ -54,15 +58,49 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_case(tmp_path_factory.mktemp("plain"), FAULTS["stale head"], 3)
 
 
-@pytest.mark.parametrize(("number", "name"), list(enumerate(FAULTS)), ids=list(FAULTS))
-def test_a_fault_is_named(number: int, name: str, tmp_path: Path) -> None:
-    """One seed each; `fault_table.py` has more."""
-    fault, seed = FAULTS[name], number % 5
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Fault], tuple[Path, Patient]]:
+    """The folder and the patient of a fault. Faults of the same model share them."""
+    found: dict[str, tuple[Path, Patient]] = {}
+
+    def made(fault: Fault) -> tuple[Path, Patient]:
+        key = repr((fault.architecture, fault.changes, fault.adapter, fault.previous))
+        if key not in found:
+            folder = write_case(tmp_path_factory.mktemp("case"), fault, SEED)
+            found[key] = folder, patient_of(folder, previous=fault.previous)
+        return found[key]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def _noise_is_measured_once() -> Iterator[None]:
+    """The prompts of a patient, and so the noise on them, are the same whatever the fault of the server is."""
+    found: dict[tuple[int, bytes], Noise] = {}
+
+    def measured(model: PreTrainedModel, evidence: Evidence) -> Noise:
+        key = id(model), evidence.tokens.tobytes()
+        if key not in found:
+            found[key] = measure_noise(model, evidence)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("padfree.tools.doctor.examine.measure_noise", measured)
+        yield
+
+
+SEED = 0
+"""`fault_table.py` has more."""
+
+
+@pytest.mark.usefixtures("_noise_is_measured_once")
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str, case: Callable[[Fault], tuple[Path, Patient]]) -> None:
+    fault = FAULTS[name]
     if fault.adapter:
         pytest.importorskip("peft")
-    folder = write_case(tmp_path, fault, seed)
-    patient = patient_of(folder, previous=fault.previous)
-    report = examined(patient, fault.serve(folder, seed), temperature=fault.temperature)
+    folder, patient = case(fault)
+    report = examined(patient, fault.serve(folder, SEED), temperature=fault.temperature)
     assert report.causes[:1] == [fault.cause], text_of(report)
     assert fault.says in text_of(report)
     for finding in report.findings:

@@ -9,7 +9,7 @@ import pytest
 
 from padfree.sample import Sample
 from padfree.tools.planner.steps import read_lengths, rollout_steps, sft_steps
-from padfree.train.training_data import make_batcher
+from padfree.train.batcher import make_batcher
 from tests.tools.planner.cases import config_of, log_normal
 
 

@@ -22,7 +22,6 @@ from padfree.tools.planner.traffic import (
     fsdp_units,
     step_traffic,
 )
-from tests.refused import refused
 
 
 def settings(**parallel: object) -> dict[str, object]:
@@ -122,8 +121,3 @@ def test_experts_over_ranks_send_tokens_instead_of_weights() -> None:
     assert list(placement.lines())[-1] == "  the 2 ranks that divide the experts are inside a host"
     full = traffic_of(config_from_dict(settings(expert=2, checkpointing="full")), model, plan, placement, "nccl")
     assert full.inside[EXPERTS].tolist() == [2 * (6 * 16 * 64 * 4 + 2 * 2 * 8)] * 4
-
-
-def test_hosts_that_do_not_divide_the_ranks_are_refused() -> None:
-    with refused("--hosts", "3 does not divide 8 ranks"):
-        Placement(ranks=8, hosts=3)

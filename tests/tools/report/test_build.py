@@ -15,7 +15,6 @@ from padfree.tools.report import write_report
 from padfree.tools.report.build import report_page
 from padfree.tools.report.runs import read_runs
 from tests.browser import Browser, executable
-from tests.refused import refused
 from tests.tools.report.run_folders import timed_rl_step, write_lines, write_rl_run, write_sft_run
 
 EVIL = "<img src=x></script>%{y}"
@@ -201,11 +200,12 @@ def test_responses_are_on_the_page(browser: Browser, tmp_path: Path) -> None:
     assert first == ["0", "0", f"What is 0? {EVIL}", "#### 0", "row 0"]
 
 
-def test_many_long_responses_are_bounded_and_counted(tmp_path: Path) -> None:
+def test_many_long_responses_are_bounded_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("padfree.tools.report.build.MOST_LETTERS", 200_000)
     folder = write_sft_run(tmp_path / "a", 3)
     with (folder / "rollouts.jsonl").open("w") as file:
         for i in range(5000):
-            line = {"batch": i // 4, "prompt": "p" * 9000, "response": f"{i} {'r' * 9000} end", "reward": 0.5}
+            line = {"batch": i // 4, "prompt": "p" * 900, "response": f"{i} {'r' * 900} end", "reward": 0.5}
             file.write(json.dumps(line) + "\n")
         file.write('{"batch": 12')
     (run,) = read_runs([folder])
@@ -217,7 +217,7 @@ def test_many_long_responses_are_bounded_and_counted(tmp_path: Path) -> None:
     assert f"Responses, {shown} of 5,001; the other {5000 - shown:,} are in rollouts.jsonl" in text
     assert "1 lines that are not JSON objects were skipped" in text
     records = text[text.index('<section class="records">') : text.index("</section>")]
-    assert len(records) < 2_200_000
+    assert len(records) < 300_000
     assert "characters omitted" in records
     both = report_page(read_runs([folder, write_sft_run(tmp_path / "b", 3)])).html()
     assert f"Responses: a, {shown} of 5,001" in both
@@ -235,11 +235,11 @@ def test_odd_events_and_rows_are_shown_as_they_are(tmp_path: Path) -> None:
 def test_many_events_are_cut_and_long_series_thinned(tmp_path: Path) -> None:
     folder = write_sft_run(tmp_path / "a", 2000)
     write_lines(folder / "events.jsonl", [{"time": f"{i:05d}", "kind": "resume", "step": i} for i in range(500)])
-    page = report_page(read_runs([folder]))
-    assert "The last 200 of 500 events" in page.html()
-    assert "running means (41 steps" in page.html()
-    assert "more than 1,000 values show only" in page.html()
-    (data,) = re.findall(r'id="figures">(.*?)</script>', page.html(), re.DOTALL)
+    html = report_page(read_runs([folder])).html()
+    assert "The last 200 of 500 events" in html
+    assert "running means (41 steps" in html
+    assert "more than 1,000 values show only" in html
+    (data,) = re.findall(r'id="figures">(.*?)</script>', html, re.DOTALL)
     figures = json.loads(data)["figures"]
     assert max(len(line["x"]) for figure in figures for line in figure["data"]) == 1000
     assert max(len(figure["layout"]["shapes"]) for figure in figures) == 100
@@ -274,12 +274,3 @@ def test_notes_are_on_the_page_and_returned(tmp_path: Path) -> None:
     notes = write_report([folder], tmp_path / "page.html")
     assert notes == ["a: metrics.jsonl: the last line is incomplete and was skipped"]
     assert "the last line is incomplete" in (tmp_path / "page.html").read_text()
-
-
-def test_only_a_page_can_be_the_output(tmp_path: Path) -> None:
-    folder = write_sft_run(tmp_path / "a", 3)
-    with refused("--output"):
-        write_report([folder], folder / "metrics.jsonl")
-    (tmp_path / "x.html").mkdir()
-    with pytest.raises(ValueError, match=r"x.html is a folder; give the name of a file"):
-        write_report([folder], tmp_path / "x.html")

@@ -113,7 +113,7 @@ def test_colours_and_dashes_tell_runs_and_metrics_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 200, 201, 5000])
 def test_long_series_are_thinned_and_have_a_running_mean(tmp_path: Path, count: int, rng: np.random.Generator) -> None:
-    run = run_of(tmp_path, [rl_step(step, rng) for step in range(count)])
+    run = run_of(tmp_path, [{"step": step, "loss": rl_step(step, rng)["loss"]} for step in range(count)])
     lines = figure_of("Loss", [run])["data"]
     assert len(lines) == (1 if count <= 200 else 2)
     raw, strong = lines[0], lines[-1]

@@ -9,7 +9,9 @@ import torch
 DTYPE = torch.float8_e4m3fn
 
 MULTIPLE = 16
-"""`torch._scaled_mm` sums over a dimension that must be a multiple of this number, like its result's last dimension."""
+"""Two dimensions of a `torch._scaled_mm` must be multiples of this number: the one that it sums over, and the last one
+of its result.
+"""
 
 
 def rounded_up(count: Any) -> Any:

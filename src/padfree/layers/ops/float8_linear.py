@@ -1,35 +1,33 @@
-"""Linear layers whose matmuls are computed in float8 (e4m3) with one scale per matrix row.
+"""Linear layers whose matmuls are computed in float8 (e4m3), with one scale per matrix row.
 
     float8_linear    x [.., K], weight [N, K], bias [N] or None           -> y [.., N]
 
-Forward and backward of `float8_linear` are up to three matmuls. Each is computed in float8 or in the dtype of its
-operands:
+A linear layer has three matmuls, and each can be computed in float8:
 
     output             y  [T, N] = x  · weightᵀ     scales of x by token, of the weight by output      summed over K
     input gradient     dx [T, K] = dy · weight      scales of dy by token, of the weight by input      summed over N
     weight gradient    dw [N, K] = dyᵀ · x          scales of dy by output, of x by input              summed over T
 
-A scale must be constant along the dimension that a matmul sums over. A tensor that occurs in two of these matmuls is
-therefore cast twice: by rows, and by columns into a transposed copy.
+A scale must be constant along the dimension that a matmul sums over. A tensor that takes part in two matmuls is
+therefore cast twice: by rows and by columns.
 
     float8_rows      x [R, K]                      -> q [R, K], scale [R, 1], largest [K]      x ≈ q · scale
     float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
     float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
 
-R' is R rounded up to a multiple of 16 (`torch._scaled_mm` requires it), and the columns that are added are 0. `largest`
-holds the bits of the largest absolute value of each column, which `float8_rows` finds while it has the rows in
-registers; it is empty if it is not requested. `after` is not read. It is a tensor of the backward pass, so that a
-compiler does not cast weights in forward and keep the casts of all layers in memory until backward. (The cast of x may
-move to forward, because it replaces x, which takes twice the memory.)
+R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added columns are 0. `largest` is the
+largest absolute value of each column.
 
-A scale is the smallest power of two such that no value, divided by the scale, exceeds the largest float8 number, 448.
-Multiplication by a power of two is exact, so that only the cast to float8 rounds, and all devices give the same bits. A
-row with a value that is not finite gets the scale NaN, and every result that is computed from the row is NaN.
+`after` is not read. It is a tensor of the backward pass, so that the compiler does not cast weights in forward and keep
+them until backward.
 
-All matmuls use e4m3 (4 bits of exponent, 3 of mantissa) because each row has its own scale: gradients do not need the
-range of e5m2, which has one bit of mantissa less. On a GPU the casts are Triton kernels (`triton_float8`) and the
-matmul is `torch._scaled_mm`. On the CPU all of it is plain torch, and the matmul is a float32 matmul of the float8
-values: this is the reference.
+A scale is a power of two, and the largest value of a row divided by its scale fits into float8 (at most 448).
+Multiplication by a power of two is exact, so all devices give the same bits. A row with an infinite or NaN value gets
+the scale NaN.
+
+Gradients also use e4m3, because each row has its own scale: they do not need the range of e5m2, which is less precise.
+On a GPU the casts are Triton kernels and the matmul is `torch._scaled_mm`. On a CPU everything is plain torch, which is
+the reference.
 """
 
 from __future__ import annotations
@@ -47,11 +45,9 @@ MATMUL = "padfree::float8_matmul"
 
 WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
-"""The mantissa of 448 = 1.75 · 2⁸ as bits of a float32."""
+"""The mantissa of 448 = 1.75 · 2⁸, as bits of a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""The biased exponent of 448 plus the bias. If the biased exponent of x is subtracted from this number, the result is
-the biased exponent of 2⁸ / 2^exponent(x).
-"""
+"""Subtract the biased exponent of x from this number to get the biased exponent of 2⁸ / 2^exponent(x)."""
 NOT_FINITE = 255
 """The biased exponent of infinity and NaN."""
 
@@ -99,10 +95,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor that values are multiplied by before the cast to float8, and the scale: 1 / this factor.
-
-    `largest`: the bits of the largest absolute value. The factor is at most 2¹²⁶, so that the scale is not subnormal.
-    """
+    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor."""
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)
@@ -169,8 +162,7 @@ def _matmul_shape(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-# The linear layer. `_linear` runs below autograd, so that a compiled layer has one node for it before autograd, and the
-# operators above after it.
+# The linear layer. Autograd sees `_linear` as one node; after autograd, a graph has the operators above.
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -217,7 +209,7 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and the `largest` of the columns of x and of the weight (empty where they are not needed or known)."""
+    """Return y, and the `largest` values of the columns of x and of the weight, or empty tensors."""
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)
         return torch.nn.functional.linear(x, weight, bias), empty, empty.clone()

@@ -1,4 +1,4 @@
-"""Matmuls with an epilogue: SwiGLU, the backward of SwiGLU or an add, computed before the result is written to memory.
+"""Matmuls with an epilogue, which is computed before the result is written to memory: SwiGLU, its backward, or an add.
 
     matmul_add                a [T, K], b [K, N], c [T, N]           -> a·b + c
     matmul_swiglu             a [T, K], b [K, N], gate [T, N]        -> up = a·b, act = silu(gate) · up
@@ -7,8 +7,8 @@
 
 b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
 
-On Hopper these operators are matmuls of `quack-kernels` with padfree's epilogues (`quack_matmul_epilogues`). On other
-devices they are plain torch. `passes.matmul_epilogues` inserts them into compiled layers.
+On Hopper, the operators are matmuls of `quack-kernels`. On other devices they are plain torch.
+`passes.matmul_epilogues` inserts them into compiled layers.
 """
 
 from __future__ import annotations

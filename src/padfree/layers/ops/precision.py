@@ -1,4 +1,4 @@
-"""The dtype in which the custom operators compute, and whether they use a Triton kernel."""
+"""The dtype in which the operators compute, and whether they use Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
-    """The dtype of the arithmetic on this tensor. Results are rounded to the tensor's own dtype."""
+    """The dtype of the arithmetic on this tensor. Results are rounded to the tensor's dtype."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""QK-norm and RoPE of one projection (queries or keys), as one operator.
+"""QK-norm and RoPE of one projection (queries or keys) as one operator.
 
     qk_norm_rope            x [.., T, H, d], weight [d], cos, sin [.., T, d]   -> y [.., T, H, d], rstd [.., T, H]
     qk_norm_rope_backward   dy, x, weight, rstd, cos, sin                      -> dx [.., T, H, d], dweight [d]
@@ -6,11 +6,11 @@
     n = weight · x · rstd                 RMSNorm of each head
     y = n · cos + (-n₂, n₁) · sin         RoPE; n₁ and n₂ are the halves of n
 
-There are T tokens with H heads of size d. The arithmetic is float32, and y is rounded once. The heads of a token share
-cos and sin, which get no gradient.
+T is the number of tokens, H the number of heads and d their size. The arithmetic is float32. cos and sin get no
+gradient.
 
-On a GPU these are Triton kernels (`triton_qk_norm_rope`), elsewhere plain torch. `passes.qk_norm_rope` inserts them
-into compiled layers.
+On a GPU, Triton kernels are used (`triton_qk_norm_rope`), elsewhere plain torch. `passes.qk_norm_rope` inserts the
+operator into compiled layers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ torch.library.define(
 
 
 def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The operator in plain torch: return y [.., T, H, d], and 1 / rms [.., T, H] of each head vector.
+    """The operator in plain torch. Returns y [.., T, H, d] and 1 / rms [.., T, H] of each head vector.
 
     x is [.., T, H, d], weight [d], and cos and sin [.., T, d].
     """
@@ -50,7 +50,7 @@ def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 def qk_norm_rope_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `qk_norm_rope` in plain torch: return dx [.., T, H, d] and dweight [d]."""
+    """The gradient in plain torch. Returns dx [.., T, H, d] and dweight [d]."""
     dy = dy.to(wide_type(x))
     low, high = (dy * sin[..., None, :]).chunk(2, dim=-1)
     dnormal = dy * cos[..., None, :] + torch.cat((high, -low), dim=-1)

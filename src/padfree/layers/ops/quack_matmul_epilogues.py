@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Matmuls with epilogues on Hopper, made with `quack-kernels` (Python that compiles its kernels on first use).
+"""Matmuls with epilogues on Hopper, made with `quack-kernels`, which compiles its kernels on first use.
 
-The epilogue of a tile runs while another warp group computes the next tile (`pingpong`), so that the epilogue's memory
-traffic costs little time. For each epilogue, the tile size below was the fastest of 18 candidates (5 for the add),
-measured on a warmed-up H200 for an input of [14918, 2560] and 9,728 output columns.
+The epilogue of a tile runs while the next tile is computed (`pingpong`), so it costs little time. The tile sizes are
+the fastest on an H200 for an input of [14918, 2560] and 9,728 output columns.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ def swiglu(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, act: Tensor) -> None:
 
 
 def swiglu_backward(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Write the gradients of gate and up into `dgate` and `dup`, given dact = a·b.
+    """Write the gradients of gate and up into `dgate` and `dup`. The gradient of act is a·b.
 
-    `dgate` and `dup` may be the tensors gate and up themselves, because the elements of a tile are read before they are
-    written, and no other tile reads them.
+    `dgate` and `dup` may be the tensors gate and up themselves.
     """
     _run(_swiglu_backward, BACKWARD_TILE, a, b, gate, {"D": dgate, "dup": dup}, up=up)
 

@@ -1,4 +1,4 @@
-"""Whether a device and a shape have kernels for matmuls with epilogues."""
+"""Whether a device and a shape support matmuls with epilogues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_supported(a: Tensor, b: Tensor) -> bool:
 
 
 def is_whole(columns: int | torch.SymInt) -> bool:
-    """Whether a matrix row of `columns` 16-bit numbers takes a multiple of 16 bytes, as the kernels require."""
+    """Whether a matrix row of `columns` 16-bit numbers takes a multiple of 16 bytes."""
     return isinstance(columns, int) and columns % 8 == 0
 
 

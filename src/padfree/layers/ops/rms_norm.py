@@ -1,4 +1,4 @@
-"""RMSNorm as operators that read each token's hidden states once in forward and once in backward.
+"""RMSNorm as operators that read hidden states once in forward and once in backward.
 
     rms_norm            x [.., D], weight [D]        -> y [.., D], rstd [..]
     add_rms_norm        a, b [.., D], weight [D]     -> y [.., D], a + b [.., D], rstd [..]     the residual stream
@@ -6,14 +6,13 @@
 
     y = weight · x · rstd    rstd = (mean x² + eps)^-½
 
-D is the hidden size. The arithmetic is float32, and y is rounded to the dtype of x once. (Most Hugging Face modules
-round x · rstd too. Compiled code and these operators omit this rounding, and so are closer to the exact result.) `dys`
-are the gradients of y from the matmuls that read y. The kernel adds them, and then adds `residual`, the gradient of the
-residual stream, so that no sum is written to memory separately. A tensor of `dys` may have another shape than x, such
-as [T, D] if x is [1, T, D].
+D is the hidden size. The arithmetic is float32, and y is rounded once.
 
-On a GPU these are Triton kernels (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts them into
-compiled layers.
+`dys` are the gradients of y from the matmuls that read y, and `residual` is the gradient of the residual stream. The
+kernel adds all of them, so that no sum is written to memory separately.
+
+On a GPU, Triton kernels are used (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts the operators
+into compiled layers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""SwiGLU as operators. If activations are recomputed, its backward needs no extra memory.
+"""SwiGLU as operators whose backward can overwrite its inputs.
 
     swiglu             gate, up [.., F]            -> act [.., F]            act = silu(gate) · up
     swiglu_backward    dact, gate, up [.., F]      -> dgate, dup [.., F]
     swiglu_backward_   dact, gate, up [.., F]      writes act over dact, dgate over gate, dup over up
 
-F is the intermediate size of the MLP. Tensors of width F are the largest tensors of a layer. If activations are
-recomputed, the backward pass would hold six of them at once (gate, up, act and their gradients), unless it overwrites
-its inputs. The arithmetic is float32, and results are rounded once.
+F is the intermediate size of the MLP. Tensors of width F are the largest of a layer, and backward needs six of them
+(gate, up, act and their gradients). Overwriting inputs keeps memory low. The arithmetic is float32, and results are
+rounded once.
 
-On a GPU these are Triton kernels (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` inserts them into compiled
-layers.
+On a GPU, Triton kernels are used (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` inserts the operators into
+compiled layers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
                value of each column of its rows, and an atomic maximum combines the values of all programs
     columns    a program casts a tile [TOKENS, COLUMNS] and writes it transposed
 
-The maximum does not depend on the order in which values are compared, so that results have the same bits in every run.
+A maximum does not depend on the order of comparisons, so results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 from padfree.layers.ops.float8_format import DTYPE, MULTIPLE, rounded_up
 
 MAX_WIDTH = 16384
-"""The largest number of columns for which `rows` also finds the largest value of each: more do not fit in registers."""
+"""The largest number of columns for which `rows` also finds the largest value of each column. More do not fit into
+registers.
+"""
 
 
 class RowsLaunch(NamedTuple):
@@ -49,7 +51,7 @@ def choose(width: int, *, columns: bool) -> RowsLaunch:
     """Choose the launch parameters for rows of `width` elements.
 
     With `columns`, fewer programs run, because each program makes an atomic maximum for every column. The parameters
-    were the fastest of 7 candidates on an H200 for [16384, 4096] and [16384, 12288], and so was `TILE`.
+    and `TILE` were the fastest of 7 candidates on an H200.
     """
     block = triton.next_power_of_2(width)
     if columns:
@@ -136,9 +138,9 @@ def _bits(value):
 
 @triton.jit
 def _cast(value, q, ROUND: tl.constexpr):
-    """Round float32 values of at most 448 to the dtype of the pointer q, to nearest, ties to even.
+    """Round float32 values of at most 448 to the dtype of the pointer q: to nearest, ties to even.
 
-    `ROUND`: round in float32 before the cast, because Triton's interpreter rounds ties up and drops the carry.
+    `ROUND`: round in float32 before the cast, because Triton's interpreter casts differently.
     """
     if ROUND:
         bits = value.to(tl.int32, bitcast=True)
@@ -150,7 +152,7 @@ def _cast(value, q, ROUND: tl.constexpr):
 
 @triton.jit
 def _factors(largest):
-    """The same as `float8_linear.factors`."""
+    """The factor and the scale of `float8_linear.factors`, in a Triton kernel."""
     exponent = largest >> 23
     above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(262 - exponent - above, 253)

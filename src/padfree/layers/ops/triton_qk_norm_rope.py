@@ -2,13 +2,12 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """QK-norm and RoPE as Triton kernels.
 
-T tokens have H heads each. The input is T · H head vectors of d numbers, stored one after the other. A kernel runs
-`num_programs` programs. In each iteration of its loop, a program handles a block of ROWS consecutive head vectors, then
-skips ahead by `num_programs · ROWS` vectors. Each block is loaded as two halves [ROWS, d/2]: RoPE rotates element i
-together with element i + d/2, so one thread needs both.
+The input is T · H head vectors of d numbers (T tokens, H heads), one after the other. Each program handles several
+blocks of ROWS head vectors. A block is loaded as two halves [ROWS, d/2], because RoPE rotates element i together with
+element i + d/2.
 
-cos and sin are loaded again for each head vector; after the first head of a token they come from the cache. The
-gradient of the weight is summed as in `triton_rms_norm`.
+The heads of a token read cos and sin again, from the cache. The gradient of the weight is summed as in
+`triton_rms_norm`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ BACKWARD = LaunchConfiguration(rows=16, warps=4, stages=3, resident=4)
 def forward(
     x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, configuration: LaunchConfiguration = FORWARD
 ) -> tuple[Tensor, Tensor]:
-    """Return y [.., T, H, d], which is x normalised and rotated, and 1 / rms [.., T, H] of each head vector."""
+    """Normalise and rotate x. Returns y [.., T, H, d] and 1 / rms [.., T, H] of each head vector."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     y = torch.empty_like(x)
@@ -57,7 +56,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration = BACKWARD,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., T, H, d] and the weight's gradient [d]. The latter is empty if `weight_gradient` is False."""
+    """Return dx [.., T, H, d] and the gradient [d] of the weight, which is empty if `weight_gradient` is False."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     dx = torch.empty_like(x)
@@ -93,11 +92,7 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return three tensors for ROWS head vectors, beginning with number `first`.
-
-    They are the numbers of the head vectors, the column indices of half a head vector, and a mask of the elements that
-    exist.
-    """
+    """Return the numbers of ROWS head vectors from `first` on, the columns of half a head, and a mask."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < HALF)

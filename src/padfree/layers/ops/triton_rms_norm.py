@@ -5,12 +5,11 @@
     a program's tokens   blocks of ROWS tokens [ROWS, D], one block per iteration, `num_programs · ROWS` tokens apart
     a token              chunks of CHUNK columns, 8 elements (16 bytes) per thread:  | 512 | 512 | 512 | 512 | 512 |
 
-The elements of a token stay in registers from the load to the store. Padding D = 2560 to a power of two (4096) would
-leave three eighths of the threads idle. Therefore a token is a tuple of chunks, and only the last chunk is masked, if D
-is not a multiple of CHUNK.
+The elements of a token stay in registers from the load to the store. A token is loaded in chunks, because padding D =
+2560 to a power of two (4096) would leave three eighths of the threads idle.
 
-The gradient of the weight is a sum over tokens. A program sums its own tokens in float32, and a second kernel sums the
-results of all programs in order: there are no atomics, and results do not depend on the order of execution.
+The gradient of the weight is a sum over tokens. Each program sums its own tokens in float32, and a second kernel adds
+these sums in order. There are no atomics, so results do not depend on the order of execution.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""The maximum shared memory in bytes that a program uses. It is chosen so that kernels also run on smaller GPUs."""
+"""The shared memory in bytes that a program may use. Smaller GPUs have this much, too."""
 
 
 class LaunchConfiguration(NamedTuple):
@@ -51,7 +50,7 @@ def choose(width: int, itemsize: int = 2) -> Choice:
     """Choose the launch parameters for tokens of `width` elements.
 
     A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also prefetches the
-    next two tokens of each of its input tensors, if all of this fits into shared memory.
+    next two tokens if they fit into shared memory.
     """
     warps = 1
     while 32 * 40 * warps < width and warps < 16:
@@ -69,10 +68,7 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [.., D], the sum x + added [.., D], and 1 / rms [..] of each token.
-
-    If `added` is None, the sum is an empty tensor.
-    """
+    """Return y [.., D], the sum x + added [.., D] (empty without `added`) and 1 / rms [..] of each token."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -104,7 +100,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., D] and the weight's gradient [D]. The latter is empty if `weight_gradient` is False."""
+    """Return dx [.., D] and the gradient [D] of the weight, which is empty if `weight_gradient` is False."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -132,7 +128,7 @@ def backward(
 
 
 def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of `weight` [D]: the sum of the programs' partial sums [programs, D]."""
+    """Sum the partial sums [programs, D] of the programs: the gradient of `weight` [D]."""
     count, width = partial.shape
     total = weight.new_empty(width)
     grid = (triton.cdiv(width, SUMMED_COLUMNS),)
@@ -141,10 +137,7 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce `dys` to at most three tensors, because the kernel takes three.
-
-    Further tensors are added to the third, in float32 as in the kernel.
-    """
+    """Reduce `dys` to the three tensors that the kernel takes: add all others to the third, in float32."""
     if len(dys) <= 3:
         return dys
     last = dys[2].float()
@@ -154,7 +147,7 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
 
 
 def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
-    """The number of Triton programs to launch: as many as the device can run at once, or fewer for few tokens."""
+    """The number of Triton programs to launch: as many as the device runs at once, or fewer for few tokens."""
     held = 3  # if the kernels run in Triton's interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
@@ -173,14 +166,14 @@ def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The memory offsets [ROWS, CHUNK] of the elements in chunk `c` of ROWS tokens, beginning with token `first`."""
+    """The memory offsets [ROWS, CHUNK] of chunk `c` of ROWS tokens, beginning with token `first`."""
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
 
 
 @triton.jit
 def _inside(first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """A mask [ROWS, CHUNK]: which elements of chunk `c` of tokens `first`, `first + 1`, ... exist."""
+    """The mask [ROWS, CHUNK] of the elements that exist in chunk `c` of the tokens from `first` on."""
     row = first + tl.arange(0, ROWS)
     column = c * CHUNK + tl.arange(0, CHUNK)
     return (row < num_rows)[:, None] & (column < D)[None, :]

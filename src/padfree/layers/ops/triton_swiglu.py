@@ -29,10 +29,7 @@ def backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Write act over dact, dgate over gate and dup over up.
-
-    This is safe, because each element is read and written by the same thread.
-    """
+    """Write act over dact, dgate over gate and dup over up."""
     assert all(tensor.is_contiguous() for tensor in (dact, gate, up))
     _backward_kernel[_grid(gate)](
         dact, gate, up, gate, up, dact, gate.numel(), HAS_ACT=True, BLOCK=BLOCK, num_warps=WARPS

@@ -1,4 +1,4 @@
-"""The graph passes of a compiled layer, in one ordered list. They insert `padfree.layers.ops` into the graphs.
+"""The graph passes of a compiled layer, in order. They insert `padfree.layers.ops` into the graphs.
 
     the layer's graph                      silu(gate) · up      mean, rsqrt, ·      t · cos + rotate(t) · sin
       │  before autograd
@@ -19,9 +19,9 @@
       ▼
     kernels
 
-Later passes match the results of earlier passes. For example, matmul_swiglu is inserted only if swiglu was inserted
-before. A pass takes a graph, changes it in place and returns the number of changes. To add a pass, write it in a file
-here and add it to `PASSES`.
+Later passes match the results of earlier ones: matmul_swiglu is inserted only where swiglu was inserted before. A pass
+changes a graph in place and returns the number of changes. To add a pass, write a file here and add the pass to
+`PASSES`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Queries on the nodes of a layer's graph, and functions that replace nodes.
 
-The fake tensor of a node is stored in `meta["example_value"]` before autograd and in `meta["val"]` after it.
+A node's fake tensor is in `meta["example_value"]` before autograd and in `meta["val"]` after it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Whether a node calls the function or method `target` and has exactly `users` users.
-
-    If `users` is None, the node may have any number of users.
-    """
+    """Whether a node calls `target` and has exactly `users` users (None: any number)."""
     if not isinstance(node, fx.Node) or node.target != target:
         return False
     op = "call_method" if isinstance(target, str) else "call_function"
@@ -31,12 +28,12 @@ def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
 
 
 def only_user(node: Any) -> Any:
-    """The only user of a node. None if the node has no user or several."""
+    """The only user of a node, or None if it has no user or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def example(node: Any) -> Tensor | None:
-    """The fake tensor of a node in a graph before autograd. None if the node's result is not a tensor."""
+    """The fake tensor of a node before autograd, or None if its result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -46,7 +43,7 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def is_plain_add(node: fx.Node) -> bool:
-    """Whether a node of a graph after autograd adds two different tensors of one dtype and shape."""
+    """Whether a node after autograd adds two different tensors of the same dtype and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]
@@ -55,19 +52,19 @@ def is_plain_add(node: fx.Node) -> bool:
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Replace the node `old` by `new` for all its users, and erase nodes that then have no user."""
+    """Replace the node `old` by `new`, and erase nodes that have no user any more."""
     old.replace_all_uses_with(new)
     erase(graph, old)
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Like `replace`, for a graph before autograd: also copy the metadata of `old` to `new`."""
+    """Like `replace`, for a graph before autograd, where the metadata of `old` is copied to `new`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 
 
 def erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node without users, and then its inputs that have no other user."""
+    """Erase a node without users, and its inputs that have no other user."""
     if node.users or node.op in ("placeholder", "get_attr", "output"):
         return
     inputs = node.all_input_nodes

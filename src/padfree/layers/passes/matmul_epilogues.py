@@ -6,8 +6,7 @@
     swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
     a·b + c                                    becomes   matmul_add(a, b, c)
 
-In the last two cases the matmul must have no other user. In the first case it may have other users, because
-matmul_swiglu also returns `up` = a·b. An add is replaced only if it is not part of a longer sum.
+An add is replaced only if it is not part of a longer sum. In the last two cases, the matmul must have no other user.
 
 `matmul_epilogues_overwrite_pass`, after Inductor's passes, in a backward graph that recomputes gate and up:
 
@@ -36,10 +35,7 @@ class _Matmul(NamedTuple):
 
 
 def matmul_epilogues_pass(graph: fx.Graph) -> int:
-    """Fuse each matmul with the operation after it, if this operation is SwiGLU, the backward of SwiGLU, or an add.
-
-    Changes the graph in place and returns the number of changes. The module docstring gives the conditions.
-    """
+    """Fuse each matmul with the SwiGLU, the backward of SwiGLU, or the add after it. Returns the number of changes."""
     count = 0
     for target, fuse in (
         (torch.ops.padfree.swiglu.default, _fuse_swiglu),
@@ -93,10 +89,7 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Write dgate and dup over gate and up, if gate and up are computed in this graph and not read again.
-
-    Changes the graph in place and returns the number of changes.
-    """
+    """Let the backward of SwiGLU write over gate and up, if nothing reads them later."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.matmul_swiglu_backward.default):
         _, _, gate, up = arguments(node)
@@ -116,10 +109,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` may overwrite the tensor `matrix`.
-
-    It may if `matrix` is computed in this graph and has no readers except `node` and matmul_swiglu.
-    """
+    """Whether `node` may overwrite `matrix`, because no other node reads it."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
@@ -130,10 +120,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """Find the matmul whose result, possibly reshaped, is `node` [T, N] or [1, T, N], and return its two factors.
-
-    Returns None if `node` is not the result of a matmul or does not have `num_users` users.
-    """
+    """Return the factors of the matmul behind `node` [T, N] or [1, T, N], or None."""
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None
@@ -154,7 +141,7 @@ def _is_matrix_like(value: Tensor) -> bool:
 
 
 def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Reshape a node's result of shape [T, N] or [1, T, N] to [T, N]."""
+    """Reshape the result [T, N] or [1, T, N] of a node to [T, N]."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node
@@ -177,7 +164,7 @@ def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def _call(graph: fx.Graph, target: Any, args: tuple[fx.Node, ...], num_results: int) -> list[fx.Node]:
-    """Insert a call of `target` with the metadata that the compiler needs, and return the nodes of its results."""
+    """Insert a call of `target`, with metadata for the compiler, and return the nodes of its results."""
     values = tuple(arg.meta["val"] for arg in args)
     call = graph.call_function(target, args)
     call.meta["val"] = target(*values)

@@ -4,8 +4,8 @@ Before autograd, `qk_norm_rope_pass`, for heads [1, T, H, d] and angles [1, T, d
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-The replacement is made only if the intermediate results have no other user. A QK-norm without RoPE after it is left to
-the compiler. T is the number of tokens, H the number of heads, d the head size, and t the normalised heads.
+T is the number of tokens, H the number of heads, d the head size, and t are the normalised heads. The intermediate
+results must have no other user. The compiler handles a QK-norm without RoPE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Rope(NamedTuple):
 
 
 def qk_norm_rope_pass(graph: fx.Graph) -> int:
-    """Replace each QK-norm and the RoPE after it by qk_norm_rope. Returns the number of replacements."""
+    """Replace each QK-norm with RoPE by qk_norm_rope. Returns the number of replacements."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)
@@ -43,10 +43,7 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """Find the RoPE that is applied to the transposed result [1, H, T, d] of a norm of `heads` [1, T, H, d].
-
-    Returns None if there is none, or if the norm's result has any other use.
-    """
+    """Find the only use of a norm of `heads` [1, T, H, d] as RoPE of its transpose [1, H, T, d], or None."""
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):
         return None
@@ -74,11 +71,10 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """Return the node `angles` (cos or sin, [1, T, d]) if `multiplied` computes `factor` · angles.unsqueeze(1).
+    """Return the node of cos or sin [1, T, d] if `multiplied` computes `factor` · cos or `factor` · sin.
 
-    `factor` is the node of the transposed heads [1, H, T, d], or of these heads rotated. `heads` [1, T, H, d] is an
-    example of the heads before the transpose. Returns None if `multiplied` computes something else, if the angles
-    require a gradient, or if their dtype or sizes do not match those of `heads`.
+    `factor` is the node of the transposed heads [1, H, T, d], or of their rotated halves. Returns None if `multiplied`
+    computes something else, or if the angles do not fit `heads` [1, T, H, d].
     """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):

@@ -5,11 +5,10 @@ Before autograd, `rms_norm_pass`:
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-These replacements apply to hidden states [1, T, D] whose normalised values are the input of a matmul, so that the
-values must be written to memory anyway. A norm whose result is only added to another tensor is left to the compiler,
-which fuses the norm with the add.
+A norm is replaced if its result is the input of a matmul. The compiler handles the others, because it can fuse a norm
+with the add that reads its result. T is the number of tokens and D the hidden size.
 
-After autograd, `rms_norm_backward_pass` folds the adds around rms_norm_backward into it, if they have no other user:
+After autograd, `rms_norm_backward_pass` moves the adds around rms_norm_backward into its arguments:
 
     rms_norm_backward([d1 + d2 + d3], ..) + other     becomes   rms_norm_backward([d1, d2, d3], .., residual=other)
 """
@@ -37,14 +36,14 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""The maximum number of gradients of y that the kernel of rms_norm_backward adds."""
+"""The number of gradients of y that rms_norm_backward can add."""
 
 
 # Before autograd
 
 
 class RMSNorm(NamedTuple):
-    """The graph nodes of one RMSNorm. x is [1, T, D], or [1, T, H, d] for QK-norm."""
+    """The graph nodes of one RMSNorm. x is [1, T, D], or [1, T, H, d] for a QK-norm."""
 
     x: fx.Node
     weight: fx.Node
@@ -53,10 +52,7 @@ class RMSNorm(NamedTuple):
 
 
 def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
-    """Replace each RMSNorm before a matmul by rms_norm or add_rms_norm. Returns the number of replacements.
-
-    With `every`, replace each RMSNorm of hidden states, whatever reads its result.
-    """
+    """Replace each RMSNorm before a matmul (with `every`, each RMSNorm). Returns the number of changes."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
@@ -71,7 +67,7 @@ def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
 
 
 def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
-    """Find the RMSNorm that the node `rsqrt` belongs to. None if the nodes around it do not form an RMSNorm."""
+    """Find the RMSNorm around the node `rsqrt`, or None."""
     if not is_call(rsqrt, torch.rsqrt):
         return None
     shifted: Any = rsqrt.args[0]
@@ -93,10 +89,7 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication of the normalised x by the weight, and return the RMSNorm. None if there is no match.
-
-    The result may be rounded to the dtype of x before or after this multiplication.
-    """
+    """Match the multiplication of the normalised x by the weight, and return the RMSNorm, or None."""
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):
@@ -125,7 +118,7 @@ def _num_dims(node: fx.Node) -> int:
 
 
 def _reaches_matmul(node: fx.Node) -> bool:
-    """Whether the result of a node, possibly reshaped, is an input of a matmul."""
+    """Whether a matmul reads the result of a node, possibly reshaped."""
     for user in node.users:
         if is_matmul(user.target, "before autograd"):
             return True
@@ -135,7 +128,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def _is_residual_add(x: fx.Node) -> bool:
-    """Whether x is the sum of two hidden states and has users besides the norm."""
+    """Whether x is the sum of two hidden states that is also used outside the norm."""
     if not is_call(x, operator.add, users=None) or len(x.users) < 2:
         return False
     total, *parts = (example(node) for node in (x, *x.args))
@@ -163,13 +156,12 @@ def _insert_add_rms_norm(graph: fx.Graph, norm: RMSNorm) -> None:
 
 
 def rms_norm_backward_pass(graph: fx.Graph) -> int:
-    """Fold the adds before and after each rms_norm_backward into its arguments. Returns the number of changes."""
+    """Move the adds around each rms_norm_backward into its arguments. Returns the number of changes."""
     nodes = graph.find_nodes(op="call_function", target=torch.ops.padfree.rms_norm_backward.default)
     for node in nodes:
         _fold_summands(graph, node)
         _fold_residual(graph, node)
-        # The compiler takes the strides of each argument from `eager_input_vals`, and drops an argument if
-        # `eager_input_vals` has no value for it.
+        # The compiler takes strides from `eager_input_vals`, and drops an argument without a value there.
         node.meta["eager_input_vals"] = (fx.map_arg(node.args, lambda arg: arg.meta["val"]), {})
     return len(nodes)
 
@@ -189,10 +181,7 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
-    """Find the add whose result is `node`, possibly after reshapes that leave the last dimension as it is in x.
-
-    Returns None if there is no such add, or if its result has other users.
-    """
+    """Find the add whose result, possibly reshaped, is `node`, if nothing else reads it."""
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]

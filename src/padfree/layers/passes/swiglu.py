@@ -8,8 +8,7 @@ After autograd, `swiglu_overwrite_pass`, in a backward graph that recomputes gat
 
     act = swiglu(gate, up)    ...    dgate, dup = swiglu_backward(dact, gate, up)       becomes   swiglu_backward_
 
-swiglu_backward_(dact, gate, up) writes act over dact, dgate over gate and dup over up. Nodes that read act are moved
-after this call.
+The outputs of swiglu_backward_ overwrite its inputs: act is written over dact, dgate over gate and dup over up.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def swiglu_pass(graph: fx.Graph) -> int:
 
 
 def swiglu_overwrite_pass(graph: fx.Graph) -> int:
-    """Make the backward of SwiGLU overwrite dact, gate and up, if no other node reads them.
-
-    Returns the number of changes.
-    """
+    """Let the backward of SwiGLU overwrite dact, gate and up, if no other node reads them."""
     count = 0
     for backward in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
         dact, gate, up = backward.args
@@ -87,7 +83,7 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether the tensor of `node`, possibly reshaped, is computed in this graph and has exactly `num_users` users."""
+    """Whether this graph computes the tensor of `node`, possibly reshaped, and it has `num_users` users."""
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
@@ -98,7 +94,7 @@ def _is_free(node: fx.Node, num_users: int) -> bool:
 
 
 def _dependents(graph: fx.Graph, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes after `first`, up to and including `last`, that depend on `first`, in the order of the graph."""
+    """The nodes up to `last` that depend on `first`, in the order of the graph."""
     found: set[fx.Node] = {first}
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(first) + 1 : nodes.index(last) + 1]:

@@ -4,11 +4,10 @@
     contract                        the input and the output of an objective
     custom                          user-defined objectives, `loss.kind = "module:function"`
 
-An objective computes a token's loss from its log-probability and advantage. `padfree.losses.policy_loss` then applies
-corrections and adds the KL and entropy terms, in the same way for all objectives.
+An objective computes the loss of a token from its log-probability and advantage. `padfree.losses.policy_loss` then
+applies corrections and adds the KL and entropy terms.
 
-To add a kind of objective, add a file here with its function, and add its settings to `LossConfig` in
-`padfree.config.loss`.
+To add an objective, write a file with its function here, and add its settings to `LossConfig` in `padfree.config.loss`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutp
 
 @cache
 def _built_in(kind: str) -> Callable[[ObjectiveInputs, Any], ObjectiveOutput]:
-    """The function named `kind` from the module named `kind` in this package."""
+    """The function named `kind` in the module named `kind` of this package."""
     function: Callable[[ObjectiveInputs, Any], ObjectiveOutput] = getattr(
         importlib.import_module(f"{__name__}.{kind}"), kind
     )

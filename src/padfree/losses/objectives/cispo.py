@@ -1,8 +1,8 @@
-"""CISPO: every token keeps its gradient, and its importance weight is clipped.
+"""CISPO: the importance weight of a token is clipped, but the token keeps its gradient.
 
     -sg(clamp(r, 1 - low, 1 + high)) A log π
 
-Here r = π / π_old is the probability ratio of a token, A its advantage, and sg the identity without gradient.
+r = π / π_old is the probability ratio of a token, A its advantage, and sg(x) is x without gradient.
 """
 
 from __future__ import annotations

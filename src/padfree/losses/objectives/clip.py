@@ -30,10 +30,7 @@ def clip(tokens: ObjectiveInputs, settings: ClipSettings) -> ObjectiveOutput:
 def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses [T] of T tokens, and bools [T] that say whether the clip to [1 - low, 1 + high] is active.
-
-    `log_ratio` [T] is log π - log π_old. Losses are float32, or float64 if either input is float64.
-    """
+    """Return the losses [T], and whether the clip of the ratio to [1 - low, 1 + high] is active, [T]."""
     ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
     log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
     ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))

@@ -7,8 +7,8 @@
        log_ratio, clipped [N]  for the metrics
        statistics         [N]  each: more values by name, for metrics
 
-An objective is a function of these tokens. It does not depend on samples, devices, or how tokens are averaged. The
-decorator `objective` declares its traits:
+An objective sees only tokens: it does not depend on samples, devices or averaging. The decorator `objective` declares
+its traits:
 
     @objective(elementwise=True)
     def clip(tokens): ...
@@ -51,7 +51,7 @@ class Traits:
 def objective(
     *, elementwise: bool = False, needs_no_old_logprobs: bool = False, zero_without_advantage: bool = False
 ) -> Callable[[Function], Function]:
-    """Return a decorator that declares the traits of an objective. The module docstring explains the traits."""
+    """Return a decorator that declares the traits of an objective."""
 
     def decorated(function: Function) -> Function:
         traits = Traits(
@@ -66,17 +66,14 @@ def objective(
 
 
 def traits_of(function: object) -> Traits:
-    """The traits that the decorator `objective` declared for a function. All are False without the decorator."""
+    """The traits of an objective; all are False without the decorator `objective`."""
     found: Traits = getattr(function, ATTRIBUTE, Traits())
     return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveInputs:
-    """The N tokens for which an objective computes losses. Each field is [N].
-
-    The dtype is float32, or float64 if the log-probabilities are float64.
-    """
+    """The N tokens for which an objective computes losses. Each field is [N], in float32 or float64."""
 
     logprobs: Tensor  # log-probabilities under the policy being trained, with gradient
     advantages: Tensor
@@ -89,10 +86,7 @@ class ObjectiveInputs:
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """For every token, the mean of `values` [N] over the scored tokens of its sequence, [N] without gradient.
-
-        This also works if several context ranks hold parts of the sequence.
-        """
+        """The mean of `values` [N] over the scored tokens of each token's sequence, [N] without gradient."""
         pack = self.pack
         if pack is None:
             raise UserError(
@@ -104,7 +98,7 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveOutput:
-    """The losses of the tokens, and values for metrics. Every call must set the same fields and statistics."""
+    """The losses of the tokens, and values for metrics. Every call must set the same fields."""
 
     losses: Tensor  # [N]
     log_ratio: Tensor | None = None  # [N] shown as `ratio` and `approx_kl`

@@ -4,7 +4,7 @@
     def mine(tokens: padfree.losses.ObjectiveInputs) -> Tensor:             or an ObjectiveOutput
         return -tokens.advantages * tokens.logprobs
 
-The function is user code, so its exceptions are caught and its results are checked. The checks do not synchronise with
+The function is user code, so padfree checks its results and reports its exceptions. The checks do not synchronise with
 the device.
 """
 
@@ -29,13 +29,13 @@ USER_OBJECTIVE = UserFunction(
 
 @cache
 def load_objective(path: str) -> UserObjective:
-    """Load the objective from a path `module:function`. The module is an installed package or in the current folder."""
+    """Load the objective from a path `module:function`. The module is installed or in the current folder."""
     return UserObjective(path=path, function=USER_OBJECTIVE.load(path))
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class UserObjective:
-    """A user-defined objective. Calling it runs the user's function and checks the result."""
+    """A user-defined objective: calls the user's function and checks the result."""
 
     path: str
     function: Callable[[ObjectiveInputs], Any]

@@ -1,11 +1,10 @@
-"""GSPO: the clipped ratio of a whole sequence, s = exp(mean of log π - log π_old over the tokens of the sequence).
+"""GSPO: a clipped ratio of whole sequences. The ratio s is exp(mean of log π - log π_old over the tokens).
 
     max(-s A, -clamp(s, 1 - low, 1 + high) A)
 
-A is the advantage. In place of s, each token uses s · π / sg(π), where sg is the identity without gradient (GSPO-token
-in the paper). The value of this expression is s. Averaged over the sequence, its gradient equals the gradient of s if
-all tokens of the sequence have the same advantage and the same weight, as with the weights of `aggregation.py`. Because
-each token has its own gradient, context ranks exchange only values, not gradients.
+A is the advantage, and sg(x) is x without gradient. Each token uses s · π / sg(π) in place of s (GSPO-token in the
+paper). It has the value of s. The gradients of all tokens add up to the gradient of s if the tokens of a sequence have
+equal advantages and weights. Context ranks then exchange only values, not gradients.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
         tower, projector                     `encoders`
         language model                       `language`, packed with padfree's attention
 
-The forward of each supported model accepts computed features (`mm_encoder_outputs`) and puts them in the places of the
-placeholder tokens. A `VisionFamily` therefore says only where the parts of the model are, what its tower reads, and
-whether positions depend on images. A tower reads the images of a pack in one call: patches of all images with
-cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image attends to another.
+The forward of each supported model embeds the tokens, puts the features in the places of the placeholder tokens and
+calls the language model; `features` does the same for packs. A `VisionFamily` therefore says only where the parts of
+the model are, what its tower reads, and whether positions depend on images. A tower reads the images of a pack in one
+call: patches of all images with cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image
+attends to another.
 
 A model that is not listed is refused: `why_refused` gives the reason, and the generated table of architectures has
 the reasons of all image-text models.
@@ -23,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -187,30 +187,15 @@ REFUSED = {
 def why_refused(model_class: type) -> str | None:
     """Say why a class of image-text models cannot be trained on images. None if it is a supported class."""
     if model_class.__name__ in FAMILIES:
-        return features_obstacle(model_class)
+        return None
     kind = getattr(getattr(model_class, "config_class", None), "model_type", "")
     if kind in REFUSED:
         return REFUSED[kind]
-    if (obstacle := features_obstacle(model_class)) is not None:
-        return obstacle
     base = _base_class(model_class)
     read = inspect.signature(getattr(base, "get_image_features", base.forward)).parameters
     names = [name for name in read if "pixel" in name or "image" in name or "size" in name or "patch" in name]
     reads = f" ({', '.join(names)})" if names else ""
     return f"padfree has no description of what its vision tower reads{reads}, and no test that compares it"
-
-
-def features_obstacle(model_class: type) -> str | None:
-    """Say why the forward of a class cannot use features that padfree computed. None if it can.
-
-    transformers 5.17 does not accept computed features in any class; 5.18 and later versions do.
-    """
-    if "mm_encoder_outputs" in inspect.signature(_base_class(model_class).forward).parameters:
-        return None
-    return (
-        f"its forward in transformers {transformers.__version__} does not accept features of images that were computed "
-        "before (mm_encoder_outputs; transformers 5.18 added them to many classes)"
-    )
 
 
 def _base_class(model_class: type) -> Any:

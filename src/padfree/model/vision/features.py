@@ -2,7 +2,7 @@
 
     pixel_values   patches or tiles of the distinct images      -> features [F, D]     the model's own tower
     features       gathered for the M placeholders of the pack  -> [M, D]              gradients of shared images add up
-    input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own forward
+    input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own language model
 
 Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These are gathered
 for the placeholders in the same way.
@@ -23,11 +23,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, cat, split_with_sizes
 from transformers import PreTrainedModel
 
 from padfree.attention.copies import copies_of, take_copies
 from padfree.batch import LocalBatch, LocalImages
+from padfree.cp.ranges import to_device
 from padfree.cp.row_exchange import receive_rows
 from padfree.errors import UserError
 from padfree.model.vision.families import VisionFamily
@@ -37,21 +39,47 @@ STACKED = "deepstack_features"
 
 def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch) -> Tensor:
     """The last hidden states [1, T, D] of an attached base model for a pack with or without images."""
-    images, device = batch.images, batch.input_ids.device
-    if images is None:
-        nothing = copies_of(np.zeros(0, dtype=np.int64), 0, device)
-        images = LocalImages(inputs={}, counts=(), patches=(), placeholder=-1, features=nothing)
-    else:
-        _check_images(base, family, batch, images)
-    encoded = images.inputs or {name: one.to(device) for name, one in family.filler(base.config).items()}
-    output = family.encode(base, encoded)
-    _place(output, images)
     inputs = replace(batch, images=None).model_inputs()
-    hidden: Tensor = base(**inputs, mm_encoder_outputs={"image": output}).last_hidden_state
+    inputs |= embedded(base, family, inputs.pop("input_ids")[0], batch.images)
+    if batch.images is not None and family.rotary and batch.rotary_positions is None:
+        raise UserError(
+            "rotary_positions",
+            f"are missing, and those of {type(base).__name__} depend on the images",
+            "pass each sample through padfree.model.vision.prepare_sample(model, sample)",
+        )
+    hidden: Tensor = getattr(base, family.language)(**inputs).last_hidden_state
     return hidden
 
 
-def _check_images(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch, images: LocalImages) -> None:
+def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImages | None) -> dict[str, Any]:
+    """The inputs of the language model for tokens [T]: embeddings [1, T, D], and further features of the tower.
+
+    Only the placeholders of `images` get features. Another token with the id of the placeholder, which a policy may
+    sample, keeps its embedding, as when transformers generates text.
+    """
+    device = tokens.device
+    if images is None:
+        index = np.zeros(0, dtype=np.int64)
+        nothing = copies_of(index, 0, device)
+        images = LocalImages(
+            inputs={}, counts=(), patches=(), placeholder=-1, tokens=to_device(index, device), features=nothing
+        )
+    else:
+        _check_images(base, family, images)
+    inputs = images.inputs or {name: one.to(device) for name, one in family.filler(base.config).items()}
+    features, *stacked = _of_placeholders(family.encode(base, inputs), images)
+    # The vocabulary may have no embedding of the placeholder.
+    embeddings = base.get_input_embeddings()(tokens.index_fill(0, images.tokens, 0))
+    found: dict[str, Any] = {
+        "inputs_embeds": embeddings.index_copy(0, images.tokens, features.to(embeddings.dtype))[None]
+    }
+    if stacked:
+        shown = torch.zeros(len(tokens), dtype=torch.bool, device=device).index_fill(0, images.tokens, True)
+        found |= {"visual_pos_masks": shown[None], "deepstack_visual_embeds": stacked}
+    return found
+
+
+def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImages) -> None:
     name = type(base).__name__
     if images.placeholder != base.config.image_token_id:
         raise UserError(
@@ -65,12 +93,6 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch
             f"have the inputs {', '.join(images.inputs)}, but {name} reads {', '.join(family.inputs)}",
             "load the images with the processor of this model",
         )
-    if family.rotary and batch.rotary_positions is None:
-        raise UserError(
-            "rotary_positions",
-            f"are missing, and those of {name} depend on the images",
-            "pass each sample through padfree.model.vision.prepare_sample(model, sample)",
-        )
 
 
 def _joined(features: Any) -> Tensor:
@@ -78,10 +100,10 @@ def _joined(features: Any) -> Tensor:
     return cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
 
 
-def _place(output: Any, images: LocalImages) -> None:
-    """Replace the features [F, D] in a tower's output by [m, D], one for each placeholder of this rank."""
-    found, stacked = output.pooler_output, getattr(output, STACKED, None)
-    parts = [_joined(found), *map(_joined, stacked or ())]
+def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
+    """The features [m, D] of the m placeholders of this rank, and the further features of the tower likewise."""
+    found = output.pooler_output
+    parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
     if images.inputs:
         _check_counts(found, len(parts[0]), images)
     else:  # the features of the smallest image
@@ -89,10 +111,7 @@ def _place(output: Any, images: LocalImages) -> None:
     if images.exchange is not None:
         received = receive_rows(cat(parts, dim=1), images.exchange)
         parts = list(split_with_sizes(received, [part.shape[1] for part in parts], dim=1))
-    first, *others = (take_copies(part, images.features) for part in parts)
-    output.pooler_output = (first,) if isinstance(found, (list, tuple)) else first[None]
-    if stacked is not None:
-        output[STACKED] = [(part,) for part in others]
+    return [take_copies(part, images.features) for part in parts]
 
 
 def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:

@@ -1,13 +1,13 @@
-"""Turn the groups of a global batch into samples, for any engine and any kind of episode.
+"""Turn groups of prompts into samples, batch by batch, for any engine and any kind of episode.
 
-`Collector.put` queues a batch and `Collector.take` returns its samples. For batch 7 with 3 episodes for each of the
-prompts p and q:
+`Collector.next` sends the weights to the sampler, takes groups from the batcher until the queue is full, and returns
+the samples of the oldest queued batch. For batch 7 with 3 episodes for each of the prompts p and q:
 
     put 7     groups (p p p) (q q q)     episodes 0 1 2 | 3 4 5, divided over all ranks
               known episodes             those in the checkpoint or the response log are not sampled again
     take 7    episodes                   played by `ResponseWriter` (one turn) or `EpisodeRunner` (an environment)
               rewards                    a function runs on the rank of the episode; a reward model runs on all ranks
-              filter                     optionally replaces groups whose rewards are all equal (`candidates`)
+              filter                     optionally replaces groups whose rewards are all equal (`queued_batch`)
               samples                    ordered by group, episode and leaf; every rank knows all of them, and the
                                          tokens stay on the rank that sampled them (`sample_exchange`)
 
@@ -17,6 +17,9 @@ the sampler works on queued batches while earlier ones are trained. A digit belo
     main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 .....
     sampler          1 1 1 1 2 2 2 2 3 3 3 3 ...   3 3       | interrupted  | 3 3 4 4 4 ...
     rewards              1 1 1 1 2 2 2 2 3 3 3 ...
+
+The batcher is ahead of training by the length of the queue. A checkpoint therefore stores the position in the data
+before the oldest queued batch: a resumed run takes the same groups again, and restores their sampled responses.
 
 The sampled tokens depend on the seed, the batch number and the episode number in the batch. Another number of ranks, or
 a resumed run, therefore gives the same rollouts, up to rounding of the logits. The order in which batches are trained
@@ -30,7 +33,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,37 +48,34 @@ from padfree.data import Reward
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.distributed import Mesh, gather_objects
 from padfree.errors import UserError
-from padfree.record.file_names import FAILURES, ROLLOUTS
+from padfree.optim.master_weights import compute_copies
+from padfree.packing import FixedSizeBatcher, TokenBudgetBatcher
 from padfree.rollout.base import Response
-from padfree.rollout.collect.candidates import Candidates, SparePrompts
-from padfree.rollout.collect.group import RolloutGroup, check_recorded, written_groups
-from padfree.rollout.collect.queue_state import KnownEpisodes, Stored, dropped_reason, queue_state, stored_in
+from padfree.rollout.collect.batch_report import BatchFiles, batch_metrics, queue_metrics
+from padfree.rollout.collect.queue_state import dropped_reason, queue_state, stored_in
 from padfree.rollout.collect.queued_batch import (
     EpisodeOutcome,
+    KnownEpisodes,
+    Outcomes,
     QueuedBatch,
-    RewardModel,
     merged,
-    outcomes_of,
-    owners_of,
-    score_by_model,
-    signals_of,
+    share_of_rank,
 )
-from padfree.rollout.collect.response_examples import ResponseExamples, log_line
 from padfree.rollout.collect.response_writer import make_writer
-from padfree.rollout.collect.rollout_metrics import batch_metrics, queue_metrics
 from padfree.rollout.collect.sample_exchange import known_to_all, travelling_samples
 from padfree.rollout.environment.episode_policy import ChatTokenizer
-from padfree.rollout.environment.group_rewards import PlayGroup
 from padfree.rollout.environment.load_environment import environment_name
-from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.reward_workers import RewardWorkers
+from padfree.rollout.group import Play, Played, RolloutGroup, Watcher, check_recorded, written_groups
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.response_log import ResponseLog
+from padfree.rollout.rewards import RewardModel, RewardWorkers, score_by_model
 from padfree.rollout.sampling_rng import response_keys
 from padfree.sample import Sample
 
 OnSampling = Callable[[int, int], None]
 """Called with this rank's number of finished responses and its number of requested responses."""
+
+Batcher = TokenBudgetBatcher[Any] | FixedSizeBatcher[Any]
 
 NUM_SHOWN = 4
 """Number of groups of a batch whose first response is written to `rollouts.jsonl`."""
@@ -99,33 +100,73 @@ class Collector:
         chat: ChatRenderer | None = None,
         reward_model: RewardModel | None = None,
         response_log: ResponseLog | None = None,
-        on_sampling: OnSampling | None = None,
+        on_sampling: OnSampling = lambda done, total: None,
     ) -> None:
         """Create a collector.
 
-        `loss` gives the temperature and the updates per batch, `run` gives the seed and the folder. `sampler` is a
-        `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of the run, for
-        `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not add other
-        token ids. `chat` renders the messages of environments. `response_log` stores responses until a checkpoint holds
-        them.
+        `loss` gives the temperature and the updates per batch, `run` gives the seed, the steps and the folder.
+        `sampler` is a `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of
+        the run, for `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not
+        add other token ids. `chat` renders the messages of environments. `response_log` stores responses until a
+        checkpoint holds them.
         """
-        self.settings, self.mesh, self.sampler, self._seed = settings, mesh, sampler, run.seed
+        self.settings, self.mesh, self.sampler, self._run, self._prompts = settings, mesh, sampler, run, prompts
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
         self.response_log = None if settings.has_episodes else response_log  # a resumed run replays episodes
         self.timings: dict[str, float] = {}  # seconds of the last batch other than sampling, by activity
         self._reward_model, self._on_sampling = reward_model, on_sampling
         self._writer = make_writer(settings, sampler, self.chat_tokenizer, temperature=loss.temperature)
         self._async = settings.staleness > 0
-        self.oldest = settings.staleness * loss.epochs * loss.mini_batches  # maximum age, in steps
-        self._spare = SparePrompts(prompts, run.seed)
-        self._batches: dict[int, QueuedBatch] = {}
+        self._updates = loss.epochs * loss.mini_batches  # updates per batch
+        self.oldest = settings.staleness * self._updates  # maximum age, in steps
+        self._batches: dict[int, QueuedBatch] = {}  # the queue, oldest first, by batch number
         self._known = KnownEpisodes(self.response_log, oldest=self.oldest, continues=self._async)
         self._change = threading.Condition()
         self._failure: str | None = None  # error message of another thread
         self._batch_metrics: dict[str, float] = {}
-        folder, first = Path(run.folder), mesh.loss.rank == 0
-        self._log = ResponseExamples(folder / ROLLOUTS) if first else None
-        self._failures = ResponseExamples(folder / FAILURES) if first else None
+        self._files = BatchFiles(Path(run.folder), self.chat_tokenizer.decode, writes=mesh.loss.rank == 0)
+
+    # The queue
+
+    def next(self, batcher: Batcher, trained: PreTrainedModel, step: int) -> tuple[int, list[Sample]] | None:
+        """Return the number and the samples of the next batch, or None after the last.
+
+        `batcher` gives the groups of the batches, and `trained` the weights. `step`: updates made so far.
+        """
+        with compute_copies(trained):  # a sampler in this process may share the copies while it samples
+            self._fill(batcher, trained, step)
+            if not self._batches:
+                return None
+            number = next(iter(self._batches))
+            return number, self.take(number, version=step)
+
+    def resume(self, batcher: Batcher, trained: PreTrainedModel, step: int, *, remaining: int) -> None:
+        """After a resume, start to sample batches ahead. The batch in training has `remaining` updates left."""
+        if self._async:
+            with compute_copies(trained):
+                self._fill(batcher, trained, step, remaining)
+
+    def _fill(self, batcher: Batcher, trained: PreTrainedModel, step: int, remaining: int = 0) -> None:
+        """Sync the current weights to the sampler, then request batches until the queue is full.
+
+        The queue is full with `staleness` batches or, if no batch is in training, with one more. `remaining`: updates
+        that the batch in training has left; 0 if no batch is in training.
+        """
+        self.sync_weights(trained, step)
+        self._replace_equal_groups()
+        while len(self._batches) < self.settings.staleness + (not remaining):
+            version = step + remaining + len(self._batches) * self._updates  # policy version when it is trained
+            if self._run.steps is not None and version >= self._run.steps:
+                break
+            cursor = batcher.state_dict()
+            groups = next(batcher, None)
+            if groups is None:
+                break
+            self.put(groups, batch=batcher.step, version=version, cursor=cursor)
+
+    def cursor(self) -> Mapping[str, Any] | None:
+        """Return the position in the data before the oldest queued batch, or None if no batch is queued."""
+        return next(iter(self._batches.values())).cursor if self._batches else None
 
     def sync_weights(self, trained: PreTrainedModel, version: int) -> None:
         """Send the weights of `trained` to the sampler. From now on, it samples from these weights."""
@@ -134,49 +175,47 @@ class Collector:
         rest = {"sampling": 0.0} if self._async else {"rewards": 0.0, "waiting": 0.0}
         self.timings = {"weight_sync": time.perf_counter() - begin, **rest}
 
-    def put(self, groups: Sequence[RolloutGroup], *, batch: int, version: int) -> None:
-        """Queue the episodes of a batch that will be trained after `version` optimizer steps."""
-        candidates = Candidates(batch, groups, self.settings, self._spare)
-        queued = self._batches[batch] = QueuedBatch(batch=batch, candidates=candidates, version=version)
-        self._request(queued, candidates.first())
+    def put(
+        self, groups: Sequence[RolloutGroup], *, batch: int, version: int, cursor: Mapping[str, Any] | None = None
+    ) -> None:
+        """Queue the episodes of a batch that will be trained after `version` optimizer steps.
 
-    def look(self) -> None:
-        """Request spare groups for queued batches, to replace groups whose rewards are all equal."""
+        `cursor`: the position in the data before the batch.
+        """
+        queued = self._batches[batch] = QueuedBatch(
+            batch, groups, self.settings, version=version, prompts=self._prompts, seed=self._run.seed, cursor=cursor
+        )
+        self._request(queued, queued.request_first())
+
+    def _replace_equal_groups(self) -> None:
+        """Request spare groups for queued batches, in place of groups whose rewards are all equal."""
         if self.settings.filter == "none" or not self._async or self._reward_model is not None:
             return
         with self._change:
-            own = {batch: None if queued.missing else outcomes_of(queued) for batch, queued in self._batches.items()}
+            own = {batch: None if queued.missing else queued.own_outcomes() for batch, queued in self._batches.items()}
         by_rank = self._gathered(own)
         for batch, queued in self._batches.items():
             parts = [outcomes[batch] for outcomes in by_rank]
             if None not in parts:
-                self._request(queued, queued.candidates.more(signals_of(queued.candidates, merged(parts))))
+                self._request(queued, queued.request_more(merged(parts)))
 
     def take(self, batch: int, *, version: int) -> list[Sample]:
         """Wait for all episodes of a batch and return its samples, to be trained now."""
         begin = time.perf_counter()
         queued = self._batches[batch]
-        while True:
-            error = self._wait(queued) if self._async else self._play(queued)
-            try:
-                outcomes = self._complete(queued, error)
-            except UserError as wrong:
-                self._list_failures(batch, [{"failure": str(wrong)}])
-                raise
-            if outcomes is None:
-                self.sampler.renew()
-                continue
-            signal = signals_of(queued.candidates, outcomes)
-            requested = queued.candidates.more(signal)
-            if not requested:
-                break
-            self._request(queued, requested)
+        outcomes = self._finished(queued)
         del self._batches[batch]
         if self.response_log is not None:
             self.response_log.sync()
-        groups, owners, num_failed = self._written(queued, signal, outcomes)
-        waiting = self._waiting_groups() if self._async else None
+        self._files.write_failures(batch, queued.failures(outcomes))
+        groups, played = queued.chosen(outcomes), queued.played
+        owners: dict[int, int] = {}
+        if self.mesh.loss.size > 1:  # the episodes get placeholders in place of their tokens
+            with self._timed("waiting"):
+                played, owners = known_to_all(groups, played, self._gathered, num_shown=NUM_SHOWN)
+        groups = written_groups(groups, played)
         if self._async:
+            waiting = self._waiting_groups()
             self.timings["waiting"] = time.perf_counter() - begin - self.timings.get("rewards", 0.0)
         check_recorded(queued.played.values(), self.settings)
         samples = [sample for group in groups for sample in group.samples(self.settings)]
@@ -184,16 +223,15 @@ class Collector:
             samples = travelling_samples(samples, self.mesh, groups, owners, queued.played)
         dropped, from_log = self._known.take_counts()
         self._batch_metrics = {
-            **queued.candidates.metrics(signal),
-            **batch_metrics(groups, samples, self.settings, failed=num_failed),
+            **queued.metrics(outcomes),
+            **batch_metrics(groups, samples, self.settings, failed=queued.num_failed(outcomes)),
             **({"responses_from_log": float(from_log)} if from_log else {}),
         }
-        if waiting is not None:
+        if self._async:
             self._batch_metrics |= queue_metrics(
                 groups, version, self.oldest, waiting=waiting, dropped=dropped, sampler=self.sampler.metrics()
             )
-        if self._log is not None:
-            self._log.write(batch, [self._line(group) for group in groups[:NUM_SHOWN]])
+        self._files.write_responses(batch, groups[:NUM_SHOWN], with_turns=self.settings.has_episodes)
         return samples
 
     def evaluate(
@@ -204,7 +242,7 @@ class Collector:
         keys: NDArray[np.int64],
         version: int,
         reward: Reward | None = None,
-        on_sampling: OnSampling | None = None,
+        on_sampling: OnSampling = lambda done, total: None,
     ) -> list[EpisodeOutcome]:
         """Play one evaluation episode for each prompt of the groups. Return the outcomes in the order of the prompts.
 
@@ -212,27 +250,14 @@ class Collector:
         reward 0.
         """
         self.sampler.update_weights(trained, version)
-        candidates = Candidates(0, groups, self.settings, self._spare)
-        prompts = [prompt for group in groups for prompt in group]
-        own = owners_of(candidates.groups, range(len(groups)), self.mesh.loss.size)[self.mesh.loss.rank]
-        by_number: dict[int, PlayGroup] = {}
-        for group in candidates.groups:
-            by_number |= dict.fromkeys(group.numbers, PlayGroup(len(group)))
-        plays = [
-            Play(number=number, prompt=prompts[number], key=int(keys[number]), group=by_number[number].join())
-            for number in own
-        ]
-        queued = QueuedBatch(batch=0, candidates=candidates, version=version, plays=plays)
-
-        def on_progress(done: int) -> None:
-            if on_sampling is not None:
-                on_sampling(done, len(plays))
-
-        reward_workers = None if reward is None else RewardWorkers(reward)
-        error = self._play(queued, reward_workers, Watcher(on_progress=on_progress))
+        queued = QueuedBatch(0, groups, self.settings, version=version, prompts=self._prompts, seed=self._run.seed)
+        share = self._share(queued.groups)
+        queued.plays.extend([Play(number=number, group=group, key=int(keys[number])) for number, group in share])
+        watch = Watcher(on_progress=lambda done: on_sampling(done, len(share)))
+        error = self._play(queued, watch, None if reward is None else RewardWorkers(reward))
         outcomes = self._complete(queued, error, model=reward is None)
         assert outcomes is not None
-        return [outcomes[number] for number in range(len(prompts))]
+        return [outcomes[number] for number in range(len(keys))]
 
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last batch on this rank."""
@@ -244,31 +269,24 @@ class Collector:
 
     # Episodes
 
-    def _request(self, queued: QueuedBatch, requested: range) -> None:
+    def _request(self, queued: QueuedBatch, requested: Sequence[RolloutGroup]) -> None:
         """Request this rank's share of the episodes of these groups.
 
         Episodes that the checkpoint or the response log holds are not requested again.
         """
-        groups = queued.candidates.groups
         known: dict[int, Played | Response] = {}
-        for index in requested:
-            known |= self._known.find(queued.batch, groups[index], version=queued.version)
-        numbers = owners_of(groups, requested, self.mesh.loss.size)[self.mesh.loss.rank]
-        prompts = {number: groups[index].prompt for index in requested for number in groups[index].numbers}
-        keys = response_keys(self._seed, queued.batch, np.array(numbers, dtype=np.int64))
-        # A checkpoint may hold some episodes of a group and not the others, so groups need rollout.staleness=0.
-        by_number: dict[int, PlayGroup] = {}
-        for index in requested if not self._async else ():
-            by_number |= dict.fromkeys(groups[index].numbers, PlayGroup(len(groups[index])))
+        for group in requested:
+            known |= self._known.find(queued.batch, group, version=queued.version)
+        share = self._share(requested)
+        keys = response_keys(self._run.seed, queued.batch, np.array([number for number, _ in share], dtype=np.int64))
         plays: list[Play] = []
         with self._change:
-            for number, key in zip(numbers, keys, strict=True):
+            for (number, group), key in zip(share, keys.tolist(), strict=True):
                 stored = known.get(number)
                 if isinstance(stored, Played):
                     queued.played[number] = stored
                     continue
-                group = by_number[number].join() if by_number else None
-                plays.append(Play(number=number, prompt=prompts[number], key=int(key), partial=stored, group=group))
+                plays.append(Play(number=number, group=group, key=key, partial=stored))
                 queued.missing.add(number)
                 if stored is not None:
                     queued.partial[number] = stored
@@ -277,12 +295,11 @@ class Collector:
         elif not self._async:
             queued.plays.extend(plays)
 
-    def _watcher(self, queued: QueuedBatch, plays: Sequence[Play]) -> Watcher:
-        prompts = {play.number: play.prompt for play in plays}
+    def _share(self, groups: Sequence[RolloutGroup]) -> list[tuple[int, RolloutGroup]]:
+        return share_of_rank(groups, self.mesh.loss.rank, self.mesh.loss.size)
 
-        def on_progress(done: int) -> None:
-            if self._on_sampling is not None:
-                self._on_sampling(done, len(plays))
+    def _watcher(self, queued: QueuedBatch, plays: Sequence[Play]) -> Watcher:
+        prompts = queued.prompts()
 
         def on_responses(responses: Sequence[tuple[int, Response]]) -> None:
             with self._change:  # so that a checkpoint holds every response that was logged before it
@@ -305,10 +322,15 @@ class Collector:
                 self._failure = self._failure or message
                 self._change.notify_all()
 
-        return Watcher(on_progress=on_progress, on_responses=on_responses, on_played=on_played, on_failed=on_failed)
+        return Watcher(
+            on_progress=lambda done: self._on_sampling(done, len(plays)),
+            on_responses=on_responses,
+            on_played=on_played,
+            on_failed=on_failed,
+        )
 
     def _play(
-        self, queued: QueuedBatch, reward_workers: RewardWorkers | None = None, watch: Watcher | None = None
+        self, queued: QueuedBatch, watch: Watcher | None = None, reward_workers: RewardWorkers | None = None
     ) -> str | None:
         """Play all requested episodes now. Return an error message, or None."""
         plays = queued.take_plays()
@@ -325,6 +347,22 @@ class Collector:
         self._spent("rewards", self._writer.reward_seconds - seconds)
         return None if self.response_log is None else self.response_log.failure
 
+    def _finished(self, queued: QueuedBatch) -> Outcomes:
+        """Finish all episodes of a batch, and request more groups as long as the filter needs them."""
+        while True:
+            error = self._wait(queued) if self._async else self._play(queued)
+            try:
+                outcomes = self._complete(queued, error)
+            except UserError as wrong:
+                self._files.write_failures(queued.batch, [{"failure": str(wrong)}])
+                raise
+            if outcomes is None:
+                self.sampler.renew()
+            elif requested := queued.request_more(outcomes):
+                self._request(queued, requested)
+            else:
+                return outcomes
+
     def _wait(self, queued: QueuedBatch) -> str | None:
         """Wait until this rank's episodes are finished, or the sampler is stuck. Return an error message, or None.
 
@@ -333,8 +371,7 @@ class Collector:
         """
         while not self.sampler.stuck:
             with self._change:
-                if self._on_sampling is not None:
-                    self._on_sampling(len(queued.played), len(queued.played) + len(queued.missing))
+                self._on_sampling(len(queued.played), len(queued.played) + len(queued.missing))
                 if not queued.missing or self._error() is not None:
                     break
                 self._change.wait(POLL)
@@ -355,61 +392,19 @@ class Collector:
         Return None if episodes of a rank are unfinished, because its sampler is stuck. An error on one rank is raised
         on all ranks. `model`: whether to compute rewards with the reward model, if there is one.
         """
-        begin = time.perf_counter()
-        by_rank = self._gathered((error, bool(queued.missing)))
+        with self._timed("waiting"):
+            by_rank = self._gathered((error, bool(queued.missing)))
         for message, _ in by_rank:
             if message is not None:
                 raise UserError.of(message)
         if any(waits for _, waits in by_rank):
             return None
         if self._reward_model is not None and model:
-            self._spent("waiting", time.perf_counter() - begin)
-            begin = time.perf_counter()
-            score_by_model(self._reward_model, queued, self._gathered, skip_failures=self.settings.on_failure == "skip")
-            self._spent("rewards", time.perf_counter() - begin)
-            begin = time.perf_counter()
-        outcomes = merged(self._gathered(outcomes_of(queued)))
-        self._spent("waiting", time.perf_counter() - begin)
-        return outcomes
-
-    def _written(
-        self, queued: QueuedBatch, signal: Mapping[int, bool], outcomes: Mapping[int, EpisodeOutcome]
-    ) -> tuple[list[RolloutGroup], dict[int, int], tuple[int, int]]:
-        """Return the groups to train on, the rank of each episode, and the numbers of failed episodes and groups.
-
-        Groups with a failed episode are left out, and are listed in the file of failures. With several ranks, the
-        episodes have placeholders in place of their tokens (`sample_exchange`).
-        """
-        failed, lines = set(), []
-        for group in queued.candidates.groups[: queued.candidates.num_requested]:
-            for index, number in enumerate(group.numbers, start=1):
-                if (failure := outcomes[number].failure) is not None:
-                    failed.add(group.first)
-                    lines.append({"uid": group.prompt.uid, "episode": index, "failure": failure})
-        self._list_failures(queued.batch, lines)
-        chosen = [queued.candidates.groups[index] for index in queued.candidates.chosen(signal)]
-        chosen = [group for group in chosen if group.first not in failed]
-        if not chosen:
-            raise UserError(
-                "rollout.on_failure",
-                f"'skip', but every group of batch {queued.batch} failed (the first: {lines[0]['failure']})",
-                f"correct the failures that {FAILURES} in the run folder lists",
-            )
-        failures = len(lines), len(failed)
-        if self.mesh.loss.size == 1:
-            return written_groups(chosen, queued.played), {}, failures
-        begin = time.perf_counter()
-        played, owners = known_to_all(chosen, queued.played, self._gathered, num_shown=NUM_SHOWN)
-        self._spent("waiting", time.perf_counter() - begin)
-        return written_groups(chosen, played), owners, failures
-
-    def _list_failures(self, batch: int, lines: list[dict[str, Any]]) -> None:
-        if self._failures is not None and (lines or self._failures.path.exists()):
-            self._failures.write(batch, lines)
-
-    def _line(self, group: RolloutGroup) -> dict[str, Any]:
-        prompt = self.chat_tokenizer.decode(group.prompt.tokens)
-        return log_line(group.prompt.uid, prompt, group.episodes[0], episodes=self.settings.has_episodes)
+            skips = self.settings.on_failure == "skip"
+            with self._timed("rewards"):
+                score_by_model(self._reward_model, queued.played, queued.prompts(), self._gathered, skip_failures=skips)
+        with self._timed("waiting"):
+            return merged(self._gathered(queued.own_outcomes()))
 
     def _waiting_groups(self) -> tuple[int, int]:
         """Return the numbers of finished and unfinished groups of the queued batches, over all ranks."""
@@ -419,14 +414,19 @@ class Collector:
         unfinished = total = 0
         for batch, queued in self._batches.items():
             missing: set[int] = set().union(*(missing_by_batch[batch] for missing_by_batch in by_rank))
-            groups = queued.candidates.groups[: queued.candidates.num_requested]
-            total += len(groups)
-            unfinished += sum(not missing.isdisjoint(group.numbers) for group in groups)
+            total += queued.num_requested
+            unfinished += sum(not missing.isdisjoint(group.numbers) for group in queued.requested)
         return total - unfinished, unfinished
 
     def _gathered(self, own: Any) -> list[Any]:
         """Gather an object from every rank."""
         return gather_objects(own, self.mesh.loss.group, "the exchange of rollouts")
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._spent(part, time.perf_counter() - begin)
 
     def _spent(self, part: str, seconds: float) -> None:
         self.timings[part] = self.timings.get(part, 0.0) + seconds
@@ -440,11 +440,8 @@ class Collector:
         """
         if not self._async:
             return {}
-        own: list[Stored] = []
         with self._change:
-            for batch, queued in self._batches.items():
-                own += [(batch, number, played) for number, played in queued.played.items()]
-                own += [(batch, number, partial) for number, partial in queued.partial.items() if len(partial.tokens)]
+            own = [one for queued in self._batches.values() for one in queued.stored()]
         from_ranks = [one for part in self._gathered(own) for one in part]
         not_requested = [(batch, number, one) for (batch, number), one in self._known.restored.items()]
         return queue_state([*from_ranks, *not_requested], environment_name(self.settings))

@@ -15,7 +15,7 @@ Unfinished episodes of an environment are not stored, because the state of their
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,8 @@ from numpy.typing import NDArray
 
 from padfree.kept_sets import KeptSets, kept_array
 from padfree.rollout.base import Response
-from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Leaf
-from padfree.rollout.response_log import ResponseLog
+from padfree.rollout.collect.queued_batch import Stored
+from padfree.rollout.group import Leaf, Played
 from padfree.routes import Routes, joined_routes
 
 KEY = "queue"
@@ -36,9 +34,6 @@ NOT_SAMPLED = -1
 ARRAYS = ("tokens", "logprobs", "versions")
 COUNTS, IDS = f"{KEY}/counts", f"{KEY}/ids"
 ABOUT_LEAF = ("ended", "turns", "text", "reward", "answer")
-
-Stored = tuple[int, int, Played | Response]
-"""Batch number, episode number, and the finished episode or the partial response."""
 
 
 def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
@@ -160,50 +155,3 @@ def _leaf(facts: Mapping[str, Any], piece: tuple[Any, Any, Any, KeptSets | None]
         routes=routes,
         **values,
     )
-
-
-class KnownEpisodes:
-    """Episodes and responses that were sampled before a resume, from the checkpoint and the response log."""
-
-    def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """`oldest`: maximum age of a token, in steps. `continues`: whether the sampler continues partial responses."""
-        self._response_log, self._oldest, self._continues = response_log, oldest, continues
-        self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
-        self._dropped = self._from_log = 0  # number of groups, and number of responses
-
-    def restore(self, stored: Iterable[Stored]) -> None:
-        self.restored = {(batch, number): one for batch, number, one in stored}
-
-    def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
-        """Return the known episodes and responses of a group, keyed by episode number.
-
-        `version`: the policy version at which the group is trained. If some of the tokens would then be too old, the
-        group is counted as dropped and the result is empty.
-        """
-        found: dict[int, Played | Response] = {}
-        for number in group.numbers:
-            stored = self.restored.pop((batch, number), None)
-            logged = None if self._response_log is None else self._response_log.find(batch, number, group.prompt.tokens)
-            if logged is not None and not self._continues and not logged.is_whole(group.prompt.max_new_tokens):
-                logged = None
-            if logged is not None and (
-                stored is None or (isinstance(stored, Response) and len(logged.tokens) > len(stored.tokens))
-            ):
-                stored = logged
-                self._from_log += 1
-            if stored is not None:
-                found[number] = stored
-        if any((version - _versions(stored) > self._oldest).any() for stored in found.values()):
-            self._dropped += 1
-            return {}
-        return found
-
-    def take_counts(self) -> tuple[int, int]:
-        """Return the numbers of dropped groups and of responses from the log since the last call."""
-        counts = self._dropped, self._from_log
-        self._dropped = self._from_log = 0
-        return counts
-
-
-def _versions(one: Played | Response) -> NDArray[np.int64]:
-    return one.versions if isinstance(one, Played) else one.token_versions

@@ -1,29 +1,48 @@
-"""A batch between `put` and `take` of the collector, and the outcomes of its episodes.
+"""A batch between `put` and `take` of the collector: its groups, their episodes, and which groups are trained on.
 
 For a batch with 3 episodes for each of the prompts p and q:
 
-    groups      (p p p) (q q q)        episodes 0 1 2 | 3 4 5, divided over all ranks (`owners_of`)
+    groups      (p p p) (q q q)        episodes 0 1 2 | 3 4 5, divided over all ranks (`share_of_rank`)
     outcomes    0 1 0   1 1 1          rewards by episode number; every rank knows those of all ranks
     signal      yes     no             whether the rewards of a group differ
+
+If all rewards of a group are equal, `rollout.filter` replaces this group with a spare group. A batch of 4 groups with 2
+responses each:
+
+    groups    of the batch             spare
+              0     1     2     3      4     5     6     ...
+    rewards   0 1   0 0   0 1   1 1    1 0   1 1                  two responses per group
+    chosen    0           2            4                          groups whose rewards differ
+
+The batch needs one more group whose rewards differ, so group 6 is sampled next. A batch samples at most
+`rollout.filter_bound` times as many groups as it trains on. If no further group within this bound has rewards that
+differ, the first group with equal rewards completes the batch: in the example, the batch trains on groups 0 1 2 4.
+
+Spare groups have other prompts of the data, in an order given by the seed and the batch number. The chosen groups
+depend only on the sampled responses. They do not depend on when groups were requested, or on how many were requested at
+a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from padfree.config.rollout import RolloutConfig
 from padfree.errors import UserError
+from padfree.record.file_names import FAILURES
 from padfree.rollout.base import Response
-from padfree.rollout.collect.candidates import Candidates
-from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.environment.play import Play, Played
-from padfree.rollout.environment.tokens import Gather
+from padfree.rollout.group import Play, Played, RolloutGroup
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.response_log import ResponseLog
+from padfree.rollout.sampling_rng import response_keys
 
-RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
-"""Takes this rank's (prompt, response text) pairs; returns a reward or an error message for each. Collective."""
+_SPARE = 1 << 40  # added to the batch number, so that the order of spare prompts uses random keys of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,89 +60,222 @@ class EpisodeOutcome:
         return sum(self.rewards) / max(len(self.rewards), 1)
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class QueuedBatch:
-    """A batch between `put` and `take`. The episodes of this rank are keyed by their number in the batch."""
+Outcomes = Mapping[int, EpisodeOutcome]
+"""The outcomes of episodes, by episode number."""
 
-    batch: int
-    candidates: Candidates
-    version: int  # the policy version at which the batch is trained
-    plays: list[Play] = field(default_factory=list)  # episodes for `take` to play (staleness 0)
-    missing: set[int] = field(default_factory=set)  # episodes that are not finished
-    partial: dict[int, Response] = field(default_factory=dict)  # the tokens sampled so far of unfinished episodes
-    played: dict[int, Played] = field(default_factory=dict)
+
+Stored = tuple[int, int, Played | Response]
+"""Batch number, episode number, and the finished episode or the partial response."""
+
+
+class QueuedBatch:
+    """A batch between `put` and `take`. The episodes of this rank are keyed by their number in the batch.
+
+    `groups` are the batch's own groups, then spare ones. The first `num_requested` of them have been requested.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        own: Sequence[RolloutGroup],
+        settings: RolloutConfig,
+        *,
+        version: int,
+        prompts: Sequence[Prompt] = (),
+        seed: int = 0,
+        cursor: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`own`: the batch's own groups. `version`: the policy version at which the batch is trained.
+
+        `prompts`: all prompts of the run, from which the filter takes spare groups in an order given by `seed`.
+        `cursor`: the position in the data before the batch.
+        """
+        self.batch, self.version, self.cursor, self._settings = batch, version, cursor, settings
+        self.groups: list[RolloutGroup] = []
+        for group in own:
+            self._append(group)
+        self._wanted, self._filtered = len(own), settings.filter != "none"
+        self._spare: list[Prompt] = []
+        if self._filtered:
+            num_spare = math.ceil(self._wanted * settings.filter_bound) - self._wanted
+            self._spare = _spare_prompts(prompts, own, seed, batch)[:num_spare]
+        self.num_requested = 0
+        self.plays: list[Play] = []  # episodes for `take` to play (staleness 0)
+        self.missing: set[int] = set()  # episodes that are not finished
+        self.partial: dict[int, Response] = {}  # the tokens sampled so far of unfinished episodes
+        self.played: dict[int, Played] = {}
+
+    @property
+    def requested(self) -> Sequence[RolloutGroup]:
+        """The groups that have been requested."""
+        return self.groups[: self.num_requested]
+
+    def prompts(self) -> dict[int, Prompt]:
+        """Return the prompts of the episodes, by episode number."""
+        return {number: group.prompt for group in self.groups for number in group.numbers}
+
+    def request_first(self) -> list[RolloutGroup]:
+        """Return the groups to request first."""
+        return self._request(self._wanted)
+
+    def request_more(self, outcomes: Outcomes) -> list[RolloutGroup]:
+        """Return the groups to request next. `outcomes`: those of all requested episodes."""
+        return self._request(self._wanted - sum(self._signals(outcomes))) if self._filtered else []
+
+    def _request(self, num_groups: int) -> list[RolloutGroup]:
+        if num_groups <= 0:
+            return []
+        first = self.num_requested
+        last = first + math.ceil(num_groups * self._settings.oversample)
+        self.num_requested = min(last, self._wanted + len(self._spare))
+        for prompt in self._spare[len(self.groups) - self._wanted : self.num_requested - self._wanted]:
+            self._append(RolloutGroup(prompt=prompt, size=self._settings.samples_per_prompt))
+        return self.groups[first : self.num_requested]
+
+    def _append(self, group: RolloutGroup) -> None:
+        first = self.groups[-1].numbers.stop if self.groups else 0
+        self.groups.append(replace(group, first=first))
 
     def take_plays(self) -> list[Play]:
         plays, self.plays = self.plays, []
         return plays
 
+    def own_outcomes(self) -> dict[int, EpisodeOutcome]:
+        """Return the outcomes of this rank's episodes."""
+        return {
+            number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
+            for number, one in self.played.items()
+        }
 
-def owners_of(groups: Sequence[RolloutGroup], requested: range, world: int) -> list[list[int]]:
-    """Divide the episodes of the requested groups over `world` ranks. Return the episode numbers of each rank."""
-    first = groups[requested.start].first if requested else 0
-    parts = divided([(len(groups[index]), len(groups[index].prompt.tokens)) for index in requested], world)
-    return [[first + offset for offset in part] for part in parts]
+    def stored(self) -> list[Stored]:
+        """Return what a checkpoint stores of this rank's episodes."""
+        begun = {number: partial for number, partial in self.partial.items() if len(partial.tokens)}
+        known: dict[int, Played | Response] = {**self.played, **begun}
+        return [(self.batch, number, one) for number, one in known.items()]
+
+    def _signals(self, outcomes: Outcomes) -> list[bool]:
+        """Return, for each requested group, whether its rewards differ."""
+        return [
+            len({reward for number in group.numbers for reward in outcomes[number].rewards}) > 1
+            for group in self.requested
+        ]
+
+    def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
+        """Return the groups to train on: as many as the batch has of its own, without those with a failed episode.
+
+        Raise a `UserError` if each of them has a failed episode.
+        """
+        order = list(range(self._wanted))
+        if self._filtered:
+            signals = self._signals(outcomes)
+            order = sorted(range(self.num_requested), key=lambda index: (not signals[index], index))
+        chosen = [self.groups[index] for index in sorted(order[: self._wanted])]
+        found = [group for group in chosen if all(outcomes[number].failure is None for number in group.numbers)]
+        if not found:
+            raise UserError(
+                "rollout.on_failure",
+                f"'skip', but every group of batch {self.batch} failed (the first: "
+                f"{self.failures(outcomes)[0]['failure']})",
+                f"correct the failures that {FAILURES} in the run folder lists",
+            )
+        return found
+
+    def failures(self, outcomes: Outcomes) -> list[dict[str, Any]]:
+        """Return a line for the file of failures for each failed episode of all requested groups."""
+        return [
+            {"uid": group.prompt.uid, "episode": index, "failure": failure}
+            for group in self.requested
+            for index, number in enumerate(group.numbers, start=1)
+            if (failure := outcomes[number].failure) is not None
+        ]
+
+    def num_failed(self, outcomes: Outcomes) -> tuple[int, int]:
+        """Return the numbers of failed episodes and of groups with a failed episode, among the requested ones."""
+        failed = [sum(outcomes[number].failure is not None for number in group.numbers) for group in self.requested]
+        return sum(failed), sum(map(bool, failed))
+
+    def metrics(self, outcomes: Outcomes) -> dict[str, float]:
+        """Return the metrics of the filter."""
+        if not self._filtered:
+            return {}
+        different = sum(self._signals(outcomes))
+        return {
+            "groups_requested": float(self.num_requested),
+            "groups_equal": float(self.num_requested - different),  # groups whose rewards are all equal
+            "groups_surplus": float(max(different - self._wanted, 0)),  # groups whose rewards differ, beyond the batch
+        }
 
 
-def divided(groups: Sequence[tuple[int, int]], world: int) -> list[list[int]]:
-    """Divide responses over `world` ranks. Return the response numbers of each rank.
-
-    `groups`: (number of responses, number of prompt tokens) of each group. The shares of two ranks differ by at most
-    one response, and a group is split only at the end of a share. Groups with prompts of similar length go to different
-    ranks, so that every rank gets prompts of all lengths.
-
-    For example, 3 groups of 2 responses hold the response numbers 0 1 | 2 3 | 4 5. With two ranks and prompts of equal
-    length, rank 0 gets 0 1 4 and rank 1 gets 5 2 3.
-    """
-    firsts = np.cumsum([0, *(count for count, _ in groups)])
-    by_length = sorted(range(len(groups)), key=lambda group: (groups[group][1], group))
-    dealt = [group for rank in range(world) for group in by_length[rank::world]]
-    order = [int(firsts[group]) + member for group in dealt for member in range(groups[group][0])]
-    return [part.tolist() for part in np.array_split(np.array(order, dtype=np.int64), world)]
+def _spare_prompts(prompts: Sequence[Prompt], own: Sequence[RolloutGroup], seed: int, batch: int) -> list[Prompt]:
+    """Return all prompts except those of `own`, in a random order."""
+    keys = response_keys(seed, batch + _SPARE, np.arange(len(prompts), dtype=np.int64))
+    own_uids = {group.prompt.uid for group in own}
+    shuffled = (prompts[index] for index in np.argsort(keys, kind="stable"))
+    return [prompt for prompt in shuffled if prompt.uid not in own_uids]
 
 
-def outcomes_of(queued: QueuedBatch) -> dict[int, EpisodeOutcome]:
-    """Return the outcomes of this rank's episodes, by number."""
-    return {
-        number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
-        for number, one in queued.played.items()
-    }
-
-
-def signals_of(candidates: Candidates, outcomes: Mapping[int, EpisodeOutcome]) -> dict[int, bool]:
-    """Return, for each requested group, whether its rewards differ."""
-    signal = {}
-    for index, group in enumerate(candidates.groups[: candidates.num_requested]):
-        signal[index] = len({reward for number in group.numbers for reward in outcomes[number].rewards}) > 1
-    return signal
-
-
-def merged(parts: Iterable[Mapping[int, EpisodeOutcome]]) -> dict[int, EpisodeOutcome]:
+def merged(parts: Iterable[Outcomes]) -> dict[int, EpisodeOutcome]:
     """Return the outcomes of all ranks in one mapping."""
     return {number: one for part in parts for number, one in part.items()}
 
 
-def score_by_model(reward_model: RewardModel, queued: QueuedBatch, gather: Gather, *, skip_failures: bool) -> None:
-    """Compute a reward for each leaf on this rank that does not have a reward yet. Collective.
+def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list[tuple[int, RolloutGroup]]:
+    """Divide the episodes of the groups over `world` ranks. Return the episodes of one rank, each with its group.
 
-    Without `skip_failures`, an error on one rank is raised on all ranks.
+    The shares of two ranks differ by at most one episode, and a group is split only at the end of a share. Groups with
+    prompts of similar length go to different ranks, so that every rank gets prompts of all lengths.
+
+    For example, 3 groups of 2 episodes hold the episode numbers 0 1 | 2 3 | 4 5. With two ranks and prompts of equal
+    length, rank 0 gets 0 1 4 and rank 1 gets 5 2 3.
     """
-    prompts = {number: group.prompt for group in queued.candidates.groups for number in group.numbers}
-    played = [one for one in queued.played.values() if len(one.rewards) < len(one.leaves)]
-    pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in played for leaf in one.leaves]
-    rewards = iter(reward_model(pairs))
-    first_error = None
-    for one in played:
-        values = [next(rewards) for _ in one.leaves]
-        failure = next((value for value in values if isinstance(value, str)), None)
-        first_error = first_error or failure
-        leaves = tuple(
-            replace(leaf, reward=value)
-            for leaf, value in zip(one.leaves, values, strict=True)
-            if not isinstance(value, str)
-        )
-        failed = Played(number=one.number, failure=failure)
-        queued.played[one.number] = failed if failure is not None else replace(one, leaves=leaves)
-    for message in gather(None if skip_failures else first_error):
-        if message is not None:
-            raise UserError.of(message)
+    by_length = sorted(groups, key=lambda group: (len(group.prompt.tokens), group.first))
+    dealt = [group for start in range(world) for group in by_length[start::world]]
+    episodes = [(number, group) for group in dealt for number in group.numbers]
+    return [episodes[index] for index in np.array_split(np.arange(len(episodes)), world)[rank]]
+
+
+class KnownEpisodes:
+    """Episodes and responses that were sampled before a resume, from the checkpoint and the response log."""
+
+    def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
+        """`oldest`: maximum age of a token, in steps. `continues`: whether the sampler continues partial responses."""
+        self._response_log, self._oldest, self._continues = response_log, oldest, continues
+        self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
+        self._dropped = self._from_log = 0  # number of groups, and number of responses
+
+    def restore(self, stored: Iterable[Stored]) -> None:
+        self.restored = {(batch, number): one for batch, number, one in stored}
+
+    def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
+        """Return the known episodes and responses of a group, keyed by episode number.
+
+        `version`: the policy version at which the group is trained. If some of the tokens would then be too old, the
+        group is counted as dropped and the result is empty.
+        """
+        found: dict[int, Played | Response] = {}
+        for number in group.numbers:
+            stored = self.restored.pop((batch, number), None)
+            logged = None if self._response_log is None else self._response_log.find(batch, number, group.prompt.tokens)
+            if logged is not None and not self._continues and not logged.is_whole(group.prompt.max_new_tokens):
+                logged = None
+            if logged is not None and (
+                stored is None or (isinstance(stored, Response) and len(logged.tokens) > len(stored.tokens))
+            ):
+                stored = logged
+                self._from_log += 1
+            if stored is not None:
+                found[number] = stored
+        if any((version - _versions(stored) > self._oldest).any() for stored in found.values()):
+            self._dropped += 1
+            return {}
+        return found
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return the numbers of dropped groups and of responses from the log since the last call."""
+        counts = self._dropped, self._from_log
+        self._dropped = self._from_log = 0
+        return counts
+
+
+def _versions(one: Played | Response) -> NDArray[np.int64]:
+    return one.versions if isinstance(one, Played) else one.token_versions

@@ -16,20 +16,20 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+
 from padfree.config.functions import model_of
 from padfree.config.rollout import RolloutConfig
 from padfree.data import load_reward
 from padfree.errors import UserError
-from padfree.rollout.base import AsyncSampler, Response, Sampler, SamplingRequest
+from padfree.kept_sets import KeptSets
+from padfree.rollout.base import AsyncSampler, Gather, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer
 from padfree.rollout.environment.load_environment import environment_name, load_episode
-from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.reward_workers import RewardsLater, RewardWorkers
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
-from padfree.rollout.environment.tokens import Gather
-from padfree.rollout.environment.trajectory import Leaf, leaf_of_response
+from padfree.rollout.group import Leaf, Play, Played, Watcher, kept_fields
 from padfree.rollout.loop_thread import LoopThread
-from padfree.rollout.time_limit import DaemonPool
+from padfree.rollout.rewards import DaemonPool, RewardsLater, RewardWorkers
 from padfree.rollout.truncation import truncation_of
 
 REWARD_THREADS = 64
@@ -130,13 +130,24 @@ class ResponseWriter:
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
-        """Return the leaf (token sequence and text) of a single-turn episode.
+        """Return the leaf of a single-turn episode: the prompt followed by the response.
 
         The text keeps all special tokens except the stop token, because the policy could exploit tokens that the reward
         does not see.
         """
-        text = self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens)
-        return leaf_of_response(play.prompt, response, text)
+        prompt, before = play.prompt.tokens, len(play.prompt.tokens)
+        kept = None if response.kept is None else KeptSets.joined([KeptSets.whole(before), response.kept])
+        return Leaf(
+            tokens=np.concatenate([prompt, response.tokens]),
+            sampled=np.arange(before + len(response.tokens)) >= before,
+            logprobs=np.concatenate([np.zeros(before, np.float32), response.logprobs]),
+            versions=np.concatenate([np.zeros(before, np.int64), response.token_versions]),
+            **kept_fields(kept),
+            ended=response.ended,
+            turns=1,
+            text=self.chat_tokenizer.decode(response.tokens[:-1] if response.ended else response.tokens),
+            routes=response.routes,
+        )
 
     # Rewards
 
@@ -201,6 +212,12 @@ def make_writer(
 
 
 def _request(play: Play) -> SamplingRequest:
+    prompt = play.prompt
     return SamplingRequest(
-        tokens=play.prompt.tokens, max_new_tokens=play.prompt.max_new_tokens, key=play.key, partial=play.partial
+        tokens=prompt.tokens,
+        max_new_tokens=prompt.max_new_tokens,
+        key=play.key,
+        partial=play.partial,
+        images=prompt.images,
+        rotary_positions=prompt.rotary_positions,
     )

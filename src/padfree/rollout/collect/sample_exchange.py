@@ -29,10 +29,8 @@ from numpy.typing import NDArray
 from padfree.distributed import Mesh, exchange_rows, gather_objects
 from padfree.kept_sets import KeptSets
 from padfree.packing.prefixes import common_length
-from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.tokens import Gather
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.base import Gather
+from padfree.rollout.group import Leaf, Played, RolloutGroup
 from padfree.routes import Routes, route_keys
 from padfree.sample import Sample
 

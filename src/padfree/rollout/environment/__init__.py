@@ -1,7 +1,6 @@
 """Environments: multi-turn episodes with tools and branches, and unmodified agent programs.
 
 trajectory         Branch, Tree, Trajectory: token ids, and which of them were sampled
-play               Play, Played: an episode to play, and its result
 episode_policy     Policy: the object through which an episode samples tokens
 calculator         a built-in environment: word problems with a calculator
 agent              a program as the environment (`rollout.agent`)
@@ -14,11 +13,9 @@ verifiers_episode  an environment of the verifiers package
 openenv_episode    a server of an OpenEnv environment
   responder        the policy for environments that keep messages, in this process
   tool_calls       tool calls in the text of a response
-  verifiers_client the policy as a client of the verifiers package
 group_rewards      rewards that need all episodes of a prompt
 runner             EpisodeRunner: plays many episodes concurrently
   tokens           sampling for episodes: in rounds, or as requests arrive
-  reward_workers   computes rewards in threads or processes (`padfree.data.reward_worker`), or by a model
 load_environment   loads the environment that the settings name
 rehearse           plays an environment without a model
 """
@@ -26,9 +23,9 @@ rehearse           plays an environment without a model
 from padfree.rollout.environment.agent import Finished, run_agent
 from padfree.rollout.environment.episode_policy import Policy, Turn
 from padfree.rollout.environment.load_environment import check_episode_rows, check_episode_settings, load_episode
-from padfree.rollout.environment.play import Played
 from padfree.rollout.environment.rehearse import rehearse
 from padfree.rollout.environment.trajectory import Trajectory
+from padfree.rollout.group import Played
 
 __all__ = [
     "Finished",

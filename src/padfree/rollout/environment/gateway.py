@@ -24,7 +24,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from padfree.errors import UserError
+from padfree.errors import UserError, shown_error
 from padfree.rollout.environment.call_fields import (
     CHAT,
     COMPLETIONS,
@@ -37,7 +37,6 @@ from padfree.rollout.environment.calls import Calls, Context
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Host, Turn
 from padfree.rollout.environment.listener import Answer, CallError, Listener, ListenerLimits, Reply
 from padfree.rollout.environment.trajectory import Tree
-from padfree.rollout.time_limit import shown_safely
 from padfree.rollout.truncation import WHOLE, Truncation
 
 MODEL = "policy"
@@ -133,7 +132,7 @@ class Gateway:
             episode.tree.count("refused")
             return Reply.of_error(CallError(400, "the body is nested too deeply"))
         except Exception as error:  # other episodes must continue
-            problem = f"answering a call of {route} raised {shown_safely(error)}"
+            problem = f"answering a call of {route} raised {shown_error(error)}"
             failure = UserError("rollout.environment", problem, "report this bug of padfree")
             episode.tree.failure = episode.tree.failure or failure
             return Reply.of_error(CallError(500, f"rollout.environment: {problem}"), last=True)

@@ -30,17 +30,16 @@ class GroupReward:
 
 
 class PlayGroup:
-    """The episodes of one prompt on this rank. `size`: the number of episodes of the prompt on all ranks."""
+    """The episodes of one prompt that play on this rank.
 
-    def __init__(self, size: int) -> None:
-        self.size, self.members = size, 0  # members: number of episodes on this rank
+    `size`: the number of episodes of the prompt on all ranks. `members`: the number on this rank.
+    """
+
+    def __init__(self, size: int, members: int) -> None:
+        self.size, self.members = size, members
         self._results: dict[int, Any] = {}
         self._waiting: dict[int, asyncio.Future[Scored]] = {}
         self._failed = False
-
-    def join(self) -> PlayGroup:
-        self.members += 1
-        return self
 
     async def scored(self, number: int, given: GroupReward) -> Scored:
         """Wait until all episodes of the group have ended, and return the reward of episode `number`."""

@@ -15,11 +15,10 @@ from padfree.data.chat_renderer import ChatRenderer
 from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
-from padfree.rollout.environment.play import Play
-from padfree.rollout.environment.reward_workers import RewardWorkers
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.rollout.group import Leaf, Play, RolloutGroup
 from padfree.rollout.prompts import Prompt
+from padfree.rollout.rewards import RewardWorkers
 from padfree.rollout.token_ids import tokenizer_size
 
 
@@ -53,7 +52,7 @@ def rehearse(
         source="rehearsal",
     )
     try:
-        (played,) = runner.play([Play(number=0, prompt=given, key=1)], lambda own: [own])
+        (played,) = runner.play([Play(number=0, group=RolloutGroup(prompt=given, size=1), key=1)], lambda own: [own])
     finally:
         runner.close()
     return played.leaves

@@ -15,7 +15,8 @@ which they were queued.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,16 +25,15 @@ import numpy as np
 
 from padfree.data.records import LARGEST, shown
 from padfree.errors import UserError, shown_error
-from padfree.rollout.base import Response, Sampler, SamplingRequest
+from padfree.rollout.base import Gather, Response, Sampler, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode, Policy
 from padfree.rollout.environment.gateway import Gateway
-from padfree.rollout.environment.group_rewards import GroupReward, Scored
-from padfree.rollout.environment.play import Play, Played, Watcher
-from padfree.rollout.environment.reward_workers import RewardWorkers
-from padfree.rollout.environment.tokens import Gather, TokenSource, TurnPath, blocked, failure_of, make_token_source
-from padfree.rollout.environment.trajectory import Leaf, Trajectory, Tree, leaf_of
+from padfree.rollout.environment.group_rewards import GroupReward, PlayGroup, Scored
+from padfree.rollout.environment.tokens import TokenSource, TurnPath, blocked, failure_of, make_token_source
+from padfree.rollout.environment.trajectory import Trajectory, Tree, leaf_of
+from padfree.rollout.group import Leaf, Play, Played, RolloutGroup, Watcher
 from padfree.rollout.loop_thread import LoopThread
-from padfree.rollout.time_limit import shown_safely
+from padfree.rollout.rewards import RewardWorkers
 from padfree.rollout.truncation import WHOLE, Truncation
 
 MAX_TURNS = 10_000
@@ -97,7 +97,11 @@ class EpisodeRunner:
         """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         free_slots = asyncio.Semaphore(self._settings.max_concurrent)
-        playing = self._thread.submit(self._play_all(plays, source, reward_workers or self._reward_workers, free_slots))
+        members = Counter(play.group for play in plays)
+        compared = {group: PlayGroup(group.size, number) for group, number in members.items()}
+        playing = self._thread.submit(
+            self._play_all(plays, source, reward_workers or self._reward_workers, free_slots, compared=compared)
+        )
         try:
             source.serve(playing, gather)
         except BaseException:
@@ -146,11 +150,13 @@ class EpisodeRunner:
         free_slots: asyncio.Semaphore,
         on_played: Callable[[Played], None] | None = None,
         on_started: Callable[[], None] | None = None,
+        *,
+        compared: Mapping[RolloutGroup, PlayGroup] | None = None,
     ) -> list[Played]:
         """Play episodes and return the results in order. `source` samples their tokens.
 
         `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
-        when all episodes have started, or one has failed.
+        when all episodes have started, or one has failed. `compared`: for rewards that need all episodes of a prompt.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -158,7 +164,7 @@ class EpisodeRunner:
                 for play in plays:
                     await free_slots.acquire()
                     source.started(play.number)
-                    session = _Session(self, play, source, free_slots.release)
+                    session = _Session(self, play, source, free_slots.release, (compared or {}).get(play.group))
                     playing = self._play_one(session, reward_workers, on_played)
                     tasks.append(asyncio.create_task(playing, name=play.prompt.uid))
                     self._raise_failure(tasks)
@@ -190,8 +196,16 @@ class EpisodeRunner:
 class _Session:
     """One running episode. It is the `Host` through which the episode's policies sample tokens."""
 
-    def __init__(self, runner: EpisodeRunner, play: Play, source: TokenSource, free: Callable[[], None]) -> None:
-        self._runner, self._play, self._source, self._free = runner, play, source, free
+    def __init__(
+        self,
+        runner: EpisodeRunner,
+        play: Play,
+        source: TokenSource,
+        free: Callable[[], None],
+        compared: PlayGroup | None,
+    ) -> None:
+        """`free` frees the slot of the episode. `compared`: the episodes of its prompt, if all of them play now."""
+        self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self.temperature = runner._settings.temperature
         self._tree = Tree(play.prompt)
@@ -225,13 +239,13 @@ class _Session:
             elif isinstance(error, UserError) and _is_own(error):
                 failure = error
             else:
-                failure = f"raised {shown_safely(error)}"
+                failure = f"raised {shown_error(error)}"
         finally:
             self._finish()
         failure = self._tree.failure or failure
         if failure is not None:
-            if self._play.group is not None:
-                self._play.group.fail()
+            if self._compared is not None:
+                self._compared.fail()
             if not settings.skip_failures:
                 raise self._error(failure)
             return Played(number=self._play.number, failure=str(failure), counts=dict(self._tree.counts))
@@ -255,8 +269,8 @@ class _Session:
 
     async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
         """Return the trajectory with its reward, which is known when all episodes of the prompt have ended."""
-        name, group = self._runner._settings.name, self._play.group
-        if group is None:
+        name = self._runner._settings.name
+        if self._compared is None:  # a checkpoint may hold some episodes of the group and not the others
             raise UserError(
                 "rollout.environment",
                 f"the rewards of {name} compare all episodes of a prompt, which needs rollout.staleness=0",
@@ -265,7 +279,7 @@ class _Session:
         # Waiting for other episodes does not count. The last episode of the group computes the rewards of all.
         self._clock.reschedule(None)
         scoring = GroupReward(result=given.result, score=lambda results: self._timed(given.score(results)))
-        reward, metrics = await group.scored(self._play.number, scoring)
+        reward, metrics = await self._compared.scored(self._play.number, scoring)
         return replace(trajectory, reward=reward, metrics={**trajectory.metrics, **metrics})
 
     async def _timed(self, scoring: Awaitable[Sequence[Scored]]) -> Sequence[Scored]:

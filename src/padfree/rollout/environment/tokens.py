@@ -15,19 +15,16 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, cast
 
 from padfree.errors import UserError
-from padfree.rollout.base import AsyncSampler, Response, Sampler, SamplingRequest
+from padfree.rollout.base import AsyncSampler, Gather, Response, Sampler, SamplingRequest
 from padfree.rollout.loop_thread import LoopThread
 
 TurnPath = tuple[int, ...]
 """Identifies a turn of an episode; it also orders the requests of a round."""
 Round = list[tuple[tuple[int, TurnPath], SamplingRequest]]
-Gather = Callable[[Any], list[Any]]
-"""Function that gathers an object from every rank and returns the list of them. Collective."""
 
 POLL = 0.2
 """Seconds between two checks while waiting for episodes."""

@@ -27,6 +27,7 @@ from padfree.errors import UserError
 from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 from padfree.rollout.environment.group_rewards import GroupReward
+from padfree.rollout.group import Leaf, kept_fields
 from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
@@ -142,31 +143,13 @@ class Trajectory:
     group_reward: GroupReward | None = None  # a reward that needs all episodes of the prompt, in place of `reward`
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Leaf:
-    """A path of an episode's tree that becomes a sample. It is picklable, so that it can be sent to other ranks."""
-
-    tokens: NDArray[np.int64]  # [n]
-    sampled: NDArray[np.bool_]  # [n]
-    logprobs: NDArray[np.float32]  # [n], 0 for tokens that were not sampled
-    versions: NDArray[np.int64]  # [n] policy version of each token, 0 for tokens that were not sampled
-    ended: bool
-    turns: int
-    text: str  # the text after the prompt
-    reward: float | None = None  # None: a reward model computes it when the batch is complete
-    answer: str | None = None  # the text that the reward gets instead of `text`
-    routes: Routes | None = None  # [n, R, k], see `padfree.routes`
-    kept: KeptSets | None = None  # [n] the ids among which each token was sampled; None: the whole vocabulary
-    num_kept: int = 0  # number of ids in `kept`, which other ranks know too
-
-
 def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None = None) -> Leaf:
     return Leaf(
         tokens=np.array(branch.ids, dtype=np.int64),
         sampled=np.array(branch.sampled, dtype=np.bool_),
         logprobs=np.array(branch.logprobs, dtype=np.float32),
         versions=np.array(branch.versions, dtype=np.int64),
-        **_kept_fields(KeptSets.of_arrays(branch.kept)),
+        **kept_fields(KeptSets.of_arrays(branch.kept)),
         ended=branch.ended,
         turns=turns_of(branch),
         text=text,
@@ -174,26 +157,6 @@ def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None 
         answer=answer,
         routes=merged_routes(branch.routes, None, len(branch.ids)),
     )
-
-
-def leaf_of_response(prompt: Prompt, response: Response, text: str) -> Leaf:
-    """Return the leaf of a single-turn episode: the prompt followed by the response. `text`: text of the response."""
-    before = len(prompt.tokens)
-    return Leaf(
-        tokens=np.concatenate([prompt.tokens, response.tokens]),
-        sampled=np.arange(before + len(response.tokens)) >= before,
-        logprobs=np.concatenate([np.zeros(before, np.float32), response.logprobs]),
-        versions=np.concatenate([np.zeros(before, np.int64), response.token_versions]),
-        **_kept_fields(None if response.kept is None else KeptSets.joined([KeptSets.whole(before), response.kept])),
-        ended=response.ended,
-        turns=1,
-        text=text,
-        routes=response.routes,
-    )
-
-
-def _kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 
 def turns_of(branch: Branch) -> int:

@@ -11,13 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from padfree.errors import UserError, shown_error
 from padfree.model import attach
 from padfree.tools.benchmarks.harness_model import HarnessAnswers, harness_class
 from padfree.tools.talk.find_model import ModelFiles
-from padfree.tools.talk.speaker import Speaker, device_named, load_language_model
+from padfree.tools.talk.speaker import Speaker, device_named, dtype_named, load_language_model
 from padfree.train.training_data import open_tokenizer
 
 PACKAGE = "lm_eval"
@@ -60,10 +58,7 @@ def run_tasks(files: ModelFiles, options: TaskOptions, *, dtype: str = "auto", d
     tokenizer = open_tokenizer(files.tokenizer, "MODEL")
     if options.chat and not tokenizer.chat_template:
         raise UserError("--apply-chat-template", "the tokenizer has no chat template", "leave it out")
-    kind = None if dtype == "auto" else getattr(torch, dtype)
-    if dtype == "auto" and place.type == "cpu":
-        kind = torch.float32
-    model, kind = load_language_model(files, kind, place)
+    model, kind = load_language_model(files, dtype_named(dtype, place), place)
     model = attach(model.to(device=place, dtype=kind).eval())  # type: ignore[call-arg]
 
     @cache

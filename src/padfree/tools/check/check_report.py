@@ -10,7 +10,6 @@ in the same dtype. A result passes if its difference is at most `tolerance`, or 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -18,10 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from padfree.tools.check.compare import FACTOR
+from padfree.tools.json_objects import read_object
 from padfree.train.float8_budget import Float8Distance
 
 MAIN = "packed"
 """The name of the main check. The other checks vary the layout of the samples or the tokens around a sample."""
+
+
+FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
+
+HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,18 +198,10 @@ class CheckReport:
         return {**asdict(self), "rows": rows, "float8": float8, "passed": self.passed, "verdict": self.verdict}
 
 
-FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
-HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
-
-
 def _number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
 def is_report(path: Path) -> bool:
     """Whether a file holds a report as JSON, so that a new report may overwrite it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and {"verdict", "rows", "passed"} <= found.keys()
+    return {"verdict", "rows", "passed"} <= (read_object(path) or {}).keys()

@@ -65,8 +65,8 @@ from padfree.tools.check.plain_losses import (
     prepared,
 )
 from padfree.tools.check.samples import LONGEST, random_samples
+from padfree.train.check_data import check_fits
 from padfree.train.float8_budget import Float8Distance
-from padfree.train.limits import check_fits
 
 TIMEOUT = 3600.0
 """Seconds that the other processes wait for the reference."""

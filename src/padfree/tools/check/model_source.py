@@ -35,7 +35,7 @@ from padfree.model.model_files import PARTIAL
 from padfree.model.structure import model_from_config
 from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes
-from padfree.train.limits import ModelLimits
+from padfree.train.check_data import ModelLimits
 
 FEW_LAYERS = 4
 """The default number of layers, if they include every layer type."""

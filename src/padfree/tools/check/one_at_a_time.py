@@ -14,7 +14,8 @@ in memory besides the sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,39 +46,54 @@ def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOut
 
 def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
     """Return loss and gradients of pairs of consecutive samples, the shorter one padded, with HF's eager attention."""
-    own = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    outcome = _outcome(model, [[i, i + 1][: len(samples) - i] for i in range(0, len(samples), 2)], samples)
-    model.set_attn_implementation(own)
-    return outcome
+    with eager_attention(model):
+        return _outcome(model, [[i, i + 1][: len(samples) - i] for i in range(0, len(samples), 2)], samples)
+
+
+@contextmanager
+def eager_attention(*models: PreTrainedModel) -> Iterator[None]:
+    """Context manager in which the models use HF's eager attention."""
+    own = [str(model.config._attn_implementation) for model in models]
+    for model in models:
+        model.set_attn_implementation("eager")
+    yield
+    for model, implementation in zip(models, own, strict=True):
+        model.set_attn_implementation(implementation)
+
+
+@contextmanager
+def summed_gradients(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+    """Context manager that yields a dict, to which every backward pass adds the gradients of the parameters."""
+    sums: dict[str, Tensor] = {}
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(_take, sums, name))  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters()
+    ]
+    yield sums
+    for hook in hooks:
+        hook.remove()
 
 
 def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: Sequence[Sample]) -> CheckOutcome:
     count = sum(sample.num_labels for sample in samples)
     logprobs = [np.zeros(len(sample), dtype=np.float32) for sample in samples]
-    gradients: dict[str, Tensor] = {}
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(_take, gradients, name))  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters()
-    ]
     loss = 0.0
-    for batch in batches:
-        chosen = [index for index in batch if len(samples[index]) > 1]  # a single token predicts nothing
-        if not chosen:
-            continue
-        input_ids, attention_mask, scored = padded_rows([samples[index] for index in chosen], model.device)
-        mask = attention_mask if len(chosen) > 1 else None
-        logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
-        labels = input_ids[:, 1:].where(attention_mask[:, 1:].bool(), IGNORE)
-        losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-        total = (losses * scored[:, 1:]).sum() / count
-        total.backward()  # type: ignore[no-untyped-call]
-        loss += float(total.detach().double())
-        for row, index in zip((-losses.detach()).cpu().numpy(), chosen, strict=True):
-            with np.errstate(over="ignore"):  # float64 to float32
-                logprobs[index][1:] = row[: len(samples[index]) - 1]
-    for hook in hooks:
-        hook.remove()
+    with summed_gradients(model) as gradients:
+        for batch in batches:
+            chosen = [index for index in batch if len(samples[index]) > 1]  # a single token predicts nothing
+            if not chosen:
+                continue
+            input_ids, attention_mask, scored = padded_rows([samples[index] for index in chosen], model.device)
+            mask = attention_mask if len(chosen) > 1 else None
+            logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            labels = input_ids[:, 1:].where(attention_mask[:, 1:].bool(), IGNORE)
+            losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+            total = (losses * scored[:, 1:]).sum() / count
+            total.backward()  # type: ignore[no-untyped-call]
+            loss += float(total.detach().double())
+            for row, index in zip((-losses.detach()).cpu().numpy(), chosen, strict=True):
+                with np.errstate(over="ignore"):  # float64 to float32
+                    logprobs[index][1:] = row[: len(samples[index]) - 1]
     return CheckOutcome(
         logprobs=logprobs, loss=loss, gradients={name: gradient.cpu() for name, gradient in gradients.items()}
     )

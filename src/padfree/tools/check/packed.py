@@ -46,11 +46,12 @@ from padfree.tasks.reward import RewardMicroBatchLoss
 from padfree.tools.check.compare import Extent, extent
 from padfree.tools.check.model_source import ModelSource
 from padfree.tools.check.plain_losses import DPO, KTO, SCALAR, VALUE, CheckedLoss, make_teacher
-from padfree.train.engine import Engine, LossSettings, PreparedStep
+from padfree.train.critic import ValueMicroBatchLoss
+from padfree.train.engine import Engine, LossSettings
 from padfree.train.float8_budget import Float8Distance, Float8Layers, measure_distances
 from padfree.train.microbatch import MicroBatch, PackSettings
-from padfree.train.scorer import Scorer
-from padfree.train.value_loss import ScalarScorer, ValueMicroBatchLoss
+from padfree.train.scorer import ScalarScorer, Scorer
+from padfree.train.step import PreparedStep
 
 Logprobs = list[NDArray[np.float32]]
 

@@ -17,8 +17,8 @@ two samples (a preference pair, or consecutive samples) and eager attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +32,13 @@ from padfree.losses import DPOSettings, ValueSettings
 from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
 from padfree.sample import Sample
-from padfree.tools.check.one_at_a_time import CheckOutcome, _take, one_at_a_time, padded_pairs
+from padfree.tools.check.one_at_a_time import (
+    CheckOutcome,
+    eager_attention,
+    one_at_a_time,
+    padded_pairs,
+    summed_gradients,
+)
 from padfree.tools.check.padded import padded_rows
 
 CheckedLoss = Literal["nll", "dpo", "kto", "distill", "reward", "value"]
@@ -102,35 +108,23 @@ def plain_loss(
     if loss == "nll":
         return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
     models = [one for one in (model, teacher) if one is not None]
-    own = [str(one.config._attn_implementation) for one in models]
-    if padded:
-        for one in models:
-            one.set_attn_implementation("eager")
-    gradients: dict[str, Tensor] = {}
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(_take, gradients, name))  # type: ignore[no-untyped-call]
-        for name, parameter in model.named_parameters()
-    ]
     together = padded or loss in OF_PAIRS
     units = [list(samples[i : i + 2]) for i in range(0, len(samples), 2)] if together else [[one] for one in samples]
     count = sum(sample.num_labels for sample in samples)
     if loss in REFERENCED or loss in OF_PAIRS:
         count = len(samples) // (2 if loss in OF_PAIRS else 1)
     total = 0.0
-    for unit in units:
-        outputs = _outputs(model, unit, loss, padded)
-        taught: list[Tensor] = []
-        if teacher is not None:
-            with torch.no_grad():
-                taught = _outputs(teacher, unit, loss, padded)
-        value = _unit_loss(loss, unit, outputs, taught) / count
-        if value.requires_grad:
-            value.backward()  # type: ignore[no-untyped-call]
-        total += float(value.detach().double())
-    for hook in hooks:
-        hook.remove()
-    for one, implementation in zip(models, own, strict=True):
-        one.set_attn_implementation(implementation)
+    with summed_gradients(model) as gradients, eager_attention(*models) if padded else nullcontext():
+        for unit in units:
+            outputs = _outputs(model, unit, loss, padded)
+            taught: list[Tensor] = []
+            if teacher is not None:
+                with torch.no_grad():
+                    taught = _outputs(teacher, unit, loss, padded)
+            value = _unit_loss(loss, unit, outputs, taught) / count
+            if value.requires_grad:
+                value.backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach().double())
     return CheckOutcome(logprobs=[], loss=total, gradients={name: each.cpu() for name, each in gradients.items()})
 
 

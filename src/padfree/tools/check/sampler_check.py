@@ -259,16 +259,14 @@ def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored:
     capacity = own + -(-(length - stored + stored % PAGE_SIZE) // PAGE_SIZE + 1) * PAGE_SIZE + PAGE_SIZE
     cache = KVCache.allocated(model.layer_shapes(), capacity, model.device)
     ids = torch.from_numpy(tokens.astype(np.int64)).to(model.device)
-    padded = prefill_rows(max(1, stored))
-    packed, positions = (torch.zeros(padded, dtype=torch.int64, device=model.device) for _ in range(2))
-    indices = torch.full((padded,), capacity - 1, device=model.device)
-    packed[:stored] = ids[:stored]
-    positions[:stored] = indices[:stored] = torch.arange(stored, device=model.device)
     parts: list[Trace] = []
-    lengths = [count for count in (stored, padded - stored) if count]
     if stored:
+        padded = prefill_rows(stored)
+        pack = collate([Sample(tokens=tokens[:stored])], share_prefixes=False).padded_to(padded).to(model.device)
+        indices = torch.full((padded,), capacity - 1, device=model.device)
+        indices[:stored] = torch.arange(stored, device=model.device)
         with _recorded(model.model, padded, slice(0, stored)) as trace:
-            model.prefill(packed, positions, indices, lengths, cache)
+            model.prefill(shard(pack), indices, cache)
         parts.append(trace)
     tail = stored % PAGE_SIZE
     for cached in (*cache.keys, *cache.values):

@@ -65,34 +65,24 @@ def chosen_samples(
         }
         return [of_source(name, sample) for name, samples in parts.items() for sample in samples]
     chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
+    loaded = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
+    if not pairs and not labels:
+        source = open_sources(data.path, split=data.split, subset=data.subset)[0]
+        if "reward" in {data.columns.get(name, name) for name in source.columns() or ()}:
+            rollouts = read_rollouts(data.path, tokenizer=loaded, settings=RolloutDataSettings(**chosen)).samples
+            return [rollouts[index] for index in spread([len(sample) for sample in rollouts], count)]
+    if loaded is None:
+        raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
     if pairs:
-        if tokenizer is None:
-            raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
-        loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
         chosen_pairs = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
         return [answers[2 * pair + member] for pair in chosen_pairs for member in range(2)]
+    rows: TokenizedDataset
     if labels:
-        if tokenizer is None:
-            raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
-        loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
         rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, LABEL_SCHEMA)
-        return [rows[index] for index in spread(rows.lengths, count)]
-    source = open_sources(data.path, split=data.split, subset=data.subset)[0]
-    rollouts = "reward" in {data.columns.get(name, name) for name in source.columns() or ()}
-    if rollouts:
-        loaded = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
-        samples: Sequence[Sample] | TokenizedDataset = read_rollouts(
-            data.path, tokenizer=loaded, settings=RolloutDataSettings(**chosen)
-        ).samples
-        lengths = np.array([len(sample) for sample in samples])
     else:
-        if tokenizer is None:
-            raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
-        loaded = open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
-        found = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
-        samples, lengths = found, found.lengths
-    return [samples[index] for index in spread(lengths, count)]
+        rows = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
+    return [rows[index] for index in spread(rows.lengths, count)]
 
 
 def has_tokenizer(path: str | Path) -> bool:

@@ -15,6 +15,7 @@ from padfree.errors import UserError
 from padfree.record.file_names import METRICS
 from padfree.record.run_folder import check_not_in_use
 from padfree.testing.arithmetic import Sizes
+from padfree.tools.json_objects import read_object
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,11 +131,8 @@ class Demo:
 
 
 def _read_state(path: Path, known: Collection[str], setting: str) -> dict[str, Found]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or not found.keys() <= set(known):
+    found = read_object(path)
+    if found is None or not found.keys() <= set(known):
         raise UserError(setting, f"{path} was not written by a demo", "give a new or empty --folder")
     return found
 

@@ -14,6 +14,7 @@ from padfree.data.rewards import hashed_number, number_after_hashes
 from padfree.errors import UserError
 from padfree.testing.arithmetic import write_rows
 from padfree.tools.demo.demo_folder import Demo, Found
+from padfree.tools.json_objects import parsed_object
 from padfree.tools.talk.find_model import find_model
 
 FORMS = (("question", "answer"), ("prompt", "response"))
@@ -121,12 +122,9 @@ def read_rows(name: str, most: int) -> list[dict[str, str]]:
 
 
 def _row(line: str, location: str) -> dict[str, str]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
+    row = parsed_object(line) or {}
     for prompt, response in FORMS:
-        if isinstance(row, dict) and isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
+        if isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
             if hashed_number(row[response]) is None:
                 raise UserError(
                     "--data",

@@ -144,7 +144,8 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
     from padfree.optim.optimizer import make_optimizer
     from padfree.optim.schedule import learning_rate_factor
     from padfree.tools.check.padded import padded_loss
-    from padfree.train.training_data import load_tokenizer, load_training_data, make_batcher
+    from padfree.train.batcher import make_batcher
+    from padfree.train.training_data import load_tokenizer, load_training_data
 
     device, lower = config.run.device, config.model.dtype != "float32"
     assert config.optimizer.max_grad_norm is not None

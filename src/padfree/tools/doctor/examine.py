@@ -63,7 +63,7 @@ from padfree.tools.doctor.prompt_hypotheses import (
 from padfree.tools.doctor.rescoring import logits_of, logprobs_of, rescored
 from padfree.tools.talk.find_model import ModelFiles
 from padfree.tools.talk.speaker import load_language_model
-from padfree.train.limits import ModelLimits, check_fits
+from padfree.train.check_data import ModelLimits, check_fits
 from padfree.train.training_data import open_tokenizer
 
 HEAD = "lm_head.weight"

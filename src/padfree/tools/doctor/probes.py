@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from padfree.rollout.engines.servers.canary import TEXT, canary_sequences
 from padfree.tools.doctor.evidence import Evidence
 from padfree.tools.doctor.openai_api import ServerAnswer, ServerProbe
-from padfree.train.limits import ModelLimits
+from padfree.train.check_data import ModelLimits
 
 LENGTH, NUM_SAMPLED = 64, 16
 """Number of tokens of a prompt, and of its response."""

@@ -43,8 +43,9 @@ from padfree.sample import Sample
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.sizes import ModelSizes
 from padfree.tools.planner.time_model import cost_path, device_name
-from padfree.train.engine import Engine, LossSettings, PreparedStep
+from padfree.train.engine import Engine, LossSettings
 from padfree.train.scorer import Scorer
+from padfree.train.step import PreparedStep
 
 REPEATS = 3
 FLOPS_PER_WEIGHT = 6  # a multiplication and an addition, once in forward and twice in backward

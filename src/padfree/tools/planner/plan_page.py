@@ -71,7 +71,6 @@ def efficiency_figure(scaling: Scaling) -> Figure:
 
     The figure has two lines: with weights sharded over all ranks, and with one replica of the weights per host.
     """
-    ways = (("weights sharded over all ranks", scaling.sharded), ("weights replicated per host", scaling.replicated))
     traces = [
         {
             "type": "scatter",
@@ -81,8 +80,7 @@ def efficiency_figure(scaling: Scaling) -> Figure:
             "y": scaling.efficiency(times),
             "line": {"color": COLOURS[index]},
         }
-        for index, (name, times) in enumerate(ways)
-        if times
+        for index, (name, times) in enumerate(scaling.ways.items())
     ]
     layout = {
         "xaxis": {"type": "log", "title": {"text": "devices"}},

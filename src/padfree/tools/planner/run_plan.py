@@ -20,7 +20,7 @@ from padfree.tools.planner.memory_plan import GIBIBYTE, DeviceMemory
 from padfree.tools.planner.padding import PADDED_SIZES, USUAL_SIZE, Padded, padded
 from padfree.tools.planner.steps import Lengths, StepLengths
 from padfree.tools.planner.time_model import TimeModel
-from padfree.train.data_rows import SourceShare
+from padfree.train.batcher import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
 """Numbers of context ranks for which the page compares layouts of a long pack, independent of --cp."""

@@ -58,6 +58,9 @@ WORTHWHILE_SPEEDUP = 1.5
 """Twice as many devices are worthwhile if steps get at least this many times as fast."""
 
 
+PARTS = ("even", "waiting", "fixed", "weights", "context")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
     """Bandwidth of a device in bytes per second: to devices on the same host, and to other hosts."""
@@ -138,6 +141,12 @@ class Scaling:
     sharded: list[StepTime]
     replicated: list[StepTime]
 
+    @property
+    def ways(self) -> dict[str, list[StepTime]]:
+        """The step times by how the weights are divided. With a single host, only one way is planned."""
+        ways = {"weights sharded over all ranks": self.sharded, "weights replicated per host": self.replicated}
+        return {name: times for name, times in ways.items() if times}
+
     def efficiency(self, times: Sequence[StepTime]) -> list[float]:
         first = self.sharded[0]
         return [first.seconds * first.ranks / (time.seconds * time.ranks) for time in times]
@@ -161,7 +170,7 @@ class Scaling:
         return None
 
     def summary(self) -> dict[str, Any]:
-        ways = {"weights over all ranks": self.sharded, "weights on each host": self.replicated}
+        short = {"weights over all ranks": self.sharded, "weights on each host": self.replicated}
         return {
             name: [
                 {
@@ -175,7 +184,7 @@ class Scaling:
                 }
                 for time, efficiency in zip(times, self.efficiency(times), strict=True)
             ]
-            for name, times in ways.items()
+            for name, times in short.items()
             if times
         }
 
@@ -192,10 +201,7 @@ class Scaling:
                     f"{time.waiting:>10.4f}{time.fixed:>10.4f}{time.weights:>10.4f}{time.context:>10.4f}"
                     f"{time.weights_out / 1e9:>18.2f}{efficiency:>12.1%}{note}{fits}"
                 )
-        ways = (("weights sharded over all ranks", self.sharded), ("weights replicated per host", self.replicated))
-        for name, times in ways:
-            if not times:
-                continue
+        for name, times in self.ways.items():
             found = self.limit(times)
             if found is None:
                 yield (
@@ -219,9 +225,6 @@ class Scaling:
         yield f"{'counted':<12}bytes sent, from the shapes of the model and the plan"
 
 
-PARTS = ("even", "waiting", "fixed", "weights", "context")
-
-
 def plan_scaling(
     steps: Sequence[Lengths],
     shape: PlanShape,
@@ -238,10 +241,7 @@ def plan_scaling(
 
     `steps`: sample lengths of each step. `need` estimates the memory that a device needs; each has `memory` bytes.
     """
-    if shape.ranks % hosts:
-        raise UserError(
-            "--hosts", f"{hosts} does not divide {shape.ranks} ranks", "give a divisor of the number of ranks"
-        )
+    Placement(ranks=shape.ranks, hosts=hosts)  # refuses a number of hosts that does not divide the ranks
     if time_model.per_second is None:
         raise UserError(
             "--hosts",

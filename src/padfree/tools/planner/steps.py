@@ -32,11 +32,13 @@ from padfree.packing import PrefixTree, TokenBudgetBatcher
 from padfree.packing.collate import prefixes_of
 from padfree.sample import Sample
 from padfree.train.batch_preparer import distinct
-from padfree.train.data_rows import (
+from padfree.train.batcher import (
     SourceShare,
     epoch_order,
     epoch_parts,
+    groups_of,
     lengths_of,
+    make_batcher,
     row_counts,
     row_starts,
     source_shares,
@@ -44,7 +46,6 @@ from padfree.train.data_rows import (
 from padfree.train.global_batch import update_parts
 from padfree.train.preflight import preflight
 from padfree.train.shared_turns import copied_keys, rows_with_several, run_cost, tree_of_row
-from padfree.train.training_data import groups_of, make_batcher
 
 Lengths = NDArray[np.int64]
 

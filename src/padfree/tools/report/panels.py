@@ -109,6 +109,7 @@ PARTS = (
     "logging",
     "evaluation",
     "checkpoint",
+    "other",
 )
 """Parts of a step's time, in the order in which the bars are stacked."""
 

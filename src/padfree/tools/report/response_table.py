@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from padfree.tools.json_objects import parsed_object
+
 Record = dict[str, Any]
 
 MOST_ROWS = 400
@@ -57,7 +59,7 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
             if not line.strip():
                 continue
             if number in chosen:
-                record = _parsed(line)
+                record = parsed_object(line.decode("utf-8", "replace"))
                 broken += record is None
                 if record is not None:
                     rows.append(record)
@@ -124,11 +126,3 @@ def without_middle(text: str, letters: int) -> str:
         return text
     end = letters // 4
     return f"{text[: letters - end]}\n[… {len(text) - letters:,} characters omitted …]\n{text[len(text) - end :]}"
-
-
-def _parsed(line: bytes) -> Record | None:
-    try:
-        value = json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

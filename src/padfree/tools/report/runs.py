@@ -17,7 +17,6 @@ in `notes`, which the page shows. A missing file that not every run writes (eval
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -42,6 +41,7 @@ from padfree.record.file_names import (
     ROLLOUTS,
     ROWS,
 )
+from padfree.tools.json_objects import parsed_object
 from padfree.tools.report.response_table import Responses, read_responses
 from padfree.tools.report.state import state_of
 
@@ -207,7 +207,7 @@ def _read_config(path: Path, notes: list[str]) -> Mapping[str, Any]:
             notes.append("config.json is missing")
         return {}
     text = "".join(line for _, line in _lines(path, notes))
-    found = _parsed(text) if text else None
+    found = parsed_object(text) if text else None
     if found is None:
         notes.append("config.json cannot be read")
         return {}
@@ -231,7 +231,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
     broken: list[int] = []
     count = 0
     for count, line in _lines(path, notes):
-        record = _parsed(line)
+        record = parsed_object(line)
         if record is None:
             broken.append(count)
         else:
@@ -276,11 +276,3 @@ def _read_responses(path: Path, notes: list[str]) -> Responses | None:
     if found.broken:
         notes.append(f"{path.name}: {found.broken} lines that are not JSON objects were skipped")
     return found
-
-
-def _parsed(text: str) -> Record | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None

@@ -14,13 +14,13 @@ the process runs on another machine, its lock may be invisible on this machine, 
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from padfree.record.file_names import HOLDER, LOCK, MARKER
+from padfree.tools.json_objects import read_object
 
 ENDS = {
     "end": "finished",
@@ -78,8 +78,5 @@ def is_held(folder: Path) -> bool | None:
 
 def _holder_host(folder: Path) -> str | None:
     """Return the host of the process that last locked the folder and has not released it, or None."""
-    try:
-        found = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return str(found.get("host")) if isinstance(found, dict) else None
+    found = read_object(folder / HOLDER)
+    return None if found is None else str(found.get("host"))

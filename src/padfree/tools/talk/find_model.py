@@ -10,7 +10,6 @@ This module does not import torch, so that errors about wrong names are printed 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from padfree.config.hub import check_name
 from padfree.errors import UserError
 from padfree.record.file_names import BEST_MODEL, CONFIG, MARKER, MODEL
+from padfree.tools.json_objects import read_object
 
 SETTING = "MODEL"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -59,7 +59,7 @@ def _of_run(folder: Path, base: str | None) -> ModelFiles:
             f"the run {folder} has not exported its model to {MODEL}/ yet",
             f"finish the run with checkpoint.export=true{best}",
         )
-    settings = _read_object(folder / CONFIG) or {}
+    settings = read_object(folder / CONFIG) or {}
     data: Any = settings.get("data")
     data = data if isinstance(data, dict) else {}
     template = data.get("chat_template")
@@ -87,7 +87,7 @@ def _of_folder(folder: Path, base: str | None) -> ModelFiles:
 def _of_adapter(folder: Path, base: str | None) -> ModelFiles:
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise UserError(SETTING, f"{folder} has no {ADAPTER_WEIGHTS}", "copy the adapter's weights into the folder")
-    config = _read_object(folder / ADAPTER_CONFIG)
+    config = read_object(folder / ADAPTER_CONFIG)
     if config is None:
         raise UserError(SETTING, f"{folder / ADAPTER_CONFIG} cannot be read", "copy the adapter folder again")
     named = config.get("base_model_name_or_path")
@@ -121,11 +121,3 @@ def _without_base(files: ModelFiles, base: str | None) -> ModelFiles:
 
 def _has_tokenizer(folder: Path) -> bool:
     return any(folder.glob("tokenizer*"))
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

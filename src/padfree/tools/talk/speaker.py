@@ -35,11 +35,13 @@ from padfree.rollout.truncation import WHOLE, Truncation
 from padfree.tasks.reading import read_template
 from padfree.tools.talk.find_model import ADAPTER_WEIGHTS, SETTING, ModelFiles
 from padfree.tools.talk.text_stream import TextStream
-from padfree.train.limits import ModelLimits
+from padfree.train.check_data import ModelLimits
 from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
 """The number of answers generated at the same time."""
+
+MOST_TOKENS = 1_000_000
 
 End = Literal["stop", "length", "context", "interrupted"]
 """Why an answer ended: a stop token, `max_new_tokens`, the model's context length, or the user."""
@@ -237,9 +239,6 @@ class _CollectedAnswer:
         )
 
 
-MOST_TOKENS = 1_000_000
-
-
 def check_sampling(temperature: float, seed: int, truncation: Truncation) -> None:
     need(temperature == 0 or 0.01 <= temperature <= 100, "--temperature", temperature, "give 0, or 0.01 to 100")
     need(0 <= seed < 1 << 63, "--seed", seed, "give 0 to 2**63 - 1")
@@ -284,10 +283,7 @@ def open_speaker(
     chat = None
     if not plain:
         chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
-    kind = None if dtype == "auto" else getattr(torch, dtype)
-    if dtype == "auto" and place.type == "cpu":
-        kind = torch.float32
-    model, kind = load_language_model(files, kind, place)
+    model, kind = load_language_model(files, dtype_named(dtype, place), place)
     return Speaker(
         model,
         tokenizer,
@@ -338,6 +334,14 @@ def device_named(name: str) -> torch.device:
     if name == "cuda" and not cuda:
         raise UserError("--device", "'cuda', but torch finds no GPU", "choose cpu, or install a CUDA build of torch")
     return torch.device("cuda" if cuda and name != "cpu" else "cpu")
+
+
+def dtype_named(name: str, device: torch.device) -> torch.dtype | None:
+    """Return the dtype of this name. "auto" is float32 on a CPU and None, the dtype of the weight files, on a GPU."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _with_adapter(base: str, folder: Path) -> PreTrainedModel:

@@ -3,5 +3,4 @@
 reference_model    the reference model of the KL term, and its refreshes
 reward_model       a reward model as the reward of rollouts
 run_response_log   the log of sampled responses, cleared when a checkpoint covers them
-sampled_batches    batches of rollouts, sampled on demand or ahead of training
 """

@@ -24,8 +24,8 @@ from padfree.data.tokenize import PairTokenizer
 from padfree.distributed import gather_objects
 from padfree.rollout import Prompt
 from padfree.sample import Sample
-from padfree.train.limits import ModelLimits
-from padfree.train.value_loss import ScalarScorer
+from padfree.train.check_data import ModelLimits
+from padfree.train.scorer import ScalarScorer
 
 
 class ModelReward:

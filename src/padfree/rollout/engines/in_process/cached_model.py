@@ -1,12 +1,14 @@
 """An HF model whose attention uses a `KVCache`: packed prefill of prompts, and decode steps with one token per slot.
 
-    prefill    tokens [T] of packed prompts         ->  keys and values at cache indices [T], no logits
+    prefill    a pack of T tokens of prompts        ->  keys and values at cache indices [T], no logits
     decode     one token for each of L slots [L]    ->  hidden states [L, D], with `decode_attention`
 
 A slot holds one response that is being sampled. In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with
 explicit positions. This works because all layers but attention treat tokens independently, which `padfree.model.probe`
-verifies. Attention gets its context (cache, slots, packs) as an argument of the forward pass, never as a global. Before
-each layer the context is narrowed to that layer, outside of compiled code, so that all layers share one compiled graph.
+verifies. Prompts with images are prefilled as the trainer runs packs with images: features of the vision tower at the
+placeholders, rotary positions of the model. Attention gets its context (cache, slots, packs) as an argument of the
+forward pass, never as a global. Before each layer the context is narrowed to that layer, outside of compiled code, so
+that all layers share one compiled graph.
 
 With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): decode steps and prefill are compiled
 as the layers of the trainer are, and decode attention is the trainer's kernel with one query per slot.
@@ -23,11 +25,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from padfree.batch import AttnContext, LmHead
+from padfree.batch import AttnContext, LmHead, LocalBatch
 from padfree.layers.compile import layer_compiler
-from padfree.model.interface import NAME, attention, position_limit
+from padfree.model.interface import NAME, attention, mark_image_layers, position_limit, text_config
 from padfree.model.outputs import base_of, described_head
 from padfree.model.route_replay import RouteRecorder
+from padfree.model.vision.families import family_of, language_part
+from padfree.model.vision.features import embedded
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.decode_experts import all_stacked, use_decode_experts
 from padfree.rollout.engines.in_process.exact_attention import exact_decode_attention, step_keys, store_keys
@@ -88,7 +92,7 @@ class _Context:
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Return the reason why this model cannot be decoded with padfree's KV cache, or None if it can."""
-    if position_limit(model.config) is not None:
+    if position_limit(text_config(model.config)) is not None:
         return "its rotary frequencies depend on the longest response in the batch"
     if layers_of_model(model) is None:
         return "its layers are not in a ModuleList"
@@ -100,7 +104,8 @@ def can_be_captured(model: PreTrainedModel) -> bool:
 
     This is false for mixtures whose experts are not stacked weights, because they skip unused experts.
     """
-    return not any(getattr(model.config, name, None) for name in EXPERTS) or all_stacked(model)
+    config = text_config(model.config)
+    return not any(getattr(config, name, None) for name in EXPERTS) or all_stacked(model)
 
 
 class CachedModel:
@@ -121,9 +126,16 @@ class CachedModel:
         assert not model.training
         self.model, self.device, self.backend, self.compiled, self.exact = model, model.device, backend, compiled, exact
         self.recorder = recorder
+        self._base, self._family, self._language = base_of(model), family_of(model), base_of(model)
         name = f"{NAME}_rollout_{backend}"
         AttentionInterface.register(name, partial(_cached_attention, backend=backend))
-        model.set_attn_implementation(name)
+        if self._family is None:
+            model.set_attn_implementation(name)
+        else:  # the vision tower keeps its own attention
+            model.set_attn_implementation({"": name, "text_config": name})
+            self._language = getattr(self._base, self._family.language)
+            if self._family.whole_images:
+                mark_image_layers(self._language)
         use_decode_experts(model)
         run = _run_layer
         if compiled:
@@ -144,24 +156,20 @@ class CachedModel:
         """Return the shapes of the keys and values of each layer. A forward pass of one token finds them."""
         shapes: list[LayerShape] = []
         packed = AttnContext(segments=Segments.from_lengths([1], device=self.device))
-        one = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._forward(one, one, _Context(self.exact, lambda _: _ShapeOfLayer(shapes, packed)))
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        self._forward(_Context(self.exact, lambda _: _ShapeOfLayer(shapes, packed)), one, input_ids=one)
         return shapes
 
     @torch.no_grad()
-    def prefill(
-        self, tokens: Tensor, positions: Tensor, indices: Tensor, lengths: Sequence[int], cache: KVCache
-    ) -> None:
-        """Store the keys and values of packed prompts in the cache. `lengths`: number of tokens of each prompt.
-
-        `tokens`, `positions` and `indices` are [T]: token ids, positions in their prompts, and cache indices.
-        """
-        packed = AttnContext(segments=Segments.from_lengths(lengths, device=self.device))
-        self._forward(
-            tokens,
-            positions,
-            _Context(self.exact, lambda layer: _PrefillLayer(cache.keys[layer], cache.values[layer], indices, packed)),
+    def prefill(self, pack: LocalBatch, indices: Tensor, cache: KVCache) -> None:
+        """Store the keys and values of a pack of prompts in the cache. `indices` [T]: the cache index of each token."""
+        context = _Context(
+            self.exact, lambda layer: _PrefillLayer(cache.keys[layer], cache.values[layer], indices, pack.context)
         )
+        inputs = {"input_ids": pack.input_ids[None]}
+        if self._family is not None and pack.images is not None:
+            inputs = embedded(self._base, self._family, pack.input_ids, pack.images)
+        self._forward(context, pack.positions, **inputs)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
@@ -172,34 +180,30 @@ class CachedModel:
         """
         if self.exact:
             step = step_keys(slots, cache.capacity, longest)
-            return self._forward(
-                tokens,
-                positions,
-                _Context(self.exact, lambda layer: _ExactLayer(cache.keys[layer], cache.values[layer], *step, longest)),
+            context = _Context(
+                self.exact, lambda layer: _ExactLayer(cache.keys[layer], cache.values[layer], *step, longest)
             )
-        return self._forward(
-            tokens,
-            positions,
-            _Context(self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest)),
-        )
+        else:
+            context = _Context(
+                self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest)
+            )
+        return self._forward(context, positions[None], input_ids=tokens[None])
 
-    def _forward(self, tokens: Tensor, positions: Tensor, context: _Context) -> Tensor:
+    def _forward(self, context: _Context, positions: Tensor, **inputs: Any) -> Tensor:
+        """Run the language model. `positions` are [1, T], or [P, 1, T] for rotary positions in P dimensions."""
         if self.recorder is not None:
             self.recorder.clear()
-        output: Any = base_of(self.model)(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            attention_mask=None,
-            use_cache=False,
-            attn_context=context,
+        output: Any = self._language(
+            **inputs, position_ids=positions, attention_mask=None, use_cache=False, attn_context=context
         )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
 
 def layers_of_model(model: PreTrainedModel) -> nn.ModuleList | None:
-    wanted = int(model.config.num_hidden_layers)
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == wanted)
+    language = language_part(model)
+    wanted = int(language.config.num_hidden_layers)
+    lists = (module for module in language.modules() if isinstance(module, nn.ModuleList) and len(module) == wanted)
     return next(lists, None)
 
 

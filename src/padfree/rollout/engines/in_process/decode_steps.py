@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,11 @@ from torch import Tensor
 
 from padfree.attention.backend import PAGE_SIZE
 from padfree.batch import LmHead
+from padfree.cp import shard
+from padfree.data.image_loader import ImageLoader, PacksAhead
 from padfree.errors import UserError
 from padfree.head import score
+from padfree.packing.collate import collate
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.in_process import sample_token
 from padfree.rollout.engines.in_process.cached_model import CachedModel, can_be_captured
@@ -29,10 +32,12 @@ from padfree.rollout.engines.in_process.kept_buffers import KeptBuffers
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, STORED, WRITTEN
 from padfree.rollout.truncation import WHOLE, Truncation, truncated_logits
+from padfree.sample import Sample
 
-TOKEN, KEY, MAX_NEW_TOKENS, REQUEST = range(5, 9)
-NUM_SLOT_FIELDS = 9
-"""Fields of `slots`: those that attention reads, the next token, the random key, the token limit, and the request."""
+TOKEN, KEY, MAX_NEW_TOKENS, REQUEST, SHIFT = range(5, 10)
+NUM_SLOT_FIELDS = 10
+"""Fields of `slots`: those that attention reads, the next token, the random key, the token limit, the request, and the
+position of a token in the model minus its index. The shift is not 0 after images with rotary positions of their own."""
 
 MIN_SLOTS = 16
 """Steps are captured for all slots, half of them, a quarter of them, and so on, down to this number of slots."""
@@ -97,6 +102,13 @@ class StatusCopy:
         return status
 
 
+class PlacedPrompt(NamedTuple):
+    """A prompt to prefill."""
+
+    sample: Sample  # the prompt without its last token
+    start: int  # the cache index of its first token
+
+
 class DecodeSteps:
     """The prefill and the steps of a `CachedModel`, and the device memory that they read and write."""
 
@@ -133,6 +145,7 @@ class DecodeSteps:
         self._buffers: Buffers | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
+        self._image_loader = ImageLoader()
 
     def forget_graphs(self) -> None:
         """Drop all captured steps, because the weights have moved to other addresses.
@@ -165,13 +178,13 @@ class DecodeSteps:
             if self.model.recorder is not None:
                 self.route_shape = tuple(self.model.recorder.take().shape[1:])
         longest = max(request.max_new_tokens for request in requests)
-        prompts = {id(request.tokens): self.prompt_size(len(request.tokens) - 1) for request in requests}
+        prompts = {request.prompt_key: self.prompt_size(len(request.tokens) - 1) for request in requests}
         own = max(self.own_size(len(request.tokens) - 1, request.max_new_tokens) for request in requests)
         unused = self.page if self.model.exact else 0  # the last page, to which inactive slots write
         wanted = min(self.num_slots, len(requests)) * own + sum(prompts.values()) + unused
         keys = max(len(request.tokens) - 1 + request.max_new_tokens for request in requests)
         needed = max(
-            prompts[id(request.tokens)] + self.own_size(len(request.tokens) - 1, request.max_new_tokens) + unused
+            prompts[request.prompt_key] + self.own_size(len(request.tokens) - 1, request.max_new_tokens) + unused
             for request in requests
         )
         num_requests, max_keys, old_capacity = len(requests), rounded_up(keys, KEYS_STEP), 0
@@ -240,35 +253,32 @@ class DecodeSteps:
 
     # Steps
 
-    def prefill(self, prompts: Sequence[tuple[NDArray[np.integer[Any]], int]]) -> list[Tensor | None]:
+    def prefill(self, prompts: Sequence[PlacedPrompt]) -> list[Tensor | None]:
         """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        `prompts`: for each prompt, its tokens without the last one, and the cache index of its first token. Return the
-        routes of each prompt, on the device; None if routes are not recorded.
+        The distinct images of a pass are encoded once. Return the routes of each prompt, on the device; None if routes
+        are not recorded.
         """
         assert self._buffers is not None
         routes: list[Tensor | None] = []
-        while prompts:
-            lengths = np.cumsum([len(tokens) for tokens, _ in prompts])
-            count = max(1, int(np.searchsorted(lengths, PREFILL_TOKENS, side="right")))
-            chosen, prompts = prompts[:count], prompts[count:]
-            total = int(lengths[count - 1])
-            padded = prefill_rows(total) if self.model.exact else total
-            pack = np.zeros((3, padded), np.int64)  # tokens, positions, cache indices
-            pack[2, total:] = self._buffers.cache.capacity - 1  # padding is stored in the unused page
-            start = 0
-            for tokens, first in chosen:
-                position = np.arange(len(tokens))
-                pack[:, start : start + len(tokens)] = tokens, position, first + position
-                start += len(tokens)
-            ids, positions, indices = self.uploaded(pack)
-            segments = [len(tokens) for tokens, _ in chosen] + [padded - total] * (padded > total)
-            self.model.prefill(ids, positions, indices, segments, self._buffers.cache)
+        passes = _divided(prompts)
+        packs = PacksAhead(self._image_loader, [[prompt.sample for prompt in chosen] for chosen in passes])
+        for chosen in passes:
+            pack = collate(packs.take(), share_prefixes=False)
+            total = pack.num_tokens
+            if self.model.exact:
+                pack = pack.padded_to(prefill_rows(total))
+            indices = np.full(pack.num_tokens, self._buffers.cache.capacity - 1)  # padding is stored in the unused page
+            indices[:total] = np.concatenate([prompt.start + np.arange(len(prompt.sample)) for prompt in chosen])
+            if self.device.type == "cuda":
+                pack = pack.pin_memory()
+            self.model.prefill(shard(pack.to(self.device)), self.uploaded(indices), self._buffers.cache)
             self.statistics.prefilled += total
             if self.model.recorder is None:
                 routes += [None] * len(chosen)
             else:
-                routes += torch.split(self.model.recorder.take(), segments)[: len(chosen)]
+                lengths = [len(prompt.sample) for prompt in chosen]
+                routes += torch.split(self.model.recorder.take()[:total], lengths)
         return routes
 
     def copy_keys(self, ranges: Sequence[tuple[int, int, int]]) -> None:
@@ -332,7 +342,8 @@ class DecodeSteps:
         buffers = self._buffers
         assert buffers is not None
         slots = buffers.slots[:, :count]
-        hidden = self.model.decode(slots[TOKEN], slots[STORED] + slots[WRITTEN], slots, buffers.cache, buffers.max_keys)
+        positions = slots[STORED] + slots[WRITTEN] + slots[SHIFT]
+        hidden = self.model.decode(slots[TOKEN], positions, slots, buffers.cache, buffers.max_keys)
         head = self.model.head()
         logits, temperature = sample_token.products(hidden, head), self.temperature
         active = slots[ACTIVE] != 0
@@ -380,6 +391,17 @@ class DecodeSteps:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return StatusCopy(host, event)
+
+
+def _divided(prompts: Sequence[PlacedPrompt]) -> list[Sequence[PlacedPrompt]]:
+    """Divide prompts into passes of up to PREFILL_TOKENS tokens; a longer prompt gets a pass of its own."""
+    passes: list[Sequence[PlacedPrompt]] = []
+    while prompts:
+        lengths = np.cumsum([len(prompt.sample) for prompt in prompts])
+        count = max(1, int(np.searchsorted(lengths, PREFILL_TOKENS, side="right")))
+        passes.append(prompts[:count])
+        prompts = prompts[count:]
+    return passes
 
 
 def rounded_up(value: int, step: int) -> int:

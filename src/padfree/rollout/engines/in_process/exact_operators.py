@@ -29,6 +29,7 @@ from padfree.config.rollout import TRUNCATION
 from padfree.errors import UserError
 from padfree.model.interface import chunk_of, text_config
 from padfree.model.sharing import state_obstacle
+from padfree.model.vision.families import family_of
 from padfree.rollout.engines.in_process.cached_model import EXPERTS, layers_of_model, unsupported_reason
 from padfree.rollout.engines.in_process.row_trial import trial
 
@@ -109,6 +110,8 @@ def model_problem(model: PreTrainedModel) -> str | None:
     reason = state_obstacle(model) or unsupported_reason(model)
     if reason is not None:
         return reason
+    if family_of(model) is not None:
+        return "vision-language models were not compared"
     if any(getattr(text_config(model.config), name, None) for name in EXPERTS):
         return "the matmuls of experts depend on how many tokens each expert gets"
     if text_config(model.config).model_type in OWN_CODE:

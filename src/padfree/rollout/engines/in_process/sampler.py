@@ -1,6 +1,7 @@
 """`rollout.engine = "in_process"`: the training process samples from the model it trains.
 
-    on a GPU                            `decode`: slots, padfree's KV cache, decode steps as CUDA graphs
+    on a GPU, and for models with       `decode`: slots, padfree's KV cache, decode steps as CUDA graphs
+    a vision tower
     on the CPU, or if `decode` does     `hf_cache`: the attention and cache of transformers
     not support the model
 
@@ -25,6 +26,8 @@ from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.model.route_replay import RouteRecorder
+from padfree.model.sharing import state_obstacle
+from padfree.model.vision.families import family_of
 from padfree.rollout.base import OnFinished, OnProgress, OnTokens, Response, SamplingRequest, Score
 from padfree.rollout.engines.in_process.cached_model import CachedModel, layers_of_model, unsupported_reason
 from padfree.rollout.engines.in_process.decode import Decoder
@@ -78,9 +81,9 @@ class InProcessSampler:
 
         If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
-        `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used on a GPU, provided
-        that it supports the model. `records_routes`: whether responses have `routes`. `exact`: whether the `Decoder`
-        computes log-probabilities with the bits of the trainer;
+        `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used for models with a
+        vision tower, and on a GPU for all models that it supports. `records_routes`: whether responses have `routes`.
+        `exact`: whether the `Decoder` computes log-probabilities with the bits of the trainer;
         `padfree.rollout.engines.in_process.exact_operators.problem` must have found no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
@@ -208,7 +211,13 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _decodes(policy: PolicyModel) -> bool:
-    """Whether to use padfree's `Decoder`. Warn if the model is on a GPU and not supported."""
+    """Whether to use padfree's `Decoder`: on a GPU, and for vision-language models.
+
+    Warn if the model is on a GPU and not supported.
+    """
+    if family_of(policy.model) is not None:
+        check_samples_images(policy.model)
+        return True
     if policy.device.type != "cuda":
         return False
     reason = policy.state_obstacle or unsupported_reason(policy.model)
@@ -220,3 +229,14 @@ def _decodes(policy: PolicyModel) -> bool:
             f"{name} is sampled slowly, with the cache of transformers: {reason}", PadfreeWarning, stacklevel=3
         )
     return reason is None
+
+
+def check_samples_images(model: PreTrainedModel) -> None:
+    """Raise a `UserError` if this vision-language model cannot be sampled. The model may be on the meta device."""
+    reason = state_obstacle(model) or unsupported_reason(model)
+    if reason is not None:
+        raise UserError(
+            "model.vision",
+            f"true, but responses of {type(model).__name__} to images cannot be sampled: {reason}",
+            "use another model, or train on files with padfree sft or dpo",
+        )

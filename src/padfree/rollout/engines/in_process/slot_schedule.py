@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.rollout.base import OnProgress, OnTokens, SamplingRequest
@@ -30,34 +28,45 @@ from padfree.rollout.engines.in_process.decode_steps import (
     NUM_SLOT_FIELDS,
     PREFILL_TOKENS,
     REQUEST,
+    SHIFT,
     TOKEN,
     Buffers,
     DecodeSteps,
+    PlacedPrompt,
     StatusCopy,
 )
 from padfree.rollout.engines.in_process.kept_buffers import BURST, KeptTokens
 from padfree.rollout.engines.in_process.kv_cache import Extents
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED
+from padfree.sample import Sample
 
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
     """A prompt of one or more requests."""
 
-    tokens: NDArray[np.integer[Any]]  # [n]
+    request: SamplingRequest  # the first of them
     unfinished: int = 0  # number of its requests that have not ended
     start: int | None = None  # cache index of its first token; None if it is not in the cache
     routes: Tensor | None = None  # [n - 1, R, k] of its tokens without the last, if routes are recorded
 
     @property
     def stored(self) -> int:
-        return len(self.tokens) - 1
+        return len(self.request.tokens) - 1
 
     @property
-    def placed(self) -> tuple[NDArray[np.integer[Any]], int]:
+    def placed(self) -> PlacedPrompt:
         """The tokens to prefill, and the cache index of the first of these tokens."""
         assert self.start is not None
-        return self.tokens[:-1], self.start
+        request = self.request
+        whole = Sample(tokens=request.tokens, images=request.images, rotary_positions=request.rotary_positions)
+        return PlacedPrompt(whole.truncated(self.stored), self.start)
+
+    @property
+    def position_shift(self) -> int:
+        """The position of the last token in the model, minus its index in the prompt."""
+        positions = self.request.rotary_positions
+        return 0 if positions is None else int(positions[0, -1]) - self.stored
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +98,7 @@ class SlotSchedule:
     requests: Sequence[SamplingRequest]
     on_progress: OnProgress | None
     on_tokens: OnTokens | None
-    prompts: dict[int, CachedPrompt] = field(default_factory=dict)  # by `id` of their token arrays
+    prompts: dict[object, CachedPrompt] = field(default_factory=dict)  # by `SamplingRequest.prompt_key`
     waiting: deque[int] = field(default_factory=deque)
     occupied: list[DecodeSlot] = field(default_factory=list)  # slot i is occupied[i] after `_arrange`
     extents: Extents = field(default_factory=lambda: Extents(0))
@@ -104,7 +113,7 @@ class SlotSchedule:
         # With pages, the last one is left for inactive slots and padding.
         self.extents = Extents(self.buffers.cache.capacity - (self.decoder.page if self.decoder.page > 1 else 0))
         for number, request in enumerate(self.requests):
-            self.prompts.setdefault(id(request.tokens), CachedPrompt(request.tokens)).unfinished += 1
+            self.prompts.setdefault(request.prompt_key, CachedPrompt(request)).unfinished += 1
             self.waiting.append(number)
         previous: StatusCopy | None = None
         while self.waiting or self.occupied:
@@ -164,7 +173,7 @@ class SlotSchedule:
 
     def _admitted(self, number: int, missing: list[CachedPrompt]) -> DecodeSlot | None:
         request = self.requests[number]
-        prompt = self.prompts[id(request.tokens)]
+        prompt = self.prompts[request.prompt_key]
         size = self.decoder.own_size(prompt.stored, request.max_new_tokens)
         start = self.extents.allocate(size)
         if start is None:
@@ -189,7 +198,7 @@ class SlotSchedule:
         tokens = sum(prompt.stored for prompt in missing)
         for number in self.waiting:
             request = self.requests[number]
-            prompt = self.prompts[id(request.tokens)]
+            prompt = self.prompts[request.prompt_key]
             if prompt.start is not None or not prompt.stored:
                 continue
             tokens += prompt.stored
@@ -227,6 +236,7 @@ class SlotSchedule:
                 fresh[[PROMPT, STORED, OWN, ACTIVE], index] = slot.prompt.start, slot.prompt.stored, slot.own, 1
                 fresh[[TOKEN, KEY], index] = request.tokens[-1], request.key
                 fresh[[MAX_NEW_TOKENS, REQUEST], index] = request.max_new_tokens, slot.request
+                fresh[SHIFT, index] = slot.prompt.position_shift
             slot.index = index
         uploaded = self.decoder.uploaded(table)
         slots = self.buffers.slots

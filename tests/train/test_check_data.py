@@ -7,7 +7,7 @@ import torch
 
 from padfree.sample import Sample
 from padfree.testing.models import build
-from padfree.train.limits import ModelLimits, check_fits, lengths_of
+from padfree.train.check_data import ModelLimits, check_fits, lengths_of
 from tests.refused import refused
 
 

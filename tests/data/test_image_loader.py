@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from padfree.data.image_loader import PACKS_AHEAD, ImageLoader, PacksAhead
 from padfree.images import Image
 from padfree.sample import Sample
-from padfree.train.image_loader import PACKS_AHEAD, ImageLoader, PacksAhead
 
 STAR = 9
 

@@ -31,7 +31,7 @@ from padfree.tasks.reading import TrainingData
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.testing.tokenizers import TEMPLATES
 from padfree.train.batch_preparer import distinct
-from padfree.train.count_steps import count_steps
+from padfree.train.batcher import count_steps, make_batcher
 from padfree.train.engine import Engine, LossSettings
 from padfree.train.evaluate import make_evaluation
 from padfree.train.microbatch import PackSettings
@@ -39,12 +39,7 @@ from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from padfree.train.setup import build_engine
 from padfree.train.shared_turns import copied_keys, run_cost
-from padfree.train.training_data import (
-    load_held_out,
-    load_tokenizer,
-    load_training_data,
-    make_batcher,
-)
+from padfree.train.training_data import load_held_out, load_tokenizer, load_training_data
 from tests.data.stores import conversation, write_store
 from tests.ranks import run_ranks
 from tests.train.trainer_cases import lines

@@ -1,12 +1,12 @@
-"""A small OpenAI-compatible server: a stock transformers model on the CPU, for tests of `padfree doctor`.
+"""A small OpenAI-compatible server with a transformers model on the CPU, for tests of `padfree doctor`.
 
     with serving_openai(OpenAiService(model, tokenizer)) as url: ...
 
-It answers /v1/models, /v1/completions, /v1/chat/completions and /tokenize, with the fields that vLLM adds for token ids
-and for log-probabilities of prompts. `Abilities` can switch these off, to imitate a server with only OpenAI's fields.
+The server has the paths /v1/models, /v1/completions, /v1/chat/completions and /tokenize. Its answers also have vLLM's
+fields for token ids and prompt log-probabilities; `Abilities` can turn these fields off.
 
-Tokens are sampled with a KV cache, one request at a time. `processors` are transformers' logits processors, which the
-server applies whatever a request asks for.
+The server samples with a KV cache, one request at a time, and applies `processors` (transformers' logits processors) to
+every request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import DynamicCache
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """Which optional parts the server supports: `echo`, and what vLLM adds to OpenAI's fields."""
+    """The optional parts that the server supports."""
 
     prompt_logprobs: bool = True
     echo: bool = True
@@ -51,9 +51,9 @@ class OpenAiService:
         generation_prompt: bool = True,
         make_cache: Callable[[Any], Any] | None = None,
     ) -> None:
-        """`temperature` replaces the one of requests. `bos_twice`: texts and messages get a second bos token.
+        """`temperature` replaces that of requests. `bos_twice`: texts and messages get a second bos token.
 
-        `make_cache(config)` makes the KV cache of a request, which also holds the keys and values of the prompt.
+        `make_cache(config)` makes the KV cache of a request.
         """
         self.model, self.tokenizer, self.name = model.eval(), tokenizer, name
         self.abilities = abilities or Abilities()
@@ -97,7 +97,7 @@ class OpenAiService:
 
     @torch.no_grad()
     def completion(self, ids: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        """Return one entry of the answer's `choices`: a response to the prompt `ids`, with log-probabilities."""
+        """Return one entry of `choices`: a response to the prompt `ids`, with log-probabilities."""
         asked = body.get("temperature", 1.0) if self.temperature is None else self.temperature
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         with self._lock:

@@ -1,15 +1,25 @@
-"""Metrics of a collected batch, by name."""
+"""What a run writes about a collected batch: metrics, a few responses, and failures.
+
+metrics of the batch    `batch_metrics`, and with `rollout.staleness` above 0 `queue_metrics`
+rollouts.jsonl          the first response of the first groups, written by the first rank
+failures.jsonl          the failed episodes, if there are any
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from padfree.config.rollout import RolloutConfig
-from padfree.rollout.collect.group import RolloutGroup
-from padfree.rollout.environment.play import Played
-from padfree.rollout.environment.trajectory import Leaf
+from padfree.errors import UserError
+from padfree.record.file_names import FAILURES, ROLLOUTS
+from padfree.record.metrics_file import line_number
+from padfree.rollout.group import Leaf, Played, RolloutGroup
 from padfree.sample import Sample
 
 
@@ -92,3 +102,69 @@ def queue_metrics(
     }
     speed = sampler.get("tokens_per_second")
     return metrics if speed is None else {**metrics, "sampler_tokens_per_second": speed}
+
+
+class ResponseExamples:
+    """A JSON Lines file with a batch number in each line. A resumed run removes the lines of the batches it repeats."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._trimmed = False
+
+    def write(self, batch: int, examples: Sequence[dict[str, Any]]) -> None:
+        lines = [json.dumps({"batch": batch, **one}, ensure_ascii=False) + "\n" for one in examples]
+        try:
+            if not self._trimmed:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text("".join(self._before(batch)), encoding="utf-8")
+                self._trimmed = True
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+        except OSError as error:
+            raise UserError(
+                "run.folder",
+                f"{self.path} cannot be written ({error.strerror or error})",
+                "free disk space, or set another folder",
+            ) from error
+
+    def _before(self, batch: int) -> list[str]:
+        """Return the complete lines of batches before `batch`."""
+        kept: list[str] = []
+        if self.path.exists():
+            with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may contain other line breaks
+                for number, line in enumerate(file, start=1):
+                    if not line.endswith("\n") or line_number(self.path, number, line, "batch") >= batch:
+                        break
+                    kept.append(line)
+        return kept
+
+
+class BatchFiles:
+    """The files `rollouts.jsonl` and `failures.jsonl` of the run folder."""
+
+    def __init__(self, folder: Path, decode: Callable[[NDArray[Any]], str], *, writes: bool) -> None:
+        """`decode` returns the text of a prompt. `writes`: whether this rank writes the files."""
+        self._responses, self._failures = ResponseExamples(folder / ROLLOUTS), ResponseExamples(folder / FAILURES)
+        self._decode, self._writes = decode, writes
+
+    def write_responses(self, batch: int, groups: Sequence[RolloutGroup], *, with_turns: bool) -> None:
+        """Write a line about the first leaf of the first episode of each group."""
+        if self._writes:
+            self._responses.write(batch, [self._line(group, with_turns) for group in groups])
+
+    def _line(self, group: RolloutGroup, with_turns: bool) -> dict[str, Any]:
+        leaves = group.episodes[0].leaves
+        line = {
+            "uid": group.prompt.uid,
+            "prompt": self._decode(group.prompt.tokens),
+            "response": leaves[0].text,
+            "reward": leaves[0].reward,
+            "tokens": int(leaves[0].sampled.sum()),
+            "ended": leaves[0].ended,
+        }
+        return {**line, "turns": leaves[0].turns, "leaves": len(leaves)} if with_turns else line
+
+    def write_failures(self, batch: int, lines: Sequence[dict[str, Any]]) -> None:
+        """Write a line about each failed episode. Without failures, no file is created."""
+        if self._writes and (lines or self._failures.path.exists()):
+            self._failures.write(batch, lines)

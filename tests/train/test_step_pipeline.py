@@ -14,8 +14,9 @@ from padfree.estimate.flops import Flops
 from padfree.packing import CostModel, plan_step
 from padfree.record.metric_table import unknown_metrics
 from padfree.record.metrics_file import MetricsFile, write_samples
-from padfree.train.engine import StepReport
-from padfree.train.step_metrics import peak_memory_gib, reward_metrics, step_metrics
+from padfree.train.batch_preparer import reward_metrics
+from padfree.train.step import StepReport
+from padfree.train.step_pipeline import peak_memory_gib, step_metrics
 from tests.refused import refused
 from tests.train.cases import make_samples
 

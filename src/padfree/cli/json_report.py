@@ -1,0 +1,39 @@
+"""The file that `--json FILE` names, and the status line of a command that computes for minutes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from padfree.config.output_sections import check_output
+from padfree.errors import UserError
+
+
+def json_target(given: str | None, *, writes: bool = True) -> Path | None:
+    """Return the path that `--json` gives. `writes`: whether this process will write the file."""
+    if given is not None and writes:
+        check_output(given, "--json")
+    return None if given is None else Path(given)
+
+
+def write_json(target: Path | None, report: dict[str, Any]) -> None:
+    """Write the report, unless `--json` was not given."""
+    if target is None:
+        return
+    try:
+        target.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError("--json", f"{target} cannot be written ({error.strerror})", "give another file") from None
+
+
+def show_status(line: str) -> None:
+    """Show a line on a terminal, in place of the last one."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)
+
+
+def clear_status() -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)

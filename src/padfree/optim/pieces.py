@@ -1,0 +1,108 @@
+"""Parameters as plain tensors, for an elementwise update rule. Each rank updates its own shards.
+
+Split weights (`padfree.model.split_weight`) are updated in blocks of at most `BLOCK` elements: a block is joined to
+float32 weights in temporary memory, the rule updates them, and they are split again.
+
+    weights   | w0        | w1 | w2                     |
+    blocks    | w0        | w1 | w2[0:8] | | w2[8:16] ..|       the rule gets the pieces of one block
+
+A weight is divided between its matrix rows, so that a block of int8 state (`padfree.optim.state_format`) stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_split
+from padfree.optim.rule import State, local
+
+BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
+"""For each kind of device, the number of split weights that are joined at a time. On a GPU a block takes 256 MiB, and
+the kernels of a block take longer than their launches.
+"""
+
+ROWS = 8
+"""Split weights are divided at multiples of this number of rows, because 8 weights share a byte of tie bits."""
+
+
+class Piece(NamedTuple):
+    """The plain tensors of a shard, or of some of its rows [R, C]."""
+
+    parameter: Tensor
+    first: int  # row of the shard
+    weight: Tensor
+    gradient: Tensor
+    step: Tensor
+    state: dict[str, Tensor]  # without the step counter
+
+
+def update_pieces(parameters: Sequence[Tensor], state: State, update: Callable[[list[Piece]], None], most: int) -> None:
+    """Call `update` with all parameters. Split weights are joined in blocks of at most `most` elements."""
+    update([_piece(parameter, state) for parameter in parameters if not is_split(parameter)])
+    splits = [parameter for parameter in parameters if is_split(parameter)]
+    for block in _blocks(splits, state, most):
+        first, last = block[0], block[-1]
+        joined = first.storage.join(first.start, last.stop)
+        update(
+            [
+                each.piece._replace(
+                    weight=joined[each.start - first.start : each.stop - first.start].view_as(each.piece.gradient)
+                )
+                for each in block
+            ]
+        )
+        first.storage.split(joined, first.start)
+        del joined  # before the next block is joined
+
+
+class _SplitPiece(NamedTuple):
+    """Some rows of a split weight. `piece.weight` is not joined yet."""
+
+    storage: SplitStorage
+    start: int  # in the storage
+    stop: int
+    piece: Piece
+
+
+def _piece(parameter: Tensor, state: State) -> Piece:
+    own = state[parameter]
+    assert parameter.grad is not None
+    kinds = {kind: local(value) for kind, value in own.items() if kind != "step"}
+    return Piece(parameter, 0, local(parameter), local(parameter.grad), own["step"], kinds)
+
+
+def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
+    """Divide split weights into blocks of at most `most` elements, or of `ROWS` matrix rows.
+
+    A block is one range of a storage.
+    """
+    block: list[_SplitPiece] = []
+    for parameter in sorted(parameters, key=lambda each: (id(each.storage_), each.start)):
+        own, gradient = state[parameter], parameter.grad
+        assert gradient is not None
+        columns = parameter.shape[-1] if parameter.ndim else 1
+        gradients = gradient.reshape(-1, columns)
+        kinds = {kind: value.view(len(gradients), -1) for kind, value in own.items() if kind != "step"}
+        rows = max(ROWS, most // columns // ROWS * ROWS)
+        for begin in range(0, len(gradients), rows):
+            end = min(begin + rows, len(gradients))
+            # torch's kernel increments the step counter of every piece
+            step = own["step"] if end == len(gradients) else own["step"].clone()
+            start, stop = parameter.start + begin * columns, parameter.start + end * columns
+            if block and not (
+                block[-1].storage is parameter.storage_
+                and aligned(block[-1].stop) == start
+                and stop - block[0].start <= most
+            ):
+                yield block
+                block = []
+            part = gradients[begin:end]
+            states = {kind: value[begin:end] for kind, value in kinds.items()}
+            unjoined = part.new_empty(0)
+            piece = Piece(parameter, begin, unjoined, part, step, states)
+            block.append(_SplitPiece(parameter.storage_, start, stop, piece))
+    if block:
+        yield block

@@ -1,0 +1,192 @@
+"""Formats of AdamW's two moments: `optimizer.state`.
+
+                 bytes per weight    exp_avg            exp_avg_sq         scales
+    float32      8                   float32            float32            -
+    bfloat16     4                   bfloat16           bfloat16           -
+    int8         2 + 8 / 128         int8               uint8              float32, two for each block of 128 weights
+
+A step computes the new moments in float32, updates the weight with them, and only then rounds them for the next step.
+Rounding is stochastic: a value between two representable ones is rounded to either of them, to the closer one with the
+higher probability, so that the mean is the value itself. Rounding to nearest would lose every change that is smaller
+than half a distance: with `betas` of 0.999, exp_avg_sq would never decay.
+
+In int8, a block is up to `BLOCK` consecutive weights of a matrix row, and its scale is the largest magnitude in it:
+
+    exp_avg       sign * (c / 127)^4 * scale      c = 0 .. 127     4.9, 15.5, 37.9 for c = 60, 80, 100 and scale 98.6
+    exp_avg_sq    (c / 255)^8 * scale             c = 0 .. 255     never 0 if the value is positive
+
+Distances shrink towards 0: they are at most 3.2% of the scale, and 18% of a value of a thousandth of the scale. The
+root of exp_avg_sq has the same map as exp_avg with twice as many values, so that a weight with a small gradient does
+not get a divisor of 0, which would make its update huge.
+
+The random numbers are a hash of (step, number of the parameter, index of the element in the whole parameter). Blocks
+never cross matrix rows, and no rank holds a part of a row. Therefore neither depends on how many ranks shard a
+parameter, and a resumed run rounds as the uninterrupted one. Vectors (norms, biases) keep float32.
+
+This file has the reference implementation. `padfree.optim.triton_adamw` has the same as one kernel.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from padfree.errors import UserError
+from padfree.model.named_tensors import Region, local_region, sharded_like
+from padfree.optim.optimizer_settings import StateFormat
+
+BLOCK = 128
+"""The largest number of weights that share a scale."""
+
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-120, 2.0**120
+"""A smaller largest magnitude counts as 0, and larger values are limited, so that the reciprocal of a scale is finite
+and not subnormal."""
+
+MASK = 0xFFFFFFFF
+STRIDE = 0x9E3779B9  # 2^32 / golden ratio: separates keys and the upper halves of indices
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+
+
+class Rounding(NamedTuple):
+    """The levels of one moment in int8: (c / most)^(2^squarings) for c from 0 to `most`."""
+
+    most: int
+    squarings: int
+    dtype: torch.dtype
+
+
+INT8 = {"exp_avg": Rounding(127, 2, torch.int8), "exp_avg_sq": Rounding(255, 3, torch.uint8)}
+
+
+class RowRange(NamedTuple):
+    """Which rows of a parameter [..., C] a rank holds. Row r of the rank is row
+
+    first + r // inner * outer + r % inner
+
+    of the parameter. For a matrix whose rows are sharded, inner is at least the number of rows.
+    """
+
+    first: int
+    inner: int
+    outer: int
+
+    def after(self, rows: int) -> RowRange:
+        """The range without its first rows. Ranges with gaps (`inner` < `outer`) are not divided."""
+        assert rows == 0 or self.inner == self.outer
+        return self._replace(first=self.first + rows)
+
+
+def num_blocks(columns: int) -> int:
+    return -(-columns // BLOCK)
+
+
+def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
+    """The bytes of both moments for this number of weights, in matrix rows of `columns` weights."""
+    if state != "int8":
+        return 2 * numbers * (4 if state == "float32" else 2)
+    return 2 * numbers + 2 * 4 * num_blocks(columns) * (numbers // max(1, columns))
+
+
+def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
+    """The state of a parameter before its first step: all moments are 0."""
+    made = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    if state != "int8":
+        dtype = torch.float32 if state == "float32" else torch.bfloat16
+        return made | {kind: sharded_like(parameter, parameter.shape, dtype) for kind in INT8}
+    for kind, rounding in INT8.items():
+        made[kind] = sharded_like(parameter, parameter.shape, rounding.dtype)
+        shape = (*parameter.shape[:-1], num_blocks(parameter.shape[-1]))
+        made[f"{kind}_scale"] = sharded_like(parameter, shape, torch.float32)
+    return made
+
+
+def rows_of(parameter: Tensor) -> RowRange:
+    """The rows of a parameter with two or more dimensions that this rank holds."""
+    return row_range(parameter.shape, local_region(parameter))
+
+
+def row_range(shape: torch.Size, region: Region) -> RowRange:
+    """The rows of a region of a tensor with this shape. Only its first two dimensions may be sharded."""
+    whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
+    if not all(whole[2:]) or not whole[-1]:
+        raise UserError(
+            "optimizer.state",
+            f"a parameter {list(shape)} is sharded along a dimension after its second, or within its matrix rows",
+            "use float32",
+        )
+    if len(shape) == 2:
+        return RowRange(region[0].start, shape[0], shape[0])
+    rest = shape[2:-1].numel()
+    inner, outer = (region[1].stop - region[1].start) * rest, shape[1] * rest
+    return RowRange(region[0].start * outer + region[1].start * rest, max(1, inner), outer)
+
+
+# Random numbers
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers (stored as int64) whose results look random. No product exceeds 63 bits."""
+    x = x ^ (x >> 16)
+    x = x * MULTIPLIERS[0] & MASK
+    x = x ^ (x >> 15)
+    x = x * (MULTIPLIERS[1] - (1 << 32)) & MASK
+    return x ^ (x >> 16)
+
+
+def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns: int) -> Tensor:
+    """32 random bits for each element of some rows of a range, as int64 [R, columns].
+
+    `step` is the step counter (int64) and `number` the number of the parameter.
+    """
+    key = mix(mix(step * STRIDE & MASK) + number * STRIDE & MASK)
+    row = torch.arange(part.start, part.stop, device=step.device)
+    row = rows.first + row // rows.inner * rows.outer + row % rows.inner
+    index = row[:, None] * columns + torch.arange(columns, device=step.device)
+    return mix((index & MASK) + (index >> 32) * STRIDE + key & MASK)
+
+
+# Rounding
+
+
+def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 values to bfloat16 stochastically, with 16 random bits for each (int64). Infinities stay."""
+    rounded = (values.view(torch.int32) + bits.int() & ~0xFFFF).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
+
+
+def levels(codes: Tensor, rounding: Rounding) -> Tensor:
+    """The values of codes, relative to the scale, without sign."""
+    found = codes.abs().float() * (1 / rounding.most)
+    for _ in range(rounding.squarings):
+        found = found * found
+    return found
+
+
+def decode_int8(codes: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
+    """The values of codes [R, C] with scales [R, blocks]."""
+    spread = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
+    return (levels(codes.int(), rounding) * spread).copysign(codes)
+
+
+def encode_int8(values: Tensor, bits: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
+    """Round float32 values [R, C] stochastically, with 16 random bits for each. Returns codes and scales."""
+    rows, columns = values.shape
+    blocks = num_blocks(columns)
+    magnitude = torch.nn.functional.pad(values.abs(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)
+    scales = magnitude.amax(dim=2).clamp(max=LARGEST_SCALE)
+    scales = torch.where(scales < SMALLEST_SCALE, 0, scales)
+    reciprocal = torch.where(scales > 0, 1 / scales, 0)
+    share = (magnitude * reciprocal[:, :, None]).clamp(max=1).view(rows, -1)[:, :columns]
+    root = share
+    for _ in range(rounding.squarings):
+        root = root.sqrt()
+    code = (root * rounding.most).int().clamp(max=rounding.most - 1)
+    low, high = levels(code, rounding), levels(code + 1, rounding)
+    code = code + (bits.float() * 2.0**-16 * (high - low) < share - low).int()
+    if rounding.dtype == torch.uint8:
+        code = torch.where(share > 0, code.clamp(min=1), code)
+    else:
+        code = torch.where(values < 0, -code, code)
+    return code.to(rounding.dtype), scales

@@ -1,0 +1,210 @@
+"""A rollout group: a prompt, the episodes that are played for it, and the samples made from them.
+
+Several modules fill in a group:
+
+    batcher         RolloutGroup(prompt=p, size=3)                    batches are made of groups
+    queued_batch    first=6                                           its episodes have numbers 6 7 8 in the batch
+    collector       Play(number=7, group=...) -> Played(number=7)     one episode: to play, and played
+                    name="rows.jsonl:4 (time 2)", episodes=(...)      the second group of the prompt in line 4
+    samples         one for each leaf of each episode                 their `Sample.group` is the `name` of the group
+
+A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a
+sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples. Advantages
+compare the samples of a group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from padfree.config.rollout import RolloutConfig
+from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
+from padfree.rollout.base import Response
+from padfree.rollout.prompts import Prompt
+from padfree.routes import Routes
+from padfree.sample import Sample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Leaf:
+    """A path of an episode's tree that becomes a sample. It is picklable, so that it can be sent to other ranks."""
+
+    tokens: NDArray[np.int64]  # [n]
+    sampled: NDArray[np.bool_]  # [n]
+    logprobs: NDArray[np.float32]  # [n], 0 for tokens that were not sampled
+    versions: NDArray[np.int64]  # [n] policy version of each token, 0 for tokens that were not sampled
+    ended: bool
+    turns: int
+    text: str  # the text after the prompt
+    reward: float | None = None  # None: a reward model computes it when the batch is complete
+    answer: str | None = None  # the text that the reward gets instead of `text`
+    routes: Routes | None = None  # [n, R, k], see `padfree.routes`
+    kept: KeptSets | None = None  # [n] the ids among which each token was sampled; None: the whole vocabulary
+    num_kept: int = 0  # number of ids in `kept`, which other ranks know too
+
+
+def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
+    """Return the fields of a leaf for its kept sets."""
+    return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Played:
+    """The result of an episode: its leaves, i.e. the sequences that become samples. A failed episode has none."""
+
+    number: int
+    leaves: tuple[Leaf, ...] = ()
+    failure: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Rewards of the leaves that have one."""
+        return tuple(leaf.reward for leaf in self.leaves if leaf.reward is not None)
+
+    @property
+    def reward(self) -> float:
+        """Mean reward of the leaves; 0 if the episode failed."""
+        return sum(self.rewards) / max(len(self.rewards), 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens of all leaves. A token that two leaves share counts twice."""
+        return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """Policy versions of the sampled tokens of all leaves."""
+        return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.leaves) and all(leaf.ended for leaf in self.leaves)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutGroup(Sequence[Prompt]):
+    """A prompt with `size` episodes. When they are played, `named` stores them in `episodes`, in order."""
+
+    prompt: Prompt
+    size: int
+    first: int = 0
+    name: str = ""
+    episodes: tuple[Played, ...] = ()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        return ((self.prompt,) * self.size)[index]
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of the group's episodes in the batch."""
+        return range(self.first, self.first + self.size)
+
+    def samples(self, settings: RolloutConfig) -> list[Sample]:
+        """Return one sample for each leaf of the episodes. The reward of a sample includes the overlong penalty."""
+        samples = []
+        for index, episode in enumerate(self.episodes, start=1):
+            for place, leaf in enumerate(episode.leaves, start=1):
+                assert leaf.reward is not None
+                leaf_name = f" leaf {place}" if len(episode.leaves) > 1 else ""
+                length = len(leaf.tokens) - len(self.prompt.tokens)
+                samples.append(
+                    Sample(
+                        tokens=leaf.tokens,
+                        loss_mask=leaf.sampled,
+                        logprobs=leaf.logprobs,
+                        kept=leaf.kept,
+                        reward=leaf.reward - overlong_penalty(length, self.prompt.max_new_tokens, settings),
+                        raw_reward=leaf.reward,
+                        uid=f"{self.name} response {index}{leaf_name}",
+                        group=self.name,
+                        source=self.prompt.source,
+                        routes=leaf.routes,
+                        images=self.prompt.images,
+                        rotary_positions=self.prompt.rotary_positions_of(len(leaf.tokens)),
+                    )
+                )
+        return samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Play:
+    """An episode to play: its number in the batch, its group and its random key."""
+
+    number: int
+    group: RolloutGroup
+    key: int
+    partial: Response | None = None  # a response, complete or partial, from a checkpoint or the response log
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.group.prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Watcher:
+    """Callbacks while episodes are played. Threads of the sampler, of rewards and of the event loop call them."""
+
+    on_progress: Callable[[int], None] = lambda done: None
+    """Called with the number of responses finished so far."""
+
+    on_responses: Callable[[Sequence[tuple[int, Response]]], None] = lambda responses: None
+    """Called with (episode number, response) pairs. A response is partial if a weight sync interrupted it.
+
+    Not called for episodes of an environment, because a partial episode cannot be continued.
+    """
+
+    on_played: Callable[[Played], None] = lambda played: None
+    on_failed: Callable[[str], None] = lambda line: None
+    """Called with the message of an error that ends all episodes."""
+
+
+def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
+    """Return copies of the groups, each with a unique `name` and with the results of its `episodes`.
+
+    `played`: the results of all episodes, keyed by episode number.
+    """
+    times: Counter[str] = Counter()
+    written = []
+    for group in groups:
+        uid = group.prompt.uid
+        times[uid] += 1
+        name = uid if times[uid] == 1 else f"{uid} (time {times[uid]})"
+        written.append(replace(group, name=name, episodes=tuple(played[number] for number in group.numbers)))
+    return written
+
+
+def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
+    """Raise a `UserError` if the run replays routes, and an episode of this rank has a leaf without routes."""
+    if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
+        raise UserError(
+            "rollout.routing",
+            f", but rollout.engine={settings.engine} returned a response without routes",
+            "set rollout.routing=recompute",
+            "replay",
+        )
+
+
+def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
+    """Return the penalty for a leaf with `length` tokens after its prompt.
+
+    The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. From there it grows linearly, to
+    `rollout.overlong_penalty` at `max_new_tokens`.
+
+    max_new_tokens 8, buffer 4, penalty 1        length    1 2 3 4 5    6   7    8
+                                                 penalty   0 0 0 0 0.25 0.5 0.75 1
+    """
+    buffer = min(settings.overlong_buffer, max_new_tokens)
+    over = length - (max_new_tokens - buffer)
+    return settings.overlong_penalty * over / buffer if buffer and over > 0 else 0.0

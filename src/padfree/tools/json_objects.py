@@ -1,0 +1,24 @@
+"""Read JSON objects from files that can hold anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def parsed_object(text: str) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the text is something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read a file with a JSON object; None if the file cannot be read or holds something else."""
+    try:
+        return parsed_object(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
