@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of steps, counted from the first, whose traffic between hosts a dry run of several processes shows."""
+"""Number of first steps for which a dry run shows the traffic between hosts."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -88,7 +88,13 @@ def _block_bytes(block: nn.Module, size: int) -> int:
 
 def _block_input_bytes(block: nn.Module, size: int) -> int:
     norms = (module for module in block.modules() if type(module).__name__.endswith("Norm"))
-    return size * max((int(module.weight.shape[-1]) for module in norms), default=0)
+    return size * max((_width(module) for module in norms), default=0)
+
+
+def _width(norm: nn.Module) -> int:
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[-1]
 
 
 def _linear_bytes(module: nn.Module, size: int) -> int:
@@ -98,7 +104,7 @@ def _linear_bytes(module: nn.Module, size: int) -> int:
     if isinstance(module, nn.LayerNorm):
         return size * module.normalized_shape[-1]
     if type(module).__name__.endswith("Norm"):
-        return _norm_bytes(int(module.weight.shape[-1]), size)
+        return _norm_bytes(_width(module), size)
     return 0
 
 
