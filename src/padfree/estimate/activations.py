@@ -21,7 +21,8 @@ A vision tower keeps the inputs and results of its matmuls, for each patch of an
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -87,11 +88,11 @@ def _block_bytes(block: nn.Module, size: int) -> int:
 
 
 def _block_input_bytes(block: nn.Module, size: int) -> int:
-    norms = (module for module in block.modules() if type(module).__name__.endswith("Norm"))
+    norms: Iterator[Any] = (module for module in block.modules() if type(module).__name__.endswith("Norm"))
     return size * max((int(module.weight.shape[-1]) for module in norms), default=0)
 
 
-def _linear_bytes(module: nn.Module, size: int) -> int:
+def _linear_bytes(module: Any, size: int) -> int:
     """The bytes that a matmul or a norm keeps for one row: its input and its result."""
     if isinstance(module, nn.Linear):
         return size * (module.in_features + module.out_features)
