@@ -11,10 +11,9 @@
     PYTHONPATH=src python bench/vision.py --device cuda --json vision.json
     PYTHONPATH=src python bench/vision.py --device cpu --shape tiny
 
-Weights and pixels are random and drawn on the device, so that the time to decode files does not count. All ways compute
-the gradients of all parameters, tower included, in one dtype and without an optimizer. Tokens/s count each token of
-each conversation once, placeholders of pictures included. The language part is a step without the time of the tower
-alone; its MFU counts the FLOPs of the language model and its head. The losses of the ways are compared first.
+Weights and pixels are random and drawn on the device. All ways compute the gradients of all parameters, tower included,
+without an optimizer. Tokens/s count placeholders of pictures, too. The language part is a step without the time of the
+tower alone. The losses of the ways are compared first.
 """
 
 from __future__ import annotations
@@ -233,7 +232,9 @@ def text_only(sample: Sample) -> Any:
 
 
 def group(model: Any, shape: dict[str, Any], *, same: bool) -> list[Sample]:
-    """16 answers to one question about one picture. Without `same`, each picture has its own name."""
+    """16 answers to one question about one picture. Without `same`, each picture has its own name, so it is encoded 16
+    times.
+    """
     features, answer = sum(shape["features"]) // 2, shape["text_tokens"] // 2
     names = ["one" if same else f"own {number}" for number in range(ANSWERS)]
     return [

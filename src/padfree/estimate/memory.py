@@ -14,6 +14,8 @@
                                     one layer, with its activations if they are recomputed, less the activations that
                                     the layers above it have freed by then
     reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
+    sent weights                    the weights of the last weight sync, in host memory, if weight syncs send
+                                    differences
     cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
                                     sampling on the CPU
     sampling                        logits of one token of every response, and with rollout.top_p, top_k or min_p what
@@ -53,7 +55,7 @@ from padfree.estimate.activations import (
     outside_bytes,
 )
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
-from padfree.model.lora import add_adapters
+from padfree.model.lora import add_adapters, needs_merging
 from padfree.model.parts import freeze
 from padfree.model.split_weight import storage_bytes
 from padfree.model.stacked_experts import stacked_experts, undivided
@@ -92,6 +94,7 @@ class MemoryEstimate:
     reference: int
     reference_offloaded: bool
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
+    sent_weights: int  # in host memory
     cache: int  # KV cache
     sampling: int  # temporary memory of a decode step
     cache_stays: bool  # if False, KV cache and temporary memory exist only while the sampler generates
@@ -115,7 +118,7 @@ class MemoryEstimate:
     @property
     def host(self) -> int:
         states = (self.states if self.offloaded else 0) + (self.reference if self.reference_offloaded else 0)
-        return states + self.offloaded_activations
+        return states + self.offloaded_activations + self.sent_weights
 
 
 def estimate_memory(
@@ -213,12 +216,27 @@ def estimate_memory(
         reference=reference,
         reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
+        sent_weights=_sent_weights(config, model, shards, size, device_type=device_type),
         cache=cache,
         sampling=sampling,
         cache_stays=device_type != "cpu",
         parameters=counts.parameters,
         trained=counts.trained_parameters,
     )
+
+
+def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: int, *, device_type: str) -> int:
+    """The bytes of the weights of the last weight sync that a process keeps; 0 if weight syncs send no differences.
+
+    Each shard is a tensor in host memory. With a GPU, this memory is pinned, and torch rounds the size of every pinned
+    tensor up to a power of two.
+    """
+    only_adapters = config.lora.rank > 0 and not needs_merging(model)
+    if only_adapters or not config.rollout.keeps_sent_weights(config.model.dtype):
+        return 0
+    divided = shards.divided(model)
+    parts = [shards.share(parameter, divided) * size for parameter in model.parameters()]
+    return sum(1 << (part - 1).bit_length() if device_type == "cuda" and part else part for part in parts)
 
 
 def _cache(
