@@ -92,7 +92,8 @@ def compare(shape: str, share: float, device: torch.device) -> dict[str, Any]:
         kept, receiver = host_copy(bits_of(weight)), Receiver(device)
         receiver.keep(name, weight)
         new = bits_of(weight)  # shares the memory
-        for part in new.split(1 << 26):
+        for begin in range(0, len(new), 1 << 26):
+            part = new[begin : begin + (1 << 26)]
             part ^= (torch.rand(part.shape, generator=generator, device=device) < share).to(torch.int16)
         with watches["encode"]:
             encoding, positions, values = encode(kept.to(device), new)
