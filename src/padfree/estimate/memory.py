@@ -8,7 +8,8 @@
                                     parallel.reshard) and unsharded gradients, while FSDP2 computes. With
                                     parallel.expert, only the experts of this rank. Split weights are not gathered; only
                                     the gradients of one layer and of the embeddings exist a second time, in bfloat16
-    activations                     what the forward pass of one micro-batch keeps for its backward pass
+    activations                     what the forward pass of one micro-batch keeps for its backward pass, also in a
+                                    vision tower
     working                         the larger of two needs: the logits and gradients of the head, or the gradients of
                                     one layer, with its activations if they are recomputed, less the activations that
                                     the layers above it have freed by then
@@ -45,6 +46,7 @@ from padfree.config.rollout import TRUNCATION
 from padfree.estimate.activations import (
     FLOAT32,
     cache_bytes,
+    feature_bytes,
     host_layer_bytes,
     layer_bytes,
     layer_token_bytes,
@@ -128,13 +130,15 @@ def estimate_memory(
     longest: int = 0,
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
+    image_share: float = 0.0,
 ) -> MemoryEstimate:
     """Estimate the memory of a run with these settings.
 
     `model` is the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed.
     `longest` is the number of tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
     `prompt_tokens` is the length of the longest prompt that responses are generated for. `copied_keys` is the number of
-    keys per token that attention copies, if data rows have several samples that share prefixes.
+    keys per token that attention copies, if data rows have several samples that share prefixes. `image_share` is the
+    largest share of a sample's tokens that stand for images.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -193,6 +197,7 @@ def estimate_memory(
     )
     kept = [tokens * each for each in layer_token_bytes(model, size, checkpointing, compiled=compiled)]
     activations = sum(kept) + tokens * outside_bytes(model, size)
+    activations += int(tokens * image_share) * feature_bytes(model, size, checkpointing)
     offloaded = tokens * offloaded_bytes(model, size, checkpointing) if uses_host(checkpointing) else 0
     levels = levels_by_layer(checkpointing, len(kept))
     return MemoryEstimate(
