@@ -6,6 +6,8 @@
     plans of some steps   ->  the fastest of a few values of max_tokens
                               twice as many context ranks, if they make steps faster by more than FASTER_FACTOR
     packs of these plans  ->  the layout with the lowest imbalance; of equal layouts, the one that reads the fewest keys
+
+Every candidate is planned with `plan_epoch`, as a run would plan it.
 """
 
 from __future__ import annotations
