@@ -14,6 +14,7 @@ from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.canary import Canary, CanaryScores
 from padfree.rollout.engines.servers.server_api import SamplingSettings
 from padfree.rollout.engines.servers.start import check_servers
+from padfree.rollout.engines.servers.weight_stream import Bucket
 from padfree.rollout.engines.servers.weight_sync import FilesTransport
 from padfree.rollout.engines.vllm import VllmServer
 from tests.rollout.rollout_cases import letters_tokenizer
@@ -84,7 +85,7 @@ def canary_check(server: float, trainer: float, *, sampled: float = 0.0, limit: 
 def files(name: str) -> Attempt:
     def attempt(folder: Path) -> None:
         (folder / "file").write_text("")
-        FilesTransport(folder / name).prepare([])
+        FilesTransport(folder / name).prepare(Bucket())
 
     return attempt
 
