@@ -1,4 +1,4 @@
-"""One row of a data file: parsing, checks of its fields, and errors about rows that cannot be used.
+"""Parse rows of data files, check their fields, and report rows that cannot be used.
 
     train.jsonl line 17: 'response' is null; expected a string
     ^^^^^^^^^^^ ^^^^^^^   ^^^^^^^^           ^^^^^^^^
