@@ -89,6 +89,6 @@ def sharded_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) ->
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of the tensor, sharing its memory."""
+    """Return this rank's part of a tensor. The result shares the memory of the tensor."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
