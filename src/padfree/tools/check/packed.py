@@ -56,7 +56,7 @@ from padfree.train.step import PreparedStep
 Logprobs = list[NDArray[np.float32]]
 
 PAD = 7
-"""Number of padding tokens per context rank in the check of padding; deliberately not a round number."""
+"""Number of padding tokens per context rank in the check of padding. It is deliberately not a round number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
