@@ -10,7 +10,7 @@ padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.rep
     here     prints the output of the hosts, each line with the name of its host. If a host fails, or if this process
              receives SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
 
-With --slurm it writes a batch script instead: `padfree.cli.slurm`.
+With --slurm, `padfree launch` writes a batch script instead (`padfree.cli.slurm`).
 """
 
 from __future__ import annotations
