@@ -1,6 +1,8 @@
 """`padfree launch`: runs one command on several hosts, over ssh, with torchrun on each host.
 
-padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
+Example:
+
+    padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
 
     here     ssh a python -m padfree.cli.on_host      sends the order: command, folder, environment
              ssh b python -m padfree.cli.on_host
