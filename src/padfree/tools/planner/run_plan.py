@@ -1,7 +1,9 @@
 """The result of `padfree plan`, as numbers and as printed lines.
 
-step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
-                                                        -> lines()     the same numbers as text
+A plan is computed once and shown in two ways:
+
+    step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
+                                                            -> lines()     the same numbers as text
 """
 
 from __future__ import annotations
