@@ -1,7 +1,9 @@
 """Weights that rank 0 takes from transformers, on the CPU, and broadcasts tensor by tensor.
 
-initialised            random weights from a seed, as transformers would draw them
-through_transformers   weights from files whose tensors transformers renames or merges (experts stored one by one)
+There are two sources of such weights:
+
+    initialised            random weights from a seed, as transformers would draw them
+    through_transformers   weights from files whose tensors transformers renames or merges (experts stored one by one)
 """
 
 from __future__ import annotations

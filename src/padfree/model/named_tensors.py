@@ -1,6 +1,8 @@
 """The tensors of a model by their names in Hugging Face files, and the part of each that this rank holds.
 
-weight [6, 3], FSDP2 over 2 ranks        rank 0 holds [0:3], rank 1 holds [3:6]
+For example, two ranks hold these rows of a weight:
+
+    weight [6, 3], FSDP2 over 2 ranks        rank 0 holds [0:3], rank 1 holds [3:6]
 """
 
 from __future__ import annotations
