@@ -31,7 +31,7 @@ import numpy as np
 
 GIB = 2**30
 LEAST_BUDGET = 12 * GIB
-"""Devices with less memory are not simulated: the workspaces of libraries do not depend on the device's size."""
+"""Devices with less memory are not simulated, because libraries need the same workspaces on every device."""
 
 PRELOADED = ["torch", "transformers", "padfree.train.run", "padfree.cli.train", "padfree.testing.tokenizers"]
 # hidden size, MLP, heads, heads of keys, head size, vocabulary
@@ -112,7 +112,7 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def drawn(seed: int, folder: Path, device: str, *, tiny: bool) -> list[str]:
-    """The command and the overrides of a setting. Its models and its data are written into `folder`."""
+    """The command and the overrides of a setting. Its models and data are written into `folder`."""
     rng = np.random.default_rng(seed)
 
     def one(*values: Any) -> Any:
@@ -187,7 +187,7 @@ def write_model(folder: Path, shape: tuple[int, ...], layers: int, *, weights: b
 
 
 def write_rows(path: Path, command: str, rng: np.random.Generator, longest: int, count: int) -> None:
-    """Rows of random letters. One of the first rows is as long as a row may be."""
+    """Rows of random letters, one of which is as long as a row may be."""
 
     def text(length: int) -> str:
         return bytes(rng.integers(97, 123, max(2, length)).astype(np.uint8)).decode()
@@ -251,7 +251,7 @@ def measured(folder: Path, seed: int, device: str, *, tiny: bool) -> dict[str, A
 
 
 def budget_of(config: Any, seed: int, device: str) -> float:
-    """The bytes of a device, drawn from a little less than the setting needs at least to a little more than at most."""
+    """The memory of a device in bytes, drawn near what the setting needs."""
     from dataclasses import replace
 
     from padfree.estimate.memory import estimate_memory

@@ -2,17 +2,18 @@
 
     operators     each operator of a decoder layer and the head: does a matrix row keep its bits if the call has fewer
                   rows? attention: does one query alone keep the bits that it has in a pack?
-    attention     time of decode attention for 256 slots: fa4 with pages, and the kernel of the sampler
-    end-to-end    64 responses of 128 tokens with the kernels of `rollout.exact=true`, scored by the trainer in packs of
-                  64 and of 16 samples, with and without gradients; with --plain, the kernels of `rollout.exact=false`
+    attention     time of decode attention for 256 slots: fa4 with pages, the kernel with the arithmetic of fa4, and the
+                  kernel of `rollout.exact=false`
+    end-to-end    512 responses of 128 tokens with the kernels of `rollout.exact=true`, scored by the trainer in packs
+                  of 64 and of 16 samples, with and without gradients; with --plain, also those of `rollout.exact=false`
     speed         tokens/s of the sampler with `rollout.exact` true and false: 256 slots, prompts of 256, 192 new tokens
 
     PYTHONPATH=src python bench/sampler_bits.py
     PYTHONPATH=src python bench/sampler_bits.py --section end-to-end
 
-The model has random weights and the sizes of Qwen3-0.6B. The script reports differences and does not stop at them: on
-an H200 the operators of `rollout.exact` have equal bits, but not all log-probabilities do. PyTorch's RMSNorm and the
-sampler's own decode attention are also compared, and differ. `padfree check --sampler` tests a given model.
+The model has random weights and the sizes of Qwen3-0.6B. The script reports differences and does not stop at them.
+PyTorch's RMSNorm and the decode attention of `rollout.exact=false` are also compared, and differ. `padfree check
+--sampler` tests a given model.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from padfree.packing import collate
 from padfree.rollout import SamplingRequest
 from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
+from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.row_trial import MatmulShape, agreeing_rows, trial
 from padfree.rollout.sampling_rng import response_keys
@@ -70,7 +72,8 @@ EPS = 1e-6
 LONGEST_KEYS = 4096  # at least the longest of PACK
 
 PROMPTS = (100, 1, 257, 130, 128, 300, 90, 40)
-RESPONSES, GROUP, NEW_TOKENS = 64, 4, 128
+RESPONSES, GROUP, NEW_TOKENS = 512, 4, 128
+SLOTS = 256
 SAMPLES_PER_PACK = (64, 16)
 TEMPERATURES = (1.0, 0.7)
 FALLBACK_ROWS = (256,)  # the number of rows of a step if the trial finds none
@@ -230,6 +233,8 @@ def attention(device: torch.device) -> Iterator[tuple[str, str]]:
                 slots[0] = torch.from_numpy(first[:-1] * PAGE_SIZE)
                 slots[1] = torch.tensor(seen) - 1
                 slots[2], slots[4] = slots[0] + slots[1], 1
+                exact = has_bits_of_trainer("fa4", heads, (kv_heads, size), spec, q.dtype, device)
+                yield f"the kernel with the arithmetic of fa4 against fa4, {name}", "equal" if exact else "different"
                 own = attend(q[at], k[at], v[at], keys, values, slots, None, size**-0.5, None, None, LONGEST_KEYS)
                 yield f"decode attention of the sampler against fa4, {name}", unequal(own, out[at])
 
@@ -272,9 +277,10 @@ def negative(logprobs: Tensor, *_: object) -> Tensor:
 # Time of decode attention
 
 
-def attention_times(keys: int, device: torch.device, slots: int = 256) -> dict[str, float]:
+def attention_times(keys: int, device: torch.device, slots: int = SLOTS) -> dict[str, float]:
     """Microseconds of attention for `slots` slots with `keys` earlier keys each, in a CUDA graph."""
-    from padfree.rollout.engines.in_process.triton_decode_attention import attend  # needs triton
+    from padfree.rollout.engines.in_process import triton_exact_attention  # needs triton
+    from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
     heads, kv_heads, size = HEADS[0]
     pages_each = -(-(keys + 1) // PAGE_SIZE)
@@ -290,7 +296,10 @@ def attention_times(keys: int, device: torch.device, slots: int = 256) -> dict[s
     spec, longest = AttentionSpec(scale=size**-0.5), max(512, keys)
     ways: dict[str, Callable[[], object]] = {
         "fa4 with pages": lambda: BACKENDS["fa4"].paged_forward(q, paged_k, paged_v, single, pages, spec),
-        "decode attention of the sampler": lambda: attend(
+        "the kernel with the arithmetic of fa4": lambda: triton_exact_attention.attend(
+            q, k, v, cached_k, cached_v, fields, size**-0.5, None
+        ),
+        "the kernel of rollout.exact=false": lambda: attend(
             q, k, v, cached_k, cached_v, fields, None, size**-0.5, None, None, longest
         ),
     }
@@ -355,7 +364,7 @@ def make_decoder(model: Any, slots: int, exact: bool, temperature: float, backen
 
 def end_to_end(model: Any, exact: bool, temperature: float, backend: str = "fa4") -> dict[str, Any]:
     requests = make_requests(model.config.vocab_size, RESPONSES, PROMPTS, NEW_TOKENS, GROUP)
-    decoder = make_decoder(model, RESPONSES, exact, temperature, backend)
+    decoder = make_decoder(model, SLOTS, exact, temperature, backend)
     responses = decoder.sample(requests)
     decoder.free()
     own = np.concatenate([response.logprobs for response in responses])
@@ -412,7 +421,7 @@ def trainer_logprobs(model: Any, samples: Sequence[Sample], temperature: float, 
 
 def speed(model: Any, exact: bool) -> float:
     """Tokens per second, the best of three."""
-    decoder = make_decoder(model, 256, exact, 1.0)
+    decoder = make_decoder(model, SLOTS, exact, 1.0)
     requests = make_requests(model.config.vocab_size, 256, [256], 192, 8)
     decoder.prepare(requests)
     decoder.sample(requests[:8])

@@ -144,3 +144,32 @@ def test_odd_shapes(heads: int, key_heads: int, size: int, value_size: int) -> N
         expected = reference(*inputs, *call_options(heads, DEVICE, sinks=True))
         found = attend(*again, *call_options(heads, DEVICE, sinks=True), span=span)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("window", [None, 1, 70])
+def test_the_kernel_with_the_arithmetic_of_the_trainer_equals_the_reference(window: int | None) -> None:
+    from padfree.rollout.engines.in_process.triton_exact_attention import attend
+
+    dtype, tolerance = TOLERANCES[-1]
+    *inputs, slots = case(dtype, DEVICE)
+    again = [tensor.clone() for tensor in inputs]
+    expected = reference(*inputs, slots, *call_options(4, DEVICE, window=window))
+    found = attend(*again, slots, 0.3, window)
+    active = slots[ACTIVE] != 0
+    torch.testing.assert_close(found[active], expected[active], atol=tolerance, rtol=tolerance)
+    assert found.isfinite().all()
+    for one, other in zip(again, inputs, strict=True):
+        assert torch.equal(one, other), "the cache has the same keys and values, and nothing else has changed"
+
+
+@needs_kernels
+def test_shares_are_added_in_the_order_of_their_columns() -> None:
+    from tests.rollout.triton_sums import sums_in_order
+
+    shares = torch.rand(16, 128, generator=torch.Generator().manual_seed(0))
+    before = torch.rand(16, 4, generator=torch.Generator().manual_seed(1))
+    expected = before.clone()
+    for column in range(128):
+        expected[:, column // 2 % 4] += shares[:, column]
+    assert torch.equal(sums_in_order(before.to(DEVICE), shares.to(DEVICE)).cpu(), expected)

@@ -45,6 +45,15 @@ def test_exact_sampling_samples_what_the_definition_samples(name: str) -> None:
     assert_responses(decoder.sample(requests[:4]), [by_definition(definition, request) for request in requests[:4]])
 
 
+def test_computed_buffers_are_those_of_the_trained_model() -> None:
+    """A GPU computes other frequencies of RoPE than a CPU, and a model may have been made on either."""
+    model = build("qwen3").eval()
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.copy_(torch.nextafter(frequencies, torch.tensor(2.0)))
+    policy = PolicyModel(model, torch.float32, CPU)
+    assert torch.equal(policy.model.model.rotary_emb.inv_freq, frequencies)
+
+
 def test_a_small_cache_is_shared_by_waiting_responses() -> None:
     requests = group_requests((P + 5, 3), group=4, max_new_tokens_each=(20,))
     definition = build("qwen3").eval()
@@ -86,9 +95,7 @@ def test_paged_attention_is_decode_attention(window: int | None, softcap: float 
     rest = (sinks, 0.3, window, softcap, 3 * P)
     expected_keys, expected_values = keys.clone(), values.clone()
     expected = decode_attention.reference(q, k, v, expected_keys, expected_values, slots, *rest)
-    found = exact_attention.exact_decode_attention(
-        q, k, v, keys, values, *step_keys(slots, pages * P, 3 * P), *rest, "reference"
-    )
+    found = exact_attention.exact_decode_attention(q, k, v, keys, values, slots, *rest, "reference")
     active = slots[ACTIVE] != 0
     torch.testing.assert_close(found[active], expected[active], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(keys[:-1], expected_keys[:-1], rtol=0, atol=0)

@@ -18,7 +18,8 @@ from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.structure import layers_of
 from padfree.packing import collate
-from padfree.rollout.engines.in_process.exact_operators import GPU_PROBLEM, HOPPER
+from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
+from padfree.rollout.engines.in_process.exact_operators import HOPPER
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
 from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
@@ -29,8 +30,6 @@ from padfree.tools.check import check_sampler
 from tests.rollout.sampling_cases import group_requests
 
 pytestmark = pytest.mark.gpu
-
-possible = pytest.mark.skipif(GPU_PROBLEM is not None, reason=f"rollout.exact is refused: {GPU_PROBLEM}")
 
 CUDA = torch.device("cuda", 0)
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 3}
@@ -45,8 +44,10 @@ def _on_hopper() -> None:
 
 
 def on_gpu(name: str) -> PreTrainedModel:
-    """A model in bfloat16 whose rotary frequencies stay float32, as `load_model` makes it."""
+    """A model in bfloat16 whose rotary frequencies are float32, and not those that a CPU computes."""
     model = build(name, **SIZES).eval().to(CUDA)
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.copy_(torch.nextafter(frequencies, torch.full_like(frequencies, 2.0)))
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model
@@ -82,8 +83,17 @@ def test_one_query_with_pages_has_the_bits_of_the_pack(d: int, heads: tuple[int,
     assert torch.equal(found_lse, lse[index])
 
 
-@possible
-@pytest.mark.parametrize("name", ["qwen3", "llama", "olmo2"])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (16, 8), (32, 8), (9, 3), (48, 1)])
+@pytest.mark.parametrize("window", [None, 1, 100, 512])
+def test_the_kernel_of_decode_steps_has_the_bits_of_the_pack(
+    size: int, heads: int, key_heads: int, window: int | None
+) -> None:
+    spec = AttentionSpec(scale=size**-0.5, window=window)
+    assert has_bits_of_trainer("fa4", heads, (key_heads, size), spec, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "olmo2", "mistral"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_and_trainer_agree_to_the_bit(name: str, compiled: bool, temperature: float) -> None:
@@ -95,7 +105,6 @@ def test_sampler_and_trainer_agree_to_the_bit(name: str, compiled: bool, tempera
     assert report.unequal == 0, report.verdict
 
 
-@possible
 @pytest.mark.parametrize("kept", ["none", "selective", "input"])
 def test_training_has_the_bits_of_the_sampler(kept: Kept) -> None:
     """With gradients, the fused loss, shared groups and whatever is saved for backward."""

@@ -146,6 +146,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.preflight import preflight
     from padfree.train.resolve_auto import device_memory, resolve_auto
     from padfree.train.shared_turns import copied_keys, run_cost
+    from padfree.train.training_data import image_share
 
     processes, replicate = processes_of(meet=False).world, config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context
@@ -189,6 +190,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         "longest": int((-(-plan.computed_tokens // widths)).max()),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
         "copied_keys": copied_keys(config.batch, config.loss, config.rollout, source.samples, model),
+        "image_share": image_share(config.model, source.samples),
     }
     resolved = resolve_auto(
         config,

@@ -1,4 +1,4 @@
-"""A worker process that computes rewards for `padfree.rollout.rewards`.
+"""A worker process that computes rewards for `padfree.rollout.reward_workers`.
 
 The worker reads requests from its standard input and writes answers to its standard output. A message is a
 pickled tuple, preceded by the length of the pickle in bytes, an 8-byte integer.

@@ -28,7 +28,7 @@ ROW_NUMBERS = 64
 
 
 LEAST_ROWS = 16
-"""On a CPU, matmuls whose bits must not depend on the number of rows are padded to at least so many rows."""
+"""On a CPU, matmuls whose bits must not depend on the number of rows are padded to this number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -6,7 +6,8 @@ rule                 the interface of an update rule
 adamw                the update rule of embeddings, heads and vectors, or of all parameters
 pieces               a rank's shards as plain tensors; split weights in blocks
 state_format         the formats of AdamW's moments: float32, bfloat16, int8; stochastic rounding
-rounded_adamw        AdamW with moments in bfloat16 or int8, in plain PyTorch
+rounded_adamw        AdamW with moments in bfloat16 or int8
+reference_adamw      its update in plain PyTorch
 triton_adamw         the same as one Triton kernel
 muon                 the update rule of hidden matrices: orthogonalised momentum
 matrices             gathers each sharded matrix on one of the ranks that hold its shards

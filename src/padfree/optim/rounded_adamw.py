@@ -1,73 +1,23 @@
-"""AdamW with moments that are rounded after each step (`padfree.optim.state_format`), by plain PyTorch or by Triton.
+"""AdamW with moments that are rounded after each step, by plain PyTorch on the CPU and by Triton on a GPU.
 
-    m, v       = the moments in float32
-    m          = m + (1 - beta1) * (gradient - m)
-    v          = beta2 * v + (1 - beta2) * gradient^2
-    weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
-    state      = m and v, rounded stochastically
-
-`rate` and `correction` contain the bias corrections of the step. They are computed on the device in float64, because
-the step counter is on the device: it does not count steps that were skipped.
+reference_adamw     the update, and its implementation in plain PyTorch
+triton_adamw        the same as one kernel
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from padfree.optim.pieces import Piece
+from padfree.optim.pieces import ParameterPiece
+from padfree.optim.reference_adamw import Moment, ParameterRows, Step, update_reference
 from padfree.optim.rule import Group, State
-from padfree.optim.state_format import (
-    INT8,
-    RowRange,
-    decode_int8,
-    encode_int8,
-    random_bits,
-    round_bfloat16,
-    rows_of,
-)
+from padfree.optim.state_format import INT8, rows_of
 
-CHUNK = 1 << 20
-"""The number of weights that the reference implementation updates at a time."""
-
-
-class Step(NamedTuple):
-    """What all parameters of a step share."""
-
-    finite: Tensor  # bool, on the device
-    scale: Tensor | None  # float32, on the device
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-
-
-class Moment(NamedTuple):
-    """Some rows [R, C] of one moment, and with int8 their scales [R, blocks]."""
-
-    values: Tensor
-    scales: Tensor | None
-
-
-class Rows(NamedTuple):
-    """Some rows [R, C] of a parameter."""
-
-    weight: Tensor  # float32
-    gradient: Tensor
-    exp_avg: Moment
-    exp_avg_sq: Moment
-    range: RowRange
-    factors: Tensor  # [2] float32: rate and correction
-    step: Tensor  # int64
-    number: int  # of the parameter in its group
-
-
-Update = Callable[[Rows, Step], None]
+Update = Callable[[ParameterRows, Step], None]
 
 
 class RoundedUpdate:
@@ -92,18 +42,18 @@ class RoundedUpdate:
         self.factors = dict(zip(parameters, factors.unbind(), strict=True))
         self.steps = dict(zip(parameters, steps.long().unbind(), strict=True))
 
-    def __call__(self, pieces: list[Piece]) -> None:
+    def __call__(self, pieces: list[ParameterPiece]) -> None:
         for piece in pieces:
             self._update(piece)
 
-    def _update(self, piece: Piece) -> None:
+    def _update(self, piece: ParameterPiece) -> None:
         if not piece.weight.numel():
             return
         columns = piece.parameter.shape[-1]
         moments = [
             Moment(piece.state[kind].view(-1, columns), _rows_like(piece.state.get(f"{kind}_scale"))) for kind in INT8
         ]
-        rows = Rows(
+        rows = ParameterRows(
             weight=piece.weight.view(-1, columns),
             gradient=piece.gradient.reshape(-1, columns),
             exp_avg=moments[0],
@@ -126,42 +76,3 @@ def _implementation(device: torch.device) -> Update:
     from padfree.optim import triton_adamw
 
     return triton_adamw.update
-
-
-def update_reference(rows: Rows, step: Step) -> None:
-    """Update some rows, in chunks that bound the temporary memory."""
-    count, columns = rows.weight.shape
-    most = max(1, CHUNK // columns)
-    for begin in range(0, count, most):
-        part = slice(begin, min(begin + most, count))
-        _update_chunk(rows, step, part, random_bits(rows.step, rows.number, rows.range, part, columns))
-
-
-def _update_chunk(rows: Rows, step: Step, part: slice, bits: Tensor) -> None:
-    finite, weight = step.finite, rows.weight[part]
-    gradient = rows.gradient[part].float()
-    if step.scale is not None:
-        gradient = gradient * step.scale
-    first = _read(rows.exp_avg, part, "exp_avg")
-    second = _read(rows.exp_avg_sq, part, "exp_avg_sq")
-    first = first + (1 - step.beta1) * (gradient - first)
-    second = step.beta2 * second + (1 - step.beta2) * (gradient * gradient)
-    rate, correction = rows.factors
-    kept = 1 - step.lr * step.weight_decay
-    updated = kept * weight - rate * first / (second.sqrt() * correction + step.eps)
-    weight.copy_(torch.where(finite, updated, weight))
-    _write(rows.exp_avg, part, "exp_avg", first, bits & 0xFFFF, finite)
-    _write(rows.exp_avg_sq, part, "exp_avg_sq", second, bits >> 16, finite)
-
-
-def _read(moment: Moment, part: slice, kind: str) -> Tensor:
-    if moment.scales is None:
-        return moment.values[part].float()
-    return decode_int8(moment.values[part], moment.scales[part], INT8[kind])
-
-
-def _write(moment: Moment, part: slice, kind: str, values: Tensor, bits: Tensor, finite: Tensor) -> None:
-    stored = (round_bfloat16(values, bits),) if moment.scales is None else encode_int8(values, bits, INT8[kind])
-    for own, new in zip(moment, stored, strict=False):
-        assert own is not None
-        own[part].copy_(torch.where(finite, new, own[part]))

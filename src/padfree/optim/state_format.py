@@ -23,7 +23,7 @@ The random numbers are a hash of (step, number of the parameter, index of the el
 never cross matrix rows, and no rank holds a part of a row. Therefore neither depends on how many ranks shard a
 parameter, and a resumed run rounds as the uninterrupted one. Vectors (norms, biases) keep float32.
 
-This file has the reference implementation. `padfree.optim.triton_adamw` has the same as one kernel.
+This file rounds in plain PyTorch. `padfree.optim.triton_adamw` has the same rounding in its kernel.
 """
 
 from __future__ import annotations

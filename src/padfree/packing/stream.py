@@ -350,7 +350,8 @@ class FixedSizeBatcher(_Batcher[T]):
         return batch
 
     def _admitted(self, sample: T) -> T:
-        if self.max_length is None or (tokens := self._length(sample)) <= self.max_length:
+        tokens = self._length(sample)
+        if self.max_length is None or tokens <= self.max_length:
             return sample
         if self.overlong == "error":
             raise UserError(

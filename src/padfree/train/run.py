@@ -67,7 +67,7 @@ from padfree.train.shared_turns import copied_keys
 from padfree.train.start_run import begin_run, check_on_first_rank
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
-from padfree.train.training_data import longest_of
+from padfree.train.training_data import image_share, longest_of
 
 
 def train(
@@ -346,14 +346,16 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Return arguments for `resolve_auto_on` that describe the data.
 
-    If the run generates rollouts, the only argument is the number of tokens of the longest prompt. If it does not,
-    there are two: the tokens of the longest sample that one device holds, and the keys that attention copies per token.
+    If the run generates rollouts, they are the number of tokens of the longest prompt and the share of image tokens. If
+    it does not, they are the tokens of the longest sample that one device holds, the keys that attention copies per
+    token, and the share of image tokens.
     """
     samples = preflight_result.source.samples
-    longest = longest_of(samples)
+    longest, shown = longest_of(samples), image_share(config.model, samples)
     if config.rollout.source is not None:
-        return {"prompt_tokens": longest}
+        return {"prompt_tokens": longest, "image_share": shown}
     return {
+        "image_share": shown,
         "longest": -(-longest // config.parallel.most_context(processes)),
         "copied_keys": copied_keys(config.batch, config.loss, config.rollout, samples, preflight_result.model),
     }

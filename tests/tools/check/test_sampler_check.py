@@ -83,6 +83,28 @@ def test_a_planted_fault_is_named(
     assert report.operator in report.verdict
 
 
+def test_a_fault_at_a_late_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other RoPE angles from position 40 on: the search must go on to the first token that differs."""
+    sampling_model = sampler_check.sampling_model
+
+    def with_fault(*arguments: Any) -> PreTrainedModel:
+        model = sampling_model(*arguments)
+        rotary = model.model.rotary_emb
+        angles = rotary.forward
+
+        def forward(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = angles(x, position_ids)
+            return cos, torch.where(position_ids[..., None] >= 40, sin + 0.1, sin)
+
+        rotary.forward = forward
+        return model
+
+    monkeypatch.setattr(sampler_check, "sampling_model", with_fault)
+    report = check_sampler(build("llama").eval(), prompts(5), max_new_tokens=45, backend="tiles")
+    assert 0 < report.unequal <= 10
+    assert report.operator == "model.rotary_emb, result 1"
+
+
 def test_attention_with_other_bits_is_named() -> None:
     """PyTorch's CPU attention in the trainer, whose bits depend on the number of queries, and tiles in the sampler."""
     model = build("llama").eval()

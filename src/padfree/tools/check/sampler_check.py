@@ -52,9 +52,6 @@ from padfree.tools.check.model_check import check_samples, longest_of
 from padfree.tools.check.model_source import model_source
 from padfree.tools.check.samples import LONGEST, random_samples
 
-TRACED_TOKENS = 32
-"""Number of sampled tokens for which the search runs decode steps."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerReport:
@@ -163,9 +160,10 @@ def check_sampler(
     unequal = found != expected
     operator = None
     if unequal.any():
-        first = int(np.flatnonzero(unequal)[0]) // max_new_tokens
+        first, token = divmod(int(np.flatnonzero(unequal)[0]), max_new_tokens)
         _forget_compilation(trained)
-        operator = first_difference(trained, requests[first], responses[first], backend=backend, rows=step_rows[-1])
+        sampled = responses[first].tokens[: token + 1]
+        operator = first_difference(trained, requests[first].tokens, sampled, backend=backend, rows=step_rows[-1])
         if operator is None:
             operator = "a compiled layer (not compiled, all operators agree)" if compiled else "the head"
     return SamplerReport(
@@ -226,16 +224,22 @@ Trace = Mapping[str, list[Tensor]]
 
 
 def first_difference(
-    trained: PreTrainedModel, request: SamplingRequest, response: Response, *, backend: str, rows: int
+    trained: PreTrainedModel,
+    prompt: NDArray[np.integer[Any]],
+    sampled: NDArray[np.integer[Any]],
+    *,
+    backend: str,
+    rows: int,
 ) -> str | None:
     """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
+    `sampled`: the sampled tokens up to the first one with another log-probability.
     `rows`: number of slots of a decode step. Only one of the slots is active.
     """
-    tokens = np.concatenate([request.tokens, response.tokens[:TRACED_TOKENS]])
+    tokens = np.concatenate([prompt, sampled])
     expected = _trainer_trace(trained, Sample(tokens=tokens))
     cached = CachedModel(sampling_model(trained, trained.dtype, trained.device), backend=backend, exact=True)
-    found = _sampler_trace(cached, tokens, len(request.tokens) - 1, rows)
+    found = _sampler_trace(cached, tokens, len(prompt) - 1, rows)
     for name, results in expected.items():
         if not torch.equal(torch.cat(found[name]), torch.cat(results)[: len(tokens) - 1]):
             return name
@@ -295,7 +299,10 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
     last = ["the embedding"]
 
     def keep(name: str, value: Any) -> None:
-        if isinstance(value, Tensor) and value.ndim >= 3 and num_tokens in value.shape[1:3]:
+        if isinstance(value, tuple):  # such as cos and sin
+            for number, part in enumerate(value):
+                keep(f"{name}, result {number}", part)
+        elif isinstance(value, Tensor) and value.ndim >= 3 and num_tokens in value.shape[1:3]:
             dim = 1 if value.shape[1] == num_tokens else 2
             trace[name].append(value.detach().movedim(dim, 0)[kept].clone())
 

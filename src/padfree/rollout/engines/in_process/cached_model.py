@@ -34,7 +34,7 @@ from padfree.model.vision.families import family_of, language_part
 from padfree.model.vision.features import embedded
 from padfree.rollout.engines.in_process.decode_attention import decode_attention
 from padfree.rollout.engines.in_process.decode_experts import all_stacked, use_decode_experts
-from padfree.rollout.engines.in_process.exact_attention import exact_decode_attention, step_keys, store_keys
+from padfree.rollout.engines.in_process.exact_attention import exact_decode_attention, store_keys
 from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.segments import Segments
 
@@ -50,18 +50,7 @@ class _DecodeLayer:
     values: Tensor  # [M, Hkv, dv]
     slots: Tensor  # [F, L]
     longest: int  # maximum number of keys of a slot
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _ExactLayer:
-    """Attention context of one layer in a decode step with the bits of the trainer."""
-
-    keys: Tensor  # [M, Hkv, d]
-    values: Tensor  # [M, Hkv, dv]
-    place: Tensor  # [L]; for this and the next two fields see `StepKeys`
-    table: Tensor  # [L, m]
-    lengths: Tensor  # [L]
-    longest: int
+    exact: bool  # whether attention has the bits of the trainer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +76,7 @@ class _Context:
     """The attention context of a forward pass of the model. `of_layer` returns the context of one layer."""
 
     exact: bool
-    of_layer: Callable[[int], _DecodeLayer | _ExactLayer | _PrefillLayer | _ShapeOfLayer]
+    of_layer: Callable[[int], _DecodeLayer | _PrefillLayer | _ShapeOfLayer]
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
@@ -178,15 +167,9 @@ class CachedModel:
         `tokens` and `positions` are [L]. `slots` [F, L]: see `decode_attention`. `longest`: the maximum number of
         earlier keys of a slot.
         """
-        if self.exact:
-            step = step_keys(slots, cache.capacity, longest)
-            context = _Context(
-                self.exact, lambda layer: _ExactLayer(cache.keys[layer], cache.values[layer], *step, longest)
-            )
-        else:
-            context = _Context(
-                self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest)
-            )
+        context = _Context(
+            self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest, self.exact)
+        )
         return self._forward(context, positions[None], input_ids=tokens[None])
 
     def _forward(self, context: _Context, positions: Tensor, **inputs: Any) -> Tensor:
@@ -218,9 +201,6 @@ def _call_layer(layer: nn.Module, index: int, run: Callable[..., Any], *args: An
         _mark_variable((*args, *kwargs.values()))
         if isinstance(narrowed, _DecodeLayer):
             _mark(narrowed.slots, 1)
-        elif isinstance(narrowed, _ExactLayer):
-            for tensor in (narrowed.place, narrowed.table, narrowed.lengths):
-                _mark(tensor, 0)
         else:
             _mark(narrowed.indices, 0)
             _mark(narrowed.packed.segments.cu_seqlens, 0)
@@ -256,7 +236,7 @@ def _cached_attention(
     attention_mask: Tensor | None,
     *,
     backend: str,
-    attn_context: _DecodeLayer | _ExactLayer | _PrefillLayer | _ShapeOfLayer,
+    attn_context: _DecodeLayer | _PrefillLayer | _ShapeOfLayer,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -269,18 +249,13 @@ def _cached_attention(
     layers with the same arguments, so they need no check.
     """
     context = attn_context
-    if isinstance(context, (_DecodeLayer, _ExactLayer)):
+    if isinstance(context, _DecodeLayer):
         q, k, v = (states.transpose(1, 2).squeeze(0).contiguous() for states in (query, key, value))
         scale = q.shape[2] ** -0.5 if scaling is None else scaling
-        if isinstance(context, _ExactLayer):
-            out = exact_decode_attention(
-                q, k, v, context.keys, context.values, context.place, context.table, context.lengths, s_aux, scale,
-                sliding_window, softcap, context.longest, backend,
-            )  # fmt: skip
-            return out[None], None
-        out = decode_attention(
+        arguments = (
             q, k, v, context.keys, context.values, context.slots, s_aux, scale, sliding_window, softcap, context.longest
-        )
+        )  # fmt: skip
+        out = exact_decode_attention(*arguments, backend) if context.exact else decode_attention(*arguments)
         return out[None], None
     k, v = (states.transpose(1, 2).squeeze(0) for states in (key, value))
     if isinstance(context, _PrefillLayer):

@@ -1,10 +1,16 @@
-"""Decode attention with the kernel of the trainer, so that its output has the trainer's bits (`rollout.exact`).
+"""Decode attention whose output has the bits of the trainer's attention (`rollout.exact`).
+
+`exact_decode_attention` chooses one of two ways:
+
+    Triton kernel     `triton_exact_attention` repeats the arithmetic of flash-attn-4. It is used if the comparison
+                      `has_bits_of_trainer` finds equal bits on the device for the heads of the model.
+    paged attention   the trainer's own kernel, with one query in each slot
 
 The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE`, counted from the first key, and combines the
 blocks from the last to the first. Its output for a query depends only on the keys that the query sees and on the
-borders of the blocks, and not on the other queries of the call. So a decode step calls the same kernel, with one query
-in each slot, and keeps the borders. The KV cache is divided into pages of one block. Slots share the whole pages of a
-prompt, and the rest of the prompt is copied to the slot's own first page:
+borders of the blocks, and not on the other queries of the call. So both ways keep the borders. The KV cache is divided
+into pages of one block. Slots share the whole pages of a prompt, and the rest of the prompt is copied to the slot's own
+first page:
 
     prompt of 5 tokens, pages of 4             pages 0: p p p p   1: p . . .      prefilled once
     two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3
@@ -17,6 +23,8 @@ prompt, and the rest of the prompt is copied to the slot's own first page:
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +35,18 @@ from padfree.attention.backend import PAGE_SIZE, Pages
 from padfree.attention.selection import BACKENDS, choose_backend
 from padfree.attention.sinks import apply_sinks
 from padfree.attention.spec import AttentionSpec
-from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
+from padfree.rollout.engines.in_process.sampled_tokens import (
+    ACTIVE,
+    NUM_ATTENTION_FIELDS,
+    OWN,
+    PROMPT,
+    STORED,
+    WRITTEN,
+)
 from padfree.segments import Segments
+
+COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
+"""Numbers of tokens of the samples in the pack for which `has_bits_of_trainer` compares every token."""
 
 
 class StepKeys(NamedTuple):
@@ -81,9 +99,7 @@ def exact_decode_attention(
     v: Tensor,
     keys: Tensor,
     values: Tensor,
-    place: Tensor,
-    table: Tensor,
-    lengths: Tensor,
+    slots: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int | None,
@@ -93,18 +109,21 @@ def exact_decode_attention(
 ) -> Tensor:
     """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
 
-    q [L, H, d], k and v [L, Hkv, d], keys and values [M, Hkv, d]; `place`, `table` and `lengths`: see `StepKeys`.
-    `longest`: maximum number of keys of a slot before the new one. Other arguments: see `decode_attention` and
-    `choose_backend`.
+    Arguments: see `decode_attention` and `choose_backend`.
     """
-    store_keys(keys, values, place, k, v)
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
     )
-    # A window that holds all keys is left out, as in the trainer.
-    spec = AttentionSpec(
-        scale=scale, window=None if window is not None and window > longest else window, softcap=softcap
-    )
+    if window is not None and window > longest:  # all keys are seen; the trainer leaves such a window out too
+        window = None
+    spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
+    simple = sinks is None and v.shape == k.shape
+    if simple and has_bits_of_trainer(name, q.shape[1], k.shape[1:], spec, q.dtype, q.device):
+        from padfree.rollout.engines.in_process.triton_exact_attention import attend
+
+        return attend(q, k, v, keys, values, slots, scale, window)
+    place, table, lengths = step_keys(slots, len(keys), longest)
+    store_keys(keys, values, place, k, v)
     count = len(q)
     ends = torch.arange(count + 1, dtype=torch.int32, device=q.device)
     queries = Segments(cu_seqlens=ends, offsets=np.arange(count + 1), max_seqlen=1)
@@ -117,3 +136,50 @@ def exact_decode_attention(
 @exact_decode_attention.register_fake
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def has_bits_of_trainer(
+    backend: str,
+    num_heads: int,
+    key_shape: tuple[int, ...],
+    spec: AttentionSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """Whether the Triton kernel gives a token the bits that the trainer's `backend` gives it in a pack.
+
+    `key_shape`: the number of key heads and their size. The first call for some arguments compares random tokens on the
+    device. A step must not be captured before that.
+    """
+    heads, size = key_shape
+    if backend != "fa4" or spec.softcap is not None or size & (size - 1) or dtype != torch.bfloat16:
+        return False
+    return importlib.util.find_spec("triton") is not None and _compared(
+        backend, num_heads, heads, size, spec.scale, spec.window, device
+    )
+
+
+@functools.cache
+@torch.no_grad()
+def _compared(
+    backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
+) -> bool:
+    """Compare all tokens of a pack with decode steps: each token is the new token of one slot."""
+    from padfree.rollout.engines.in_process.triton_exact_attention import attend
+
+    generator = torch.Generator(device).manual_seed(0)
+    total = sum(COMPARED_LENGTHS)
+    q, k, v = (
+        torch.randn(total, count, size, device=device, generator=generator).bfloat16()
+        for count in (num_heads, heads, heads)
+    )
+    segments = Segments.from_lengths(COMPARED_LENGTHS, device=device)
+    spec = AttentionSpec(scale=scale, window=window)
+    expected, _ = BACKENDS[backend].forward(q, k, v, segments, segments, spec)
+    starts = torch.tensor(segments.offsets[:-1], device=device).repeat_interleave(
+        torch.tensor(COMPARED_LENGTHS, device=device)
+    )
+    slots = torch.zeros(NUM_ATTENTION_FIELDS, total, dtype=torch.int64, device=device)
+    slots[PROMPT], slots[OWN], slots[ACTIVE] = starts, torch.arange(total, device=device), 1
+    slots[STORED] = slots[OWN] - starts
+    return torch.equal(attend(q, k, v, k.clone(), v.clone(), slots, scale, window), expected)

@@ -5,8 +5,9 @@
     RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
                               not compiled: the model's own code                   depends on the width only
     linear layers             the library's matmul                                 a sum over K in parts: `row_trial`
-    attention                 the trainer's kernel: packed, or paged with one      the borders of blocks of keys:
-                              query per slot                                       `exact_attention`
+    attention                 prefill: the trainer's kernel. Decode steps: a       the order of sums and the borders
+                              kernel that is compared with it on the device,       of blocks of keys:
+                              or the trainer's with one query per slot             `exact_attention`
     SwiGLU, residual, bias    compiled with a rounding after every operation       which operations share a kernel:
                                                                                    `padfree.layers.compile`, `exact`
     head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
@@ -31,15 +32,11 @@ from padfree.model.interface import chunk_of, text_config
 from padfree.model.sharing import state_obstacle
 from padfree.model.vision.families import family_of
 from padfree.rollout.engines.in_process.cached_model import EXPERTS, layers_of_model, unsupported_reason
+from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
 from padfree.rollout.engines.in_process.row_trial import trial
 
 HOPPER = (9, 0)
 """The compute capability of the GPUs on which all operators have been compared."""
-
-GPU_PROBLEM: str | None = (
-    "on a GPU, log-probabilities of some responses differ after some decode step, although each operator alone agrees"
-)
-"""Measured on an H200: 2,416 of 8,192 tokens. None once the cause is found; `padfree check --sampler` measures it."""
 
 OWN_CODE = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
 """Model types whose log-probabilities differ between packs, although every module of their layers is a known one."""
@@ -102,7 +99,7 @@ def _device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"kernels were compared on compute capability 9.0 only, not on {capability[0]}.{capability[1]}"
     if dtype != torch.bfloat16:
         return f"kernels were compared in bfloat16 only, not in {str(dtype).removeprefix('torch.')}"
-    return GPU_PROBLEM
+    return None
 
 
 def model_problem(model: PreTrainedModel) -> str | None:
@@ -127,20 +124,29 @@ def model_problem(model: PreTrainedModel) -> str | None:
 def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, requested: str) -> str | None:
     """Return why attention of a decode step has other bits than the trainer's with the backend `requested`."""
     config = text_config(model.config)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    num_heads = config.num_attention_heads
+    key_shape = (
+        getattr(config, "num_key_value_heads", None) or num_heads,
+        getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+    )
     capped = getattr(config, "attn_logit_softcapping", None)
     try:
-        name = choose_backend(device, dtype, size, softcap=capped is not None, requested=requested)
+        name = choose_backend(device, dtype, key_shape[1], softcap=capped is not None, requested=requested)
     except UserError as error:
         return f"no attention backend: {error}"
     for module in model.modules():
         if chunk_of(module) is not None:
             return "attention in chunks of positions divides the keys into other blocks than packed attention"
         window = getattr(module, "sliding_window", None)
-        spec = AttentionSpec(scale=1.0, window=window if isinstance(window, int) else None, softcap=capped)
-        if not BACKENDS[name].has_decode_bits(torch.empty(1, 1, size, dtype=dtype, device=device), spec):
-            what = f"attention with a window of {window} keys" if spec.window else f"attention of head size {size}"
-            return f"the backend {name!r} computes {what} with other bits for one query than for a pack"
+        spec = AttentionSpec(
+            scale=key_shape[1] ** -0.5, window=window if isinstance(window, int) else None, softcap=capped
+        )
+        if not (
+            BACKENDS[name].has_decode_bits(torch.empty(1, *key_shape, dtype=dtype, device=device), spec)
+            or has_bits_of_trainer(name, num_heads, key_shape, spec, dtype, device)
+        ):
+            what = f"a window of {window} keys" if spec.window else f"heads of size {key_shape[1]}"
+            return f"the backend {name!r} computes attention with {what} with other bits for one query than for a pack"
     return None
 
 

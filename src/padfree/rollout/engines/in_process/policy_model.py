@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from padfree.model.export import empty_copy, whole_tensors
 from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.sharing import state_obstacle
-from padfree.model.structure import restored_buffers
 
 
 class PolicyModel:
@@ -30,11 +29,13 @@ class PolicyModel:
         self.model = empty_copy(trained, dtype)
         self.state_obstacle = state_obstacle(trained)  # why its decode state is more than keys and values, or None
         self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
-        restored = restored_buffers(self.model)
+        # Computed buffers, such as the frequencies of RoPE, are the trained model's own, because another device may
+        # compute them with other roundings.
+        buffers = {clean_name(name): buffer for name, buffer in trained.named_buffers(remove_duplicate=False)}
         for name, module in self.model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
                 if module._buffers[buffer_name] is not None:
-                    module._buffers[buffer_name] = restored[clean_name(f"{name}.{buffer_name}")].to(self.device)
+                    module._buffers[buffer_name] = buffers[clean_name(f"{name}.{buffer_name}")].to(self.device)
         self.model.train(False).requires_grad_(False)
         self.is_shared: bool | None = None  # None: it has no weights yet
 
