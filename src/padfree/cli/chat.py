@@ -1,7 +1,9 @@
 """`padfree chat MODEL`: a conversation on the terminal; from a pipe, every line is a turn.
 
-padfree chat runs/sft
-padfree chat runs/sft --system "Answer in one sentence." < questions.txt
+Examples:
+
+    padfree chat runs/sft
+    padfree chat runs/sft --system "Answer in one sentence." < questions.txt
 """
 
 from __future__ import annotations

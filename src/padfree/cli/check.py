@@ -1,8 +1,10 @@
 """`padfree check`: compares packed training with training on one sample at a time, for a given model and data.
 
-padfree check --model my-model --data train.jsonl
-padfree check --model my-model --data prompts.jsonl --sampler
-torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
+Examples:
+
+    padfree check --model my-model --data train.jsonl
+    padfree check --model my-model --data prompts.jsonl --sampler
+    torchrun --nproc-per-node 4 -m padfree check --model my-model --data train.jsonl --layout dp=2,cp=2
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """`padfree data show`: rows of a recipe's data as the model sees them, on the terminal or as an HTML page.
 
-padfree data show sft model.path=my-model data.path=train.jsonl
-padfree data show sft data.path=train.jsonl --row train.jsonl:17
-padfree data show dpo data.path=pairs.jsonl --rows 50 --page pairs.html
+Examples:
+
+    padfree data show sft model.path=my-model data.path=train.jsonl
+    padfree data show sft data.path=train.jsonl --row train.jsonl:17
+    padfree data show dpo data.path=pairs.jsonl --rows 50 --page pairs.html
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """`padfree doctor`: says why the log-probabilities of a server or a rollout file differ from a model's.
 
-padfree doctor my-model --server http://127.0.0.1:8000
-padfree doctor my-model --rollouts rollouts.jsonl --temperature 0.7 --previous runs/rl/model-10
+Examples:
+
+    padfree doctor my-model --server http://127.0.0.1:8000
+    padfree doctor my-model --rollouts rollouts.jsonl --temperature 0.7 --previous runs/rl/model-10
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """`padfree env`: versions, devices and optional packages, for a bug report.
 
-padfree env
-padfree env --json > environment.json
+Examples:
+
+    padfree env
+    padfree env --json > environment.json
 """
 
 from __future__ import annotations

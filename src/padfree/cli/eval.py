@@ -1,9 +1,11 @@
 """`padfree eval`: evaluates a model on the held-out data of a recipe's `[eval]`, or on tasks of lm-evaluation-harness.
 
-padfree eval sft model.path=runs/sft/model eval.path=test.jsonl
-padfree eval my-model --tasks arc_easy,hellaswag --num-fewshot 5
-padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.samples_per_prompt=8
-torchrun --nproc-per-node 8 -m padfree eval sft model.path=my-model eval.path=test.jsonl
+Examples:
+
+    padfree eval sft model.path=runs/sft/model eval.path=test.jsonl
+    padfree eval my-model --tasks arc_easy,hellaswag --num-fewshot 5
+    padfree eval rl-local model.path=runs/rl/model eval.path=test.jsonl eval.greedy=false eval.samples_per_prompt=8
+    torchrun --nproc-per-node 8 -m padfree eval sft model.path=my-model eval.path=test.jsonl
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """`padfree generate MODEL PROMPT ...`: generates a model's answers.
 
-padfree generate runs/sft "What is the capital of France?"
-padfree generate runs/sft --prompts questions.txt --json > answers.jsonl
-cat letter.txt | padfree generate my-model - --system "Summarise the letter."
+Examples:
+
+    padfree generate runs/sft "What is the capital of France?"
+    padfree generate runs/sft --prompts questions.txt --json > answers.jsonl
+    cat letter.txt | padfree generate my-model - --system "Summarise the letter."
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """`padfree launch`: runs one command on several hosts, over ssh, with torchrun on each host.
 
-padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
+Example:
+
+    padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
 
     here     ssh a python -m padfree.cli.on_host      sends the order: command, folder, environment
              ssh b python -m padfree.cli.on_host
@@ -10,7 +12,7 @@ padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.rep
     here     prints the output of the hosts, each line with the name of its host. If a host fails, or if this process
              receives SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
 
-With --slurm it writes a batch script instead: `padfree.cli.slurm`.
+With --slurm, `padfree launch` writes a batch script instead (`padfree.cli.slurm`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
     run    -> write -> queue (bounded) -> thread -> pipe, file or terminal
 
 A write never blocks and never raises, even if
-
 - the reader of a pipe ends (`| head`, Ctrl-C on `| tee`) or stops reading,
 - a disk is full,
 - a terminal is closed or stopped (Ctrl-S), or a descriptor is non-blocking,
@@ -192,8 +191,8 @@ def surviving_streams(command: str) -> Iterator[None]:
 def open_closed_descriptors() -> None:
     """Open the null device for each standard stream that is closed (`>&-`).
 
-    Otherwise the next file to be opened gets the descriptor, and printed text would end up in that file, for example
-    in a checkpoint.
+    A file that is opened later would get the descriptor of the closed stream. Printed text would end up in that file,
+    for example in a checkpoint.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

@@ -1,10 +1,12 @@
 """`padfree plan`: packs, load balance, time and memory of a run, before a GPU is rented.
 
-padfree plan --data train.jsonl --model Qwen/Qwen3-0.6B --max-tokens 8192 --ranks 8 --gpu H100 --html plan.html
-padfree plan sft data.epochs=1 --ranks 8
-padfree plan --lengths lengths.npy --max-tokens 8192 --samples 512 --ranks 8
-padfree plan --lengths lengths.npy --model qwen3-8b --max-tokens 16384 --ranks 1024 --gpu H100 --hosts 128
-padfree plan --calibrate --model Qwen/Qwen3-0.6B
+Examples:
+
+    padfree plan --data train.jsonl --model Qwen/Qwen3-0.6B --max-tokens 8192 --ranks 8 --gpu H100 --html plan.html
+    padfree plan sft data.epochs=1 --ranks 8
+    padfree plan --lengths lengths.npy --max-tokens 8192 --samples 512 --ranks 8
+    padfree plan --lengths lengths.npy --model qwen3-8b --max-tokens 16384 --ranks 1024 --gpu H100 --hosts 128
+    padfree plan --calibrate --model Qwen/Qwen3-0.6B
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """`padfree recipes`: the recipes that come with the package.
 
-padfree recipes                      one line per recipe
-padfree recipes sft > my.toml        a copy to edit
+Examples:
+
+    padfree recipes                      one line per recipe
+    padfree recipes sft > my.toml        a copy to edit
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The batch script of `padfree launch --slurm FILE`: one torchrun per node, as in `padfree launch --hosts`.
 
-padfree launch --slurm job.sh --nodes 4 --processes 8 --sbatch time=24:00:00 -- sft sft run.folder=/shared/runs/first
-sbatch job.sh
+Examples:
+
+    padfree launch --slurm job.sh --nodes 4 --processes 8 --sbatch time=24:00:00 -- sft sft run.folder=/shared/first
+    sbatch job.sh
 
 The script is complete: it names the folder, the Python and every setting, and does not read the environment of the
 shell that submits it. The command and its settings are checked before the script is written.

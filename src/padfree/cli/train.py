@@ -1,8 +1,10 @@
 """`padfree sft`, `padfree rl` and the other training commands: a recipe, overrides, and one line of progress per step.
 
-padfree sft model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
-padfree rl rl loss.kind=gspo --dry-run
-torchrun --nproc-per-node 8 -m padfree sft
+Examples:
+
+    padfree sft model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
+    padfree rl rl loss.kind=gspo --dry-run
+    torchrun --nproc-per-node 8 -m padfree sft
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Shown:
     - `again(other)` renders another conversation in the same way.
     - `alone(i)` renders the messages up to and including message i.
 
-    Both functions return None if the template raises an error.
+    `again` and `alone` return None if the template raises an error.
     """
 
     text: str

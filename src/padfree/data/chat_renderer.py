@@ -173,7 +173,6 @@ class ChatRenderer:
         """Return the training samples of a conversation, in the order of its turns.
 
         What is trained depends on `loss_on`:
-
         - "assistant": every assistant message that is not in `conversation.untrained`
         - "last": only the last assistant message
         - "all": the whole text, always as one sample

@@ -1,4 +1,4 @@
-"""One row of a data file: parsing, checks of its fields, and errors about rows that cannot be used.
+"""Parse rows of data files, check their fields, and report rows that cannot be used.
 
     train.jsonl line 17: 'response' is null; expected a string
     ^^^^^^^^^^^ ^^^^^^^   ^^^^^^^^           ^^^^^^^^
@@ -126,8 +126,10 @@ class DataReport:
 def labelled(name: str, label: str | int) -> str:
     """Return the label of a file, sample or group in a mixture: `label` with the name of its source in front.
 
-    source "math"       train.jsonl:18 -> math/train.jsonl:18
-    source "a.jsonl"    a.jsonl:18 -> a.jsonl:18              the label already begins with the name of the source
+    The name is not repeated if the label already begins with it:
+
+        source "math"       train.jsonl:18 -> math/train.jsonl:18
+        source "a.jsonl"    a.jsonl:18 -> a.jsonl:18
     """
     text = str(label)
     return text if text == name or text.startswith(f"{name}:") else f"{name}/{text}"

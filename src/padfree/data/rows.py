@@ -89,7 +89,8 @@ class RowReader:
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
         """Return the chosen and the rejected conversation of a preference pair.
 
-        Each is the common context, followed by an answer. Without a chat template, the plain texts are returned.
+        Each conversation is the common context, followed by an answer. Without a chat template, plain texts are
+        returned.
         """
         columns = fields["chosen"], fields["rejected"]
         if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
@@ -429,7 +430,7 @@ def _trimmed(content: str | list[Message]) -> str | list[Message]:
 def _common_words(one: str, other: str) -> int:
     """Return the length of the common prefix of two texts, cut at the end of a word.
 
-    Both texts keep at least one character after the prefix.
+    The prefix is shorter than both texts.
     """
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)

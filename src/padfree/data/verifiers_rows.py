@@ -91,7 +91,7 @@ def openai_tool(tool: Any) -> dict[str, Any]:
 def load_verifiers(name: str, setting: str = "rollout.environment") -> Any:
     """Load an environment of the verifiers package by its name, such as `verifiers:wordle?mode="hard"`.
 
-    This imports the module of the environment, from an installed package or from the current folder. Later calls with
+    The module of the environment is imported from an installed package or from the current folder. Later calls with
     the same name return the same object. `setting`: the setting that gave the name, for error messages.
     """
     try:

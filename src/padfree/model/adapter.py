@@ -146,7 +146,7 @@ HARMLESS_FIELDS = (
     "block_size",
     "attention_chunk_size",  # for layers of the type chunked_attention
 )
-"""Integer config fields about windows and chunks that are known not to change the mask in an unsupported way."""
+"""Integer config fields about windows and chunks that padfree supports, or that do not change the mask."""
 
 
 def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:

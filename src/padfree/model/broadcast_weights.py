@@ -1,7 +1,9 @@
 """Weights that rank 0 takes from transformers, on the CPU, and broadcasts tensor by tensor.
 
-initialised            random weights from a seed, as transformers would draw them
-through_transformers   weights from files whose tensors transformers renames or merges (experts stored one by one)
+There are two sources of such weights:
+
+    initialised            random weights from a seed, as transformers would draw them
+    through_transformers   weights from files whose tensors transformers renames or merges (experts stored one by one)
 """
 
 from __future__ import annotations
@@ -99,9 +101,9 @@ def _no_load_report() -> Iterator[None]:
 def _unlike_config(
     files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> str | None:
-    """Describe the first difference between the tensors of the files and those that `save_pretrained` would write.
+    """Compare the tensors of the files with those that `save_pretrained` would write.
 
-    None if there is no difference.
+    Return a description of the first difference, or None if they are equal.
     """
     with torch.device("meta"):
         model = model_from_config(copy.deepcopy(config), dtype, trust_remote_code)

@@ -195,10 +195,7 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The chunk size in tokens that `mark_chunked_layers` stored in this layer.
-
-    None if the layer does not attend in chunks.
-    """
+    """The chunk size in tokens that `mark_chunked_layers` stored in this layer; None without chunks."""
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
@@ -259,8 +256,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward pre-hook that raises `UserError` for arguments with which a pack would silently give wrong results.
 
-    It does nothing while the model uses another attention implementation, so that `set_attn_implementation("sdpa")`
-    restores the stock model, for example for generation.
+    The hook does nothing while the model uses another attention implementation, so that
+    `set_attn_implementation("sdpa")` restores the stock model, for example for generation.
     """
     config = model.config
     assert isinstance(config, PreTrainedConfig)
@@ -345,10 +342,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The length up to which rotary frequencies do not depend on the longest sample of a pack.
-
-    None if there is no limit.
-    """
+    """The length up to which rotary frequencies do not depend on the longest sample of a pack; None: no limit."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return None

@@ -199,7 +199,7 @@ def _outside_language_model(model: PreTrainedModel) -> set[str]:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of the linear layers that get adapters, and of the weights of experts and routers that do."""
+    """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     elsewhere = _outside_language_model(model)

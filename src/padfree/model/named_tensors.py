@@ -1,6 +1,8 @@
 """The tensors of a model by their names in Hugging Face files, and the part of each that this rank holds.
 
-weight [6, 3], FSDP2 over 2 ranks        rank 0 holds [0:3], rank 1 holds [3:6]
+For example, two ranks hold these rows of a weight:
+
+    weight [6, 3], FSDP2 over 2 ranks        rank 0 holds [0:3], rank 1 holds [3:6]
 """
 
 from __future__ import annotations
@@ -89,6 +91,6 @@ def sharded_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) ->
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of the tensor, sharing its memory."""
+    """Return this rank's part of a tensor. The result shares the memory of the tensor."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -6,7 +6,6 @@
     state    | 9 | another 13    | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
 Packed and single must give the same logits and the same gradient of every parameter. They differ if the model
-
 - has a recurrent state or a convolution,
 - needs a mask that transformers would have created,
 - does not pass its sliding window to the attention function,
@@ -199,7 +198,7 @@ def _module_classes(model: nn.Module) -> set[str]:
 def undisturbed() -> Iterator[None]:
     """Context manager: its block runs on the CPU in float32, with gradients, and without log messages or warnings.
 
-    At the end of the block, the caller's state is restored.
+    At its end, the caller's random state, default device and gradient mode are restored.
     """
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"

@@ -99,7 +99,7 @@ def scalar_scores(hidden: Tensor, weight: Tensor) -> Tensor:
 def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
     """The initial weight of a new scalar head, on the CPU, the same on all ranks.
 
-    It is drawn from a normal distribution with standard deviation `spread`.
+    The weight is drawn from a normal distribution with standard deviation `spread`.
     """
     number = int.from_bytes(hashlib.sha256(f"{seed} {WEIGHT}".encode()).digest()[:7], "big")
     return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * spread

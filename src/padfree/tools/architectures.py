@@ -122,7 +122,7 @@ def try_architecture(model_type: str) -> Architecture:
 
 
 def try_image_text(model_type: str) -> Architecture:
-    """The line of the table for one image-text model, trained with images."""
+    """Return the table's line for one image-text model that is trained with images."""
     class_name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
     try:
         reason = why_refused(getattr(transformers, class_name))

@@ -141,6 +141,6 @@ def _decayed_attention(queries: Tensor, keys: Tensor, values: Tensor, decay: Ten
 def no_fused_layer(*_args: Any, **_kwargs: Any) -> None:
     """Replaces `mamba2_split_conv1d_scan_combined`, which does not support segment boundaries.
 
-    It returns None, so that the layer runs its separate steps instead.
+    Returns None, so that the layer runs its separate steps instead.
     """
     return None

@@ -141,7 +141,7 @@ def hand_context(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook that passes the `AttnContext` in place of the mask.
 
-    It is for modules that pass a mask to their submodules but drop other keyword arguments.
+    The hook is for modules that pass a mask to their submodules but drop other keyword arguments.
     """
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:

@@ -49,10 +49,7 @@ def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """The FLOPs per token of the recurrence: each head reads, corrects and writes a state [d_k, d_v].
-
-    These are three matrix-vector products.
-    """
+    """The FLOPs per token of the recurrence: each head reads, corrects and writes a state [d_k, d_v]."""
     heads, d_k, d_v = _head_sizes(module)
     return 6 * heads * d_k * d_v + convolution_flops(module)
 

@@ -43,10 +43,7 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 
 @cache
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
-    """The forward of a class with transformers' plain PyTorch functions instead of kernels.
-
-    None if the forward calls no kernels.
-    """
+    """The forward of a class with plain PyTorch functions instead of kernels; None if it calls no kernels."""
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
     forward = code_of(module_class)

@@ -75,10 +75,7 @@ def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.dev
 def tested_kernel(
     module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device
 ) -> VarlenKernel | None:
-    """The fast forward, if it passes the test on this machine.
-
-    None if it fails, with a warning if the device is a GPU.
-    """
+    """The fast forward, or None if its test fails on this machine (on a GPU, with a warning)."""
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
         reason: str | None = way

@@ -1,4 +1,4 @@
-"""Benchmarks of lm-evaluation-harness (the package lm_eval), answered by padfree.
+"""Run benchmarks of lm-evaluation-harness (the package lm_eval) with padfree.
 
 packed_scores    the log-likelihood of continuations, in packs
 harness_model    the model as the package sees it: log-likelihoods and generated text

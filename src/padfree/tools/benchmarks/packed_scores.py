@@ -1,7 +1,9 @@
 """The log-likelihood of continuations, many to a pack.
 
-ids      c c c x x   c x x x x   c c x         c: context, x: continuation; one pack of 13 tokens
-scored         ^ ^     ^ ^ ^ ^       ^         sum of log-probabilities, and whether every x is the top token
+A pack of three texts, each a context and its continuation:
+
+    ids      c c c x x   c x x x x   c c x         c: context, x: continuation; one pack of 13 tokens
+    scored         ^ ^     ^ ^ ^ ^       ^         sum of log-probabilities, and whether every x is the top token
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
 """The code path of training, from samples to gradients, and variations of it that must not change the results.
 
-samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      by padfree.train.Engine
-samples -> plan -> packs -> attached model -> score -> log-probabilities                     by padfree.train.Scorer
+There is one path to gradients, and one to log-probabilities:
 
-variation                      what differs
-one sample per pack            micro-batches of one sample
-a few packs                    micro-batches of about a third of the tokens
-reversed                       the order of the samples
-pad                            packs are padded with random tokens
-shared prefixes                prefixes that samples share are computed once (if samples share any)
-ring, headtail, ...            how context ranks divide a pack and attend to it (needs several context ranks)
+    samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      by padfree.train.Engine
+    samples -> plan -> packs -> attached model -> score -> log-probabilities                     by padfree.train.Scorer
+
+The results must be the same in each of these variations:
+
+    variation                      what differs
+    one sample per pack            micro-batches of one sample
+    a few packs                    micro-batches of about a third of the tokens
+    reversed                       the order of the samples
+    pad                            packs are padded with random tokens
+    shared prefixes                prefixes that samples share are computed once (if samples share any)
+    ring, headtail, ...            how context ranks divide a pack and attend to it (needs several context ranks)
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ from padfree.train.step import PreparedStep
 Logprobs = list[NDArray[np.float32]]
 
 PAD = 7
-"""Number of padding tokens per context rank in the check of padding; deliberately not a round number."""
+"""Number of padding tokens per context rank in the check of padding. It is deliberately not a round number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

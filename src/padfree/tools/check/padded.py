@@ -1,7 +1,9 @@
 """Padded batches, and their loss computed by plain transformers code, for comparison with packed training.
 
-samples        1 2 3 | 4 5          input_ids  1 2 3    attention_mask  1 1 1    labels  - 2 3
-                                               4 5 0                    1 1 0            - 5 -      (-: IGNORE)
+Two samples as a padded batch:
+
+    samples        1 2 3 | 4 5          input_ids  1 2 3    attention_mask  1 1 1    labels  - 2 3
+                                                   4 5 0                    1 1 0            - 5 -      (-: IGNORE)
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """A few samples for a check: random, or from the user's data with lengths spread from the shortest to the longest.
 
-lengths of the data   12 500 80 40 7 90 300 60        4 samples: 500 40 7 90, in the order of the file
+The longest and the shortest sample are always chosen:
+
+    lengths of the data   12 500 80 40 7 90 300 60        4 samples: 500 40 7 90, in the order of the file
 """
 
 from __future__ import annotations

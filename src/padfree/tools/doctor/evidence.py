@@ -90,7 +90,7 @@ class Evidence:
         return 0.0
 
     def with_prompts(self, prompts: Sequence[Sequence[int]]) -> Evidence:
-        """The same responses after other prompts."""
+        """Return the evidence with the same responses after other prompts."""
         joined = [
             np.concatenate([np.asarray(prompt, np.int64), sequence[start:]])
             for prompt, sequence, start in zip(prompts, self.sequences, self.starts, strict=True)

@@ -69,7 +69,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Untested:
-    """A cause that the evidence cannot show."""
+    """A cause that the evidence can neither confirm nor rule out."""
 
     cause: str
     reason: str

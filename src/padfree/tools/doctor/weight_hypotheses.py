@@ -3,7 +3,6 @@
     observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
 
 The search stops at the first step that explains the evidence:
-
 1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
    the embeddings.
 2. Replace all tensors but one group.
@@ -63,7 +62,7 @@ class Replacements:
 
 
 def groups_of(names: Collection[str]) -> dict[str, Names]:
-    """Label groups of tensors: each layer, each kind of tensor in all layers, and each tensor outside the layers."""
+    """Make groups of tensors: each layer, each kind of tensor in all layers, and each tensor outside the layers."""
     found: dict[str, set[str]] = {}
     for name in names:
         match = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)

@@ -81,10 +81,7 @@ class EpochPlan:
 
     @cached_property
     def slot_tokens(self) -> Lengths:
-        """Flat array with the number of tokens in each micro-batch.
-
-        There is one entry for each micro-batch of each data rank in each planned step.
-        """
+        """Flat array: number of tokens of each micro-batch of each data rank in each planned step."""
         return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 
     @property

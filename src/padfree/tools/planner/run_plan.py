@@ -1,7 +1,9 @@
 """The result of `padfree plan`, as numbers and as printed lines.
 
-step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
-                                                        -> lines()     the same numbers as text
+A plan is computed once and shown in two ways:
+
+    step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
+                                                            -> lines()     the same numbers as text
 """
 
 from __future__ import annotations
@@ -285,8 +287,8 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
-    The result is the part of the largest pack that one context rank holds. The largest pack has `pack_tokens` tokens,
-    or all tokens of the largest step if that step has fewer. It is never shorter than the longest sample.
+    A device holds one context rank's part of a pack. The largest pack has `pack_tokens` tokens, or all tokens of the
+    largest step if that step has fewer. The largest pack is never shorter than the longest sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

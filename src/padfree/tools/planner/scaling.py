@@ -146,7 +146,7 @@ class Scaling:
 
     @property
     def ways(self) -> dict[str, list[StepTime]]:
-        """The step times by how the weights are divided. With a single host, only one way is planned."""
+        """The step times for each way to divide the weights. With a single host, only one way is planned."""
         ways = {"weights sharded over all ranks": self.sharded, "weights replicated per host": self.replicated}
         return {name: times for name, times in ways.items() if times}
 
