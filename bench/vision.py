@@ -178,12 +178,13 @@ def random_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype
         image_token_id=PLACEHOLDER, vision_start_token_id=START, vision_end_token_id=END, video_token_id=6,
         tie_word_embeddings=True,
     )  # fmt: skip
+    make: Any = Qwen3VLForConditionalGeneration
     torch.manual_seed(0)
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = Qwen3VLForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+            model = make._from_config(config, attn_implementation="sdpa")
     finally:
         torch.set_default_dtype(default)
     return model.train()
@@ -214,8 +215,8 @@ def asked(model: Any, number: int, features: int, prompt: int, answer: int, *, s
 
 
 def conversations(model: Any, shape: dict[str, Any]) -> list[Sample]:
-    generator = np.random.default_rng(8)
-    sizes = np.exp(generator.uniform(*np.log(shape["features"]), PICTURES)).astype(int)
+    generator, (least, most) = np.random.default_rng(8), shape["features"]
+    sizes = np.exp(generator.uniform(np.log(least), np.log(most), PICTURES)).astype(int)
     answers = np.clip(generator.lognormal(np.log(shape["text_tokens"]), 0.7, CONVERSATIONS), 4, 4096).astype(int)
     prompts = generator.integers(5, max(6, shape["text_tokens"] // 4), PICTURES)
     return [
@@ -285,10 +286,11 @@ def tower_alone(engine: Engine, samples: Sequence[Sample]) -> Tensor:
     engine.optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=engine.mesh.device)
     for batch, _ in engine.prepare(samples).packs:
+        assert batch.local.images is not None
         output = family.encode(base, batch.local.images.inputs)
         stacked = [part for layer in output.deepstack_features for part in layer]
         loss = torch.stack([part.float().mean() for part in (*output.pooler_output, *stacked)]).sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
 

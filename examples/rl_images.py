@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--pictures", type=int, default=256, help="number of pictures for GRPO (default %(default)s)")
     parser.add_argument("--sft-steps", type=int, default=20, help="steps of SFT (default %(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="steps of GRPO (default %(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of GRPO (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=5e-4, help="learning rate of GRPO (default %(default)s)")
     parser.add_argument("--entropy", type=float, default=0.02, help="entropy bonus of GRPO (default %(default)s)")
     given = parser.parse_args(arguments)
 

@@ -52,6 +52,7 @@ SAMPLING_ENGINES = {
 module:function.
 """
 WeightTransfer = Literal["group", "files"]
+WeightSyncKind = Literal["auto", "full", "difference"]
 RolloutFilter = Literal["none", "equal"]
 Routing = Literal["recompute", "replay"]
 OnFailure = Literal["error", "skip"]

@@ -11,13 +11,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from padfree.cp.shard import shard
-from padfree.estimate.activations import layer_bytes, token_bytes
+from padfree.estimate.activations import feature_bytes, layer_bytes, token_bytes
 from padfree.layers.compile import compile_layers
 from padfree.layers.matmuls import is_matmul
 from padfree.layers.recompute import recompute_layers
 from padfree.model import attach, hidden_states
+from padfree.model.parts import freeze
 from padfree.model.structure import layers_of
+from padfree.model.vision.families import need_family
+from padfree.packing.collate import collate
 from padfree.testing.models import ARCHITECTURES, build, row
+from padfree.testing.vision_models import build_vision, picture, shown
 from tests.estimate.test_memory import num_bytes
 
 TOKENS = (130, 126)
@@ -99,3 +103,29 @@ def test_a_layer_of_llama_by_hand() -> None:
     model = build("llama")
     expected = 2 * 6 * 64 + 2 * 2 * 64 + 2 * (64 + 32 + 32 + 64) + 4 * 4 + 4 * 2 * 64
     assert layer_bytes(model.config, layers_of(model)[0], 2) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "internvl", "mistral3"])
+def test_activations_of_a_tower(name: str) -> None:
+    model = attach(build_vision(name))
+    local = shard(collate([shown(model, [3, picture(model, 0, rows=2, columns=12), 3])]))
+    assert local.images is not None
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            seen[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        need_family(model).encode(model.base_model, local.images.inputs)
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in seen.values()) / sum(local.images.counts)
+    found = feature_bytes(model, 4, "none")
+    assert found == pytest.approx(kept, rel=0.2)
+    assert feature_bytes(model, 4, "full") < found / 2
+    freeze(model, ["tower"])
+    assert 0 < feature_bytes(model, 4, "none") < found / 2
+    freeze(model, ["projector"])
+    assert feature_bytes(model, 4, "none") == 0
+    assert feature_bytes(build("qwen3"), 4, "none") == 0

@@ -115,6 +115,25 @@ def test_offload_moves_the_states_to_the_host() -> None:
     assert there.device == here.device - here.states
 
 
+def test_the_weights_of_the_last_sync_are_counted_on_the_host() -> None:
+    def host(dtype: str, kind: str, *, processes: int = 1, device_type: str = "cpu", **sections: Any) -> int:
+        servers = {"reward": "exact_match", "engine": "vllm", "servers": ["http://a:1"], "weight_sync": kind}
+        config = settings(
+            model={"dtype": dtype}, loss={"kind": "clip"}, batch={"samples": 8}, rollout=servers, **sections
+        )
+        return estimate_memory(config, small_model(), processes=processes, device_type=device_type).host
+
+    parameters = sum(parameter.numel() for parameter in small_model().parameters())
+    assert host("bfloat16", "auto") == host("bfloat16", "difference") == 2 * parameters
+    assert host("float32", "difference") == 4 * parameters
+    assert host("bfloat16", "full") == host("float32", "auto") == 0
+    assert parameters <= host("bfloat16", "auto", processes=2) < 1.1 * parameters, "half of the model per rank"
+    pinned = host("bfloat16", "auto", device_type="cuda")
+    assert 2 * parameters < pinned < 4 * parameters, "the size of a pinned tensor is a power of two"
+    pytest.importorskip("peft")
+    assert host("bfloat16", "auto", lora={"rank": 2}) == 0, "only adapters are sent"
+
+
 def test_activations_are_those_of_the_longest_micro_batch() -> None:
     model = small_model()
     found = estimate_memory(settings(), model, processes=1, device_type="cpu")

@@ -154,8 +154,7 @@ def test_rl_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
     module = example("rl_images", monkeypatch)
     assert [module.reward(text, {"answer": "g"}) for text in ("g", " g ", "r", "gg", "")] == [1, 1, 0, 0, 0]
-    run = ["--folder", str(tmp_path), "--pictures", "64", "--steps", "10"]
-    rewards = module.main(run)
-    assert len(rewards) == 10
+    rewards = module.main(["--folder", str(tmp_path), "--steps", "24"])
+    assert len(rewards) == 24
     assert rewards[0] < 0.5
-    assert sum(rewards[-3:]) / 3 > 0.5
+    assert sum(rewards[-4:]) / 4 > 0.6

@@ -18,7 +18,7 @@ from padfree.model.named_tensors import named_tensors
 from padfree.optim.optimizer import Optimizer, make_optimizer, state_bytes
 from padfree.optim.optimizer_settings import OptimizerConfig, StateFormat
 from padfree.optim.pieces import BLOCK
-from padfree.optim.reference_adamw import Moment, Rows, Step, update_reference
+from padfree.optim.reference_adamw import Moment, ParameterRows, Step, update_reference
 from padfree.optim.state_format import INT8, RowRange, decode_int8, new_state
 from tests.interpreter import DEVICE, needs_kernels
 from tests.ranks import run_ranks
@@ -296,7 +296,7 @@ def test_the_loss_falls_as_with_float32_state(mesh: Mesh) -> None:
 # The kernel
 
 
-def case(shape: tuple[int, int], state: StateFormat, device: str, *, sharded: bool) -> tuple[Rows, Step]:
+def case(shape: tuple[int, int], state: StateFormat, device: str, *, sharded: bool) -> tuple[ParameterRows, Step]:
     """Some rows after two steps of the reference, and the third step."""
     rows = shape[0]
     parameter = torch.zeros(shape)
@@ -308,11 +308,11 @@ def case(shape: tuple[int, int], state: StateFormat, device: str, *, sharded: bo
     for number in (1, 2, 3):
         factors = torch.tensor([LR / (1 - BETAS[0] ** number), (1 - BETAS[1] ** number) ** -0.5])
         gradient = gradients(shape, number)
-        found = Rows(weight, gradient, moments[0], moments[1], span, factors, torch.tensor(number), 5)
+        found = ParameterRows(weight, gradient, moments[0], moments[1], span, factors, torch.tensor(number), 5)
         if number < 3:
             update_reference(found, step)
     moved = [_to(value, device) for value in found]
-    return Rows(*moved), Step(*(_to(value, device) for value in step))
+    return ParameterRows(*moved), Step(*(_to(value, device) for value in step))
 
 
 def _to(value: Any, device: str) -> Any:

@@ -18,6 +18,7 @@ from padfree.errors import UserError
 from padfree.model.vision import families
 from padfree.rollout import Prompts, read_prompts
 from padfree.train.run import evaluate, train
+from padfree.train.training_data import image_share
 from tests.data.vision import (
     asked,
     images_of,
@@ -103,6 +104,16 @@ def test_prompts_show_their_images(tmp_path: Path) -> None:
     loaded = one.images[0].load()
     assert loaded["pixel_values"].shape[0] == np.prod(one.images[0].grid or 0)
     assert str(one.images[0].load).startswith("20 × 16, ")
+
+
+def test_the_share_of_image_tokens(tmp_path: Path) -> None:
+    """The estimate of memory counts a response of maximum length as a part of its prompt."""
+    prompt_rows(tmp_path)
+    prompts = read(tmp_path).prompts
+    shares = [sum(len(image.positions) for image in each.images) / (len(each.tokens) + 6) for each in prompts]
+    model = config_of(tmp_path, "run").model
+    assert image_share(model, prompts) == max(shares) > 0
+    assert image_share(replace(model, vision=False), prompts) == 0
 
 
 def test_a_changed_image_ends_the_run(tmp_path: Path) -> None:

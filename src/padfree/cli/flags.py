@@ -1,4 +1,4 @@
-"""Convert the different spellings of a setting on a command line to the spelling that the command takes.
+"""Accept every spelling of a setting on a command line, and convert it to the form that the command takes.
 
     model.path=X   --model.path X   --model.path=X   --model X        are equivalent for every command with the setting
 
@@ -91,8 +91,8 @@ def normalised_words(words: Sequence[str]) -> list[str]:
             overrides.append(
                 f"{setting}={json.dumps(value) if name in SHORT_FLAGS and setting in STRING_SETTINGS else value}"
             )
-    # Overrides come after the recipe, which is in `found`, because argparse reads the first word that does not belong
-    # to a flag as the recipe.
+    # The recipe must come before the overrides, because argparse takes the first word that does not belong to a flag as
+    # the recipe.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
 
 

@@ -51,8 +51,8 @@ Events = SimpleQueue[Event]
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
     """Wait for the next event and return it. Raise `Empty` after the deadline.
 
-    Python runs signal handlers only in the main thread, but the system may deliver a signal to a thread that reads from
-    a host and leave the main thread asleep. The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
+    Python runs signal handlers only in the main thread. The system may deliver a signal to another thread, and the main
+    thread would sleep on. The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
     """
     while True:
         left = deadline - time.monotonic()
@@ -66,8 +66,8 @@ def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
 class HostConnection:
     """The ssh connection to one host.
 
-    Its threads print the output of the host. They also add an event to the queue `events` when the host answers
-    and when the connection ends.
+    The threads of a connection print the output of the host. They add an event to the queue `events` when the host
+    answers and when the connection ends.
     """
 
     def __init__(self, host: str, ssh: Sequence[str], remote_command: str, events: Events) -> None:

@@ -29,7 +29,7 @@ def write_json(target: Path | None, report: dict[str, Any]) -> None:
 
 
 def show_status(line: str) -> None:
-    """Show a line on a terminal, in place of the last one."""
+    """On a terminal, show `line` in place of the previous status line."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)
 

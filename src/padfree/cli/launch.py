@@ -66,7 +66,7 @@ ENVIRONMENT = (
 """Environment variables with these prefixes are copied to the hosts."""
 
 LINGER = 8.0
-"""Seconds for which, after a failure on one host, the other hosts may end by themselves and print their errors."""
+"""After a failure on one host, the other hosts have this many seconds to print their errors and end by themselves."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

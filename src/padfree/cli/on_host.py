@@ -3,9 +3,11 @@
     standard input    the order, one JSON line; the arguments of torchrun, one JSON line; then "stop", or end of file
     standard output   the answer, one JSON line that begins with ANSWER; then the output of torchrun and its processes
 
-The end of standard input stops the run: if the launching process ends or the connection is lost, torchrun receives
-SIGTERM, as it does for "stop". Environment variables, which may contain secrets, are also sent over standard input,
-because command-line arguments are visible in process lists.
+The launcher and this program talk over standard input. When standard input ends, because the launcher ended or the
+connection was lost, torchrun receives SIGTERM. The line "stop" has the same effect.
+
+Environment variables are sent over standard input as well. They may contain secrets, and command-line arguments are
+visible in process lists.
 """
 
 from __future__ import annotations

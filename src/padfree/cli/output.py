@@ -2,10 +2,14 @@
 
     run    -> write -> queue (bounded) -> thread -> pipe, file or terminal
 
-A write never blocks and never raises, whatever happens to the output: the reader of a pipe ends (`| head`, Ctrl-C on
-`| tee`) or stops reading, a disk is full, a terminal is closed or stopped (Ctrl-S), a descriptor is non-blocking, or an
-ASCII stream cannot represent the text. If output of one stream is lost, the other stream reports it once. The files of
-the run contain all results.
+A write never blocks and never raises, even if
+
+- the reader of a pipe ends (`| head`, Ctrl-C on `| tee`) or stops reading,
+- a disk is full,
+- a terminal is closed or stopped (Ctrl-S), or a descriptor is non-blocking,
+- an ASCII stream cannot represent the text.
+
+If output of one stream is lost, the other stream reports the loss once. The files of the run contain all results.
 
 Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
 when the reader ends.
@@ -207,7 +211,7 @@ def open_closed_descriptors() -> None:
 
 
 class ErrorRecordingStream:
-    """A text stream that records the error of a failed write, so that it can be told from other `OSError`s."""
+    """A text stream that keeps the error of a failed write, so that callers can tell it from other `OSError`s."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of steps, counted from the first, whose traffic between hosts a dry run of several processes shows."""
+"""Number of first steps for which a dry run shows the traffic between hosts."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -144,6 +144,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.preflight import preflight
     from padfree.train.resolve_auto import device_memory, resolve_auto
     from padfree.train.shared_turns import copied_keys, run_cost
+    from padfree.train.training_data import image_share
 
     processes, replicate = processes_of(meet=False).world, config.parallel.replicate
     context = 1 if config.parallel.context == "auto" else config.parallel.context
@@ -187,6 +188,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         "longest": int((-(-plan.computed_tokens // widths)).max()),
         "prompt_tokens": max(len(sample.tokens) for sample in source.samples) if sampled else 0,
         "copied_keys": copied_keys(config.batch, config.loss, config.rollout, source.samples, model),
+        "image_share": image_share(config.model, source.samples),
     }
     resolved = resolve_auto(
         config,

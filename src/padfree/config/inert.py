@@ -149,6 +149,7 @@ READ_BY: dict[str, Reason | None] = {
         _unless(lambda config: bool(config.rollout.launch.command), lambda _: "without rollout.launch.command"),
     ),
     "rollout.transfer": _first(_sampled, _served),
+    "rollout.weight_sync": _first(_sampled, _served),
     "rollout.transfer_folder": _first(
         _sampled,
         _served,

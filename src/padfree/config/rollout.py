@@ -12,6 +12,7 @@ from padfree.choices import (
     OnFailure,
     RolloutFilter,
     Routing,
+    WeightSyncKind,
     WeightTransfer,
 )
 from padfree.config.functions import is_path
@@ -169,6 +170,11 @@ class RolloutConfig:
     transfer: WeightTransfer = setting(
         "group", about="How weights reach the servers: broadcast in a process group, or as files."
     )
+    weight_sync: WeightSyncKind = setting(
+        "auto",
+        about="What a weight sync sends: all weights (full), or only the elements whose bits changed since the last "
+        "weight sync (difference); auto is difference in bfloat16 and full in float32.",
+    )
     transfer_folder: str | None = setting(
         None,
         about="Folder for the files of a weight sync, under the same path for the run and the servers; if none, "
@@ -216,6 +222,15 @@ class RolloutConfig:
     def has_servers(self) -> bool:
         """Whether servers sample the responses. A user's own engine may have no servers."""
         return bool(self.servers or self.launch.command)
+
+    def keeps_sent_weights(self, dtype: str) -> bool:
+        """Whether a run in this dtype keeps the weights of the last weight sync, to send only their differences.
+
+        In float32, nearly every element changes in a training step.
+        """
+        return self.has_servers and self.weight_sync in (
+            ("auto", "difference") if dtype == "bfloat16" else ("difference",)
+        )
 
     @property
     def source(self) -> str | None:

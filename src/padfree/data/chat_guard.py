@@ -36,9 +36,11 @@ SCHEMA_TEXTS = ("name", "description")
 class Shown:
     """The rendered text of the first `stop` messages of a conversation.
 
-    `prompt`: whether the text is a prompt with the generation prompt; otherwise it is a training sample. `again(other)`
-    renders another conversation in the same way. `alone(i)` renders the messages up to and including message i. Both
-    functions return None if the template raises an error.
+    - `prompt`: whether the text is a prompt with the generation prompt. Otherwise it is a training sample.
+    - `again(other)` renders another conversation in the same way.
+    - `alone(i)` renders the messages up to and including message i.
+
+    Both functions return None if the template raises an error.
     """
 
     text: str
@@ -173,7 +175,7 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 def _check_arguments(conversation: Conversation, shown: Shown) -> None:
     """Check that the rendered text has the keys, booleans, nulls, lists and objects in the arguments of tool calls.
 
-    The strings and numbers in arguments are leaves of the conversation, which `_check` checks.
+    Strings and numbers in arguments are checked by `_check`.
     """
     for index, message in enumerate(conversation.messages):
         for at, call in enumerate(message.get("tool_calls", ())):
@@ -217,8 +219,8 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
     """Whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
 
-    `text` is the rendered text with `value`, and `changed` the rendered text with `not value` instead. At the first
-    difference between them, `text` must have the JSON of `value`, and `changed` the JSON of `not value`.
+    `text` is rendered with `value`, and `changed` with `not value`. Where the two texts first differ, `text` must have
+    the JSON of `value`, and `changed` the JSON of `not value`.
     """
     if changed is None:
         return False

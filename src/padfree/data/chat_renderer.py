@@ -19,9 +19,9 @@ Messages after the last trained turn are then not in any sample.
 
 Conversations that differ only in their texts and numbers have the same shape (`chat_shape`), and most templates render
 them alike. The spans (`chat_turns`) and checks (`chat_guard`) are therefore computed once per shape, on its twin: a
-conversation of the shape in which every text is a marker. The rendered twin, with the markers replaced by the texts of
-a row, predicts the rendered text of the row. If the template renders the row differently, because the template depends
-on the texts themselves, spans and checks are computed for that row alone.
+conversation of the shape in which every text is a marker. The rendered text of a row is then predicted: it is the
+rendered twin with the row's texts in place of the markers. If a row is rendered differently from the prediction, spans
+and checks are computed for this row alone.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class ChatRenderer:
         if isinstance(plan, _Plan):
             made = self._predicted(conversation, shape, plan, task)
             return self._by_itself(conversation, shape, task, plan.form) if made is None else made
-        # A template that depends on the texts can raise an error for the twin, whose texts are markers, but not for
-        # the row.
+        # For the twin, whose texts are markers, a template can raise an error that it does not raise for the row
+        # itself.
         if isinstance(plan, _RaisedError):
             return self._first_right(conversation, lambda form: self._by_itself(conversation, shape, task, form))
         raise RowError(str(plan))
@@ -249,9 +249,9 @@ class ChatRenderer:
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
         """Call `work` with each form of the messages (`chat_forms`), and return the first result.
 
-        `work` raises a `RowError` if the rendered text fails a check. If this happens with every form, the error of the
-        usual form is usually raised. But if that error is about tool calls or comes from the template itself, the error
-        about the latest message in the conversation is raised, because the form with this error got furthest.
+        `work` raises a `RowError` if the rendered text fails a check. If every form fails, the error of the usual form
+        is raised, with one exception. If that error is about tool calls or was raised by the template, the form that
+        got furthest in the conversation gives the error.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):

@@ -7,9 +7,9 @@ white space at the ends of a text, and the tags around reasoning (`<think>a</thi
                                               leaves  "Hi"
                                               twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
-A template renders the twin like every other conversation of the shape, with the same leaves in the same order and the
-same form, unless the template depends on the texts themselves. A marker has a backslash, a quotation mark and a
-non-ASCII letter, so that its plain text, its JSON and its Python repr all differ:
+A template renders the twin as it renders every conversation of the shape, unless the template depends on the texts
+themselves. A marker has a backslash, a quotation mark and a non-ASCII letter, so that its plain text, its JSON and its
+Python repr all differ:
 
     text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
 
@@ -43,8 +43,8 @@ _MARKER = re.compile(
 class TemplateValue(NamedTuple):
     """A leaf of a conversation: a text or a number.
 
-    `thought`: whether the text is reasoning, which a template may drop once other messages follow. `identifier`:
-    whether the text is the id that connects a tool call with its result.
+    - `thought`: whether the text is reasoning. A template may drop reasoning once other messages follow.
+    - `identifier`: whether the text is the id that connects a tool call with its result.
     """
 
     message: int
@@ -58,9 +58,10 @@ class TemplateValue(NamedTuple):
 class ConversationShape:
     """The shape of one conversation: everything but its texts and numbers.
 
-    `key` is equal for all conversations of the shape. `leaves` are the texts and numbers of this conversation. `twin`
-    is the conversation with markers in place of its leaves. `shuffled` is the index of the first tool result that does
-    not follow the order of the tool calls, or None.
+    - `key` is equal for all conversations of the shape.
+    - `leaves` are the texts and numbers of this conversation.
+    - `twin` is the conversation with markers in place of its leaves.
+    - `shuffled` is the index of the first tool result that does not follow the order of the tool calls, or None.
     """
 
     key: Hashable

@@ -4,14 +4,14 @@
     up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
                                                                                    [----------)
 
-The first text must be a prefix of the second, so that the rest of the second text is the text of the turn. All turns
-are trained in one sample ("together") if, for every turn, the second text is a prefix of the whole rendered
-conversation. Otherwise each turn is trained in its own sample ("apart").
+The text of the turn is what the second text has in addition to the first. The first text must therefore be a prefix of
+the second. All turns are trained in one sample ("together") if the second text of every turn is a prefix of the whole
+rendered conversation. Otherwise each turn is trained in its own sample ("apart").
 
-Some templates render the earlier messages differently once the turn is added: Mistral-Nemo's template shows the system
-message only if the last message is from the user. For such a template, the sample of a turn joins the two renderings
-above: all of the first (the conversation as the model sees it before it answers), and the text of the turn from the
-second. The two renderings must agree on everything from the content of the previous message up to the turn.
+Some templates render the earlier messages differently once the turn is added. For example, Mistral-Nemo's template
+shows the system message only if the last message is from the user. The sample of a turn then joins two parts: the whole
+first text, which is what the model sees before it answers, and the turn from the second text. The two texts must agree
+on everything from the content of the previous message up to the turn.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class UnstableError(RowError):
 class TurnCut:
     """The text of one sample, which contains the first `stop` messages.
 
-    `alone`: whether only the last of these messages is trained. `joined`: whether the text joins two renderings, one
-    without the last message and one with it.
+    - `alone`: whether only the last of these messages is trained.
+    - `joined`: whether the text joins two renderings, one without the last message and one with it.
     """
 
     stop: int

@@ -102,9 +102,10 @@ def read_conversation(
     Messages with images are refused unless `images` is True, because a chat template for text would drop them or write
     them as text.
 
-    A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's format (`from`, `value`). `column`
-    and `tools_column` are the names of the columns in error messages. `system` is a system prompt from another column
-    or from a setting, and becomes the first message.
+    A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's format (`from`, `value`).
+
+    - `column`, `tools_column`: the names of the columns, for error messages.
+    - `system`: a system prompt from another column or from a setting. It becomes the first message.
     """
     listed = _listed(messages, column, "a list of messages")
     if not listed:

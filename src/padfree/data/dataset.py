@@ -331,8 +331,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source, and `uid` and `group` begin with this name. If a source is
-    named after its file, `uid` and `group` begin with the name anyway. Otherwise the name is put in front of them.
+    The field `source` of a sample is the name of its source. `uid` and `group` begin with this name; it is put in front
+    of them unless they already begin with it because the source is named after its file.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

@@ -7,10 +7,12 @@
                eos after the last text
 
 A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
-header ends with a newline and the reply begins with one. Such a token is partly trained text and partly not, so neither
-mask value is right. The model also never sees this token at inference, because the prompt ends at the border. In this
-case the text is cut at its borders and each piece is tokenised on its own. If the tokens of the pieces do not decode to
-the same text, the row raises an error. This happens with tokenizers that add a space in front of every text.
+header ends with a newline and the reply begins with one. Only a part of such a token is trained text, and the model
+never sees this token at inference, because the prompt ends at the border. If a token spans a border, each piece of the
+text is therefore tokenised on its own.
+
+If the tokens of the pieces do not decode to the same text, the row raises an error. This happens with tokenizers that
+add a space in front of every text.
 
 Separate texts are never joined, so that no token can span their border. The mask is exact, and the prompt has the same
 tokens as at inference.
@@ -48,9 +50,10 @@ class Piece(NamedTuple):
 class Passage:
     """The text of one sample in pieces.
 
-    `joined`: whether the pieces are one text, which already contains its special tokens. `begun`: whether the first of
-    several separate texts already begins with the special tokens that the tokenizer would add, such as bos. `images`:
-    the images whose markers are in the texts, in order.
+    - `joined`: whether the pieces are one text, which already contains its special tokens.
+    - `begun`: for separate texts, whether the first one already begins with the special tokens that the tokenizer would
+      add, such as bos.
+    - `images`: the images whose markers are in the texts, in order.
     """
 
     pieces: tuple[Piece, ...]

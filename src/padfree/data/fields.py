@@ -55,11 +55,12 @@ class Format:
 class Schema:
     """The formats that a reader accepts. All column names are in lower case.
 
-    `names` maps a field to other column names that are recognised as this field. `hints` maps a field to column names
-    that are not recognised, but that an error message suggests for it. `guarded` maps a column that changes the meaning
-    of a row to the reason in the error message. `elsewhere` holds pairs (columns, advice): a file with these columns is
-    meant for another command, which the advice names. `rest` is the text that tells users what happens to columns that
-    are not fields.
+    - `names` maps a field to other column names that are recognised as this field.
+    - `hints` maps a field to column names that an error message suggests for it. They are not recognised.
+    - `guarded` maps a column that changes the meaning of a row to the reason in the error message.
+    - `elsewhere` holds pairs (columns, advice). A file with these columns is meant for another command, which the
+      advice names.
+    - `rest` tells users what happens to columns that are not fields.
     """
 
     formats: tuple[Format, ...]
@@ -209,8 +210,8 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
     if not format.takes(mapped):
         return []
     free = [column for column in first if column not in mapping]
-    # If each required field has a column of exactly its name, such as `prompt` and `response`, other columns are not
-    # considered. Other names can be ambiguous, such as `question`, `answer` and `response` together.
+    # If every required field has a column of exactly its name, such as `prompt` and `response`, other columns are not
+    # considered. Other names can be ambiguous: a file can have `question`, `answer` and `response`.
     certain = all(name in mapped or name in free for name in format.needs) and "messages" not in format.needs
     found: dict[str, list[str]] = {}
     for name in (*format.needs, *format.may):

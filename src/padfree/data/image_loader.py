@@ -4,8 +4,10 @@
     threads        images of packs 1, 2, 3 | images of pack 4 | images of pack 5 ...
 
 Decoding and resizing release Python's global lock, so that threads use several cores. On a GPU the packs of a step are
-built while the device runs the previous step. An image that several samples of a pack show, or several packs that are
-loaded at the same time, is loaded once. Its pixels are dropped as soon as the packs are built.
+built while the device runs the previous step.
+
+An image is loaded once, even if several samples of a pack or several concurrently loaded packs show it. Its pixels are
+dropped as soon as the packs are built.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 The model's own processor (of transformers) computes both. It is called with one image at a time, because padfree packs
 the images of many samples. The text that the processor gives its tokenizer is recorded: it is the expansion.
 
-Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. The two
-backends give slightly different pixels, and the data of a run must not depend on the packages of a machine.
+Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. The two give
+slightly different pixels, and the data of a run must not depend on the packages of a machine.
 """
 
 from __future__ import annotations

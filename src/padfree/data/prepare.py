@@ -89,9 +89,11 @@ def load_sft(
 ) -> TokenizedDataset:
     """Tokenise files, folders or Hub data sets, or open the result of an earlier call from the cache.
 
-    `cache` is a folder, by default `default_cache_folder()`. `num_workers` is the number of tokenising processes; 0
-    tokenises in this process. The default depends on the amount of text and is at most 8 and at most the number of
-    cores. `progress` is True for a progress bar (needs rich), or a function that gets the bytes read and the total.
+    - `cache`: a folder, by default `default_cache_folder()`.
+    - `num_workers`: the number of tokenising processes; 0 tokenises in this process. The default depends on the amount
+      of text and is at most 8 and at most the number of cores.
+    - `progress`: True for a progress bar (needs rich), or a function that gets the bytes read and the total.
+
     Worker processes import the main script, so put this call under `if __name__ == "__main__":`.
     """
     return load_rows(

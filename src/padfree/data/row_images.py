@@ -10,7 +10,7 @@ column is shown at
     messages  user: "<image>Who is older, <image> or he?"      images  ["a.png", "b.png"]
     -> user: [image] "Who is older, " [image] " or he?"        Conversation.images  (a.png, b.png)
 
-The number of images must match the number of places.
+The column must have as many images as the messages have places.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ assistant) are the context of both answers.
         pair         u1 a1 u2 | a2          u1 a1 u2 | b2
 
 A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
-conversation that includes the prompt. In this case the prompt must equal the first messages of this conversation, or
-its last user turn, ignoring white space around the content of messages. What follows the prompt must begin with an
-assistant message.
+conversation that includes the prompt. The prompt must then equal the first messages of the conversation, or its last
+user turn. White space around the content of messages is ignored. An assistant message must follow the prompt.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@
                     metadata.json              what <key> is a hash of, counts, digests of tokens and mask
 
 The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
-change tokens, the versions of transformers and tokenizers, and the format of this folder. A folder is built under a
-temporary name and then renamed, so that other processes only ever see complete folders. A damaged folder (a file is
-missing or too short) is rebuilt. A folder is built by one process, which holds a lock. Other processes that need the
-same folder wait for this lock.
+change tokens, the versions of transformers and tokenizers, and the format of this folder.
+
+A folder is built under a temporary name and then renamed, so that other processes only ever see complete folders. One
+process builds the folder and holds a lock; other processes that need the folder wait for this lock. A damaged folder (a
+file is missing or too short) is rebuilt.
 
 Hashing a large file takes a long time, because the whole file must be read. The hash is therefore cached under the
 file's path, size, inode and times of change. The hash of a file that changed less than two seconds before hashing is
@@ -216,9 +217,9 @@ def find_or_build(
     folder = cache / key
     if intact(folder):
         return folder
-    # A spawned worker process imports the main script. If this import calls `find_or_build`, the worker would wait for
-    # the lock that its parent holds, while the parent waits for the worker. multiprocessing sets the attribute
-    # `_inheriting` during the import.
+    # A spawned worker process imports the main script. If this import calls `find_or_build`, the worker waits for the
+    # lock of its parent, while the parent waits for the worker. multiprocessing sets the attribute `_inheriting` during
+    # the import.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UserError(
             "num_workers",

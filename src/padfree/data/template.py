@@ -179,7 +179,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _with_checks(template: nodes.Template) -> nodes.Template:
     """Insert filters into a template's syntax tree that check values.
 
-    They check the results of `~`, the iterables of loops, and list, tuple and object literals.
+    The inserted filters check the results of `~`, the iterables of loops, and list, tuple and object literals.
     """
 
     def checked(node: Any, name: str) -> nodes.Filter:

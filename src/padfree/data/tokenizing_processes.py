@@ -25,7 +25,8 @@ BYTES_PER_PROCESS = 16 << 20
 starting one for less text.
 """
 BYTES_WITH_IMAGES = 64 << 10
-"""The same number for rows that may have images. Reading an image takes much longer than reading its path."""
+"""Minimum number of bytes per process for rows that may have images. Reading an image takes much longer than reading
+its path."""
 
 
 def worker_count(asked: int | None, size: int, *, images: bool = False) -> int:
@@ -58,8 +59,8 @@ def in_order(
             process.start()
             theirs.close()
             stack.callback(process.join)
-            # Callbacks run in reverse order. The connections are closed before the processes are joined, because a
-            # process ends when its connection closes.
+            # Callbacks run in reverse order. The connections are closed first, because a process ends when its
+            # connection closes. Then the processes are joined.
             stack.callback(ours.close)
             connections.append(ours)
         waiting: list[_Task | None] = [None] * num_workers

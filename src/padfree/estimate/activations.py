@@ -14,6 +14,8 @@ keeps this many bytes:
     mixer, such as Mamba        e s                                instead of attention; s depends on the mixer
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
                                                                    gate, up and their product
+
+A vision tower keeps the inputs and results of its matmuls, for each patch of an image (`feature_bytes`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import math
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -31,7 +33,10 @@ from padfree.layers.compile import HOST_INPUT_ONLY_FRACTION
 from padfree.layers.offload import OFFLOADED_FRACTION
 from padfree.model.expert_adapters import ExpertMatrices
 from padfree.model.mixers import kind_of
-from padfree.model.structure import layers_of
+from padfree.model.parts import parts_of
+from padfree.model.structure import layers_of, tower_blocks
+from padfree.model.vision.families import family_of
+from padfree.model.vision.tower_cost import patches_per_feature
 from padfree.sizes import AttentionSizes, ModelSizes, attends, mixers_of
 
 FLOAT32 = 4
@@ -43,6 +48,64 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compil
     `size` is the number of bytes per element. Tensors that are offloaded are not counted.
     """
     return outside_bytes(model, size) + sum(layer_token_bytes(model, size, checkpointing, compiled=compiled))
+
+
+def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
+    """The bytes per feature of an image that the tower and the projector keep for the backward pass.
+
+    0 for a language model, and if tower and projector are frozen. Recomputed blocks keep their input.
+    """
+    family = family_of(model)
+    if family is None:
+        return 0
+    parts = parts_of(model).values()
+    trained = {part for part, each in zip(parts, model.parameters(), strict=True) if each.requires_grad}
+    blocks = tower_blocks(model)
+    kept = 0.0
+    if "tower" in trained:
+        block_bytes = _block_bytes if checkpointing == "none" else _block_input_bytes
+        kept += sum(block_bytes(block, size) for block in blocks) * patches_per_feature(model.config)
+    if trained & {"tower", "projector"}:
+        in_blocks = {id(module) for block in blocks for module in block.modules()}
+        found = (model.base_model.get_submodule(name) for name in family.projector if _is_module(model, name))
+        modules = {id(module): module for projector in found for module in projector.modules()}
+        kept += sum(_linear_bytes(module, size) for key, module in modules.items() if key not in in_blocks)
+    return round(kept)
+
+
+def _is_module(model: PreTrainedModel, name: str) -> bool:
+    """Whether the base model has a module, not a parameter, at this path."""
+    return any(own == name for own, _ in model.base_model.named_modules())
+
+
+def _block_bytes(block: nn.Module, size: int) -> int:
+    """The bytes per patch that a block of a tower keeps: of its matmuls and norms, and of a gate in its MLP."""
+    modules = dict(block.named_modules())
+    linears = ((name, module) for name, module in modules.items() if isinstance(module, nn.Linear))
+    gates = (module.out_features for name, module in linears if "gate" in name)
+    return sum(_linear_bytes(module, size) for module in modules.values()) + size * sum(gates)
+
+
+def _block_input_bytes(block: nn.Module, size: int) -> int:
+    norms = (module for module in block.modules() if type(module).__name__.endswith("Norm"))
+    return size * max((_width(module) for module in norms), default=0)
+
+
+def _width(norm: nn.Module) -> int:
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[-1]
+
+
+def _linear_bytes(module: nn.Module, size: int) -> int:
+    """The bytes that a matmul or a norm keeps for one row: its input and its result."""
+    if isinstance(module, nn.Linear):
+        return size * (module.in_features + module.out_features)
+    if isinstance(module, nn.LayerNorm):
+        return size * module.normalized_shape[-1]
+    if type(module).__name__.endswith("Norm"):
+        return _norm_bytes(_width(module), size)
+    return 0
 
 
 def outside_bytes(model: PreTrainedModel, size: int) -> int:

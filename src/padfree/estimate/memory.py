@@ -8,11 +8,14 @@
                                     parallel.reshard) and unsharded gradients, while FSDP2 computes. With
                                     parallel.expert, only the experts of this rank. Split weights are not gathered; only
                                     the gradients of one layer and of the embeddings exist a second time, in bfloat16
-    activations                     what the forward pass of one micro-batch keeps for its backward pass
+    activations                     what the forward pass of one micro-batch keeps for its backward pass, also in a
+                                    vision tower
     working                         the larger of two needs: the logits and gradients of the head, or the gradients of
                                     one layer, with its activations if they are recomputed, less the activations that
                                     the layers above it have freed by then
     reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
+    sent weights                    the weights of the last weight sync, in host memory, if weight syncs send
+                                    differences
     cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
                                     sampling on the CPU
     sampling                        logits of one token of every response, and with rollout.top_p, top_k or min_p what
@@ -43,6 +46,7 @@ from padfree.config.rollout import TRUNCATION
 from padfree.estimate.activations import (
     FLOAT32,
     cache_bytes,
+    feature_bytes,
     host_layer_bytes,
     layer_bytes,
     layer_token_bytes,
@@ -51,7 +55,7 @@ from padfree.estimate.activations import (
     outside_bytes,
 )
 from padfree.head.budget import budget_bytes, choose_tile, plan_fused, usable_budget
-from padfree.model.lora import add_adapters
+from padfree.model.lora import add_adapters, needs_merging
 from padfree.model.parts import freeze
 from padfree.model.split_weight import storage_bytes
 from padfree.model.stacked_experts import stacked_experts, undivided
@@ -90,6 +94,7 @@ class MemoryEstimate:
     reference: int
     reference_offloaded: bool
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
+    sent_weights: int  # in host memory
     cache: int  # KV cache
     sampling: int  # temporary memory of a decode step
     cache_stays: bool  # if False, KV cache and temporary memory exist only while the sampler generates
@@ -113,7 +118,7 @@ class MemoryEstimate:
     @property
     def host(self) -> int:
         states = (self.states if self.offloaded else 0) + (self.reference if self.reference_offloaded else 0)
-        return states + self.offloaded_activations
+        return states + self.offloaded_activations + self.sent_weights
 
 
 def estimate_memory(
@@ -125,13 +130,15 @@ def estimate_memory(
     longest: int = 0,
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
+    image_share: float = 0.0,
 ) -> MemoryEstimate:
     """Estimate the memory of a run with these settings.
 
     `model` is the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed.
     `longest` is the number of tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
     `prompt_tokens` is the length of the longest prompt that responses are generated for. `copied_keys` is the number of
-    keys per token that attention copies, if data rows have several samples that share prefixes.
+    keys per token that attention copies, if data rows have several samples that share prefixes. `image_share` is the
+    largest share of a sample's tokens that stand for images.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -190,6 +197,7 @@ def estimate_memory(
     )
     kept = [tokens * each for each in layer_token_bytes(model, size, checkpointing, compiled=compiled)]
     activations = sum(kept) + tokens * outside_bytes(model, size)
+    activations += int(tokens * image_share) * feature_bytes(model, size, checkpointing)
     offloaded = tokens * offloaded_bytes(model, size, checkpointing) if uses_host(checkpointing) else 0
     levels = levels_by_layer(checkpointing, len(kept))
     return MemoryEstimate(
@@ -208,12 +216,27 @@ def estimate_memory(
         reference=reference,
         reference_offloaded=config.reference.offload or config.teacher.offload,
         sampler=sampler,
+        sent_weights=_sent_weights(config, model, shards, size, device_type=device_type),
         cache=cache,
         sampling=sampling,
         cache_stays=device_type != "cpu",
         parameters=counts.parameters,
         trained=counts.trained_parameters,
     )
+
+
+def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: int, *, device_type: str) -> int:
+    """The bytes of the weights of the last weight sync that a process keeps; 0 if weight syncs send no differences.
+
+    Each shard is a tensor in host memory. With a GPU, this memory is pinned, and torch rounds the size of every pinned
+    tensor up to a power of two.
+    """
+    only_adapters = config.lora.rank > 0 and not needs_merging(model)
+    if only_adapters or not config.rollout.keeps_sent_weights(config.model.dtype):
+        return 0
+    divided = shards.divided(model)
+    parts = [shards.share(parameter, divided) * size for parameter in model.parameters()]
+    return sum(1 << (part - 1).bit_length() if device_type == "cuda" and part else part for part in parts)
 
 
 def _cache(

@@ -4,9 +4,10 @@
     output = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
 
 `attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
-checks the arguments. It replaces no class, method or weight, and `model.set_attn_implementation("sdpa")` undoes it.
-Attach first, then compile the layers, then wrap them in activation checkpointing, then apply FSDP2. In a compiled
-layer, attention is one operator. If context ranks share a pack, attention is a graph break instead.
+checks the arguments. It replaces no class, method or weight. `model.set_attn_implementation("sdpa")` undoes it.
+
+Apply the steps in this order: `attach`, compile the layers, wrap them in activation checkpointing, apply FSDP2. In a
+compiled layer, attention is one operator. If context ranks share a pack, attention is a graph break instead.
 
 Before `attach` changes anything, it tests the architecture: padfree must support the features in the config, and a
 small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises

@@ -14,7 +14,7 @@ The tokens are sorted by expert once, and every matmul is grouped by expert in t
 
 The adapters follow transformers' experts interface (`use_experts_implementation`): the module tells whether its experts
 have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
-the adapters. It is set on the module itself, so that no choice of `experts_implementation` can leave the adapters out.
+the adapters. It is set on the module itself, so that the adapters are used with every `experts_implementation`.
 
 A router is more than a linear layer: its forward reads its weight W [E, D] and chooses experts. With an adapter, the
 forward reads the small matrix W + scale * B A in place of W. The adapter has no dropout, because it gets no inputs.

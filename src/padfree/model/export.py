@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,21 +180,32 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     Adapters are merged into the weights that they adapt. Collective: every rank must iterate over all tensors.
     """
+    for name, gather in tensor_gatherers(model).items():
+        yield name, gather()
+
+
+def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
+    """Return, for every name that `whole_tensors` yields, the function that gathers the tensor. The calls are
+    collective.
+    """
     tensors = named_tensors(model)
+    if getattr(model, "peft_config", None) is None:
+        return {name: partial(gathered, tensor) for name, tensor in tensors.items()}
     adapted = {clean_name(f"{name}.weight"): layer for name, layer in model.named_modules() if is_adapted(layer)}
     experts = {clean_name(name): module for name, module in model.named_modules() if has_expert_adapters(module)}
-    for name, tensor in tensors.items():
-        if is_adapter(name):
-            continue
-        whole = gathered(tensor)
+
+    def merged(name: str) -> Tensor:
+        whole = gathered(tensors[name])
         module_name, _, last = name.rpartition(".")
         if module_name in experts and f"{module_name}.lora_A.{last}" in tensors:
             a, b = (gathered(tensors[f"{module_name}.lora_{side}.{last}"]) for side in "AB")
-            whole = merged_weight(experts[module_name], whole.to(torch.promote_types(whole.dtype, torch.float32)), a, b)
-        elif name in adapted:
+            return merged_weight(experts[module_name], whole.to(torch.promote_types(whole.dtype, torch.float32)), a, b)
+        if name in adapted:
             a, b = (gathered(tensors[f"{module_name}.lora_{side}.{ADAPTER}.weight"]) for side in "AB")
-            whole = whole.float() + added_weight(adapted[name], a, b)
-        yield name, whole
+            return whole.float() + added_weight(adapted[name], a, b)
+        return whole
+
+    return {name: partial(merged, name) for name in tensors if not is_adapter(name)}
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ def attention(
 
 
 def mark_image_layers(language: PreTrainedModel) -> None:
-    """Store in each layer of a language model that the tokens of an image attend to each other, as in Gemma 3."""
+    """Mark a language model in which the tokens of an image attend to each other, as in Gemma 3."""
     for module in language.modules():
         module._padfree_whole_images = True  # type: ignore[assignment]
 
@@ -228,12 +228,12 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
-    """Correct queries [T, H, d] that a layer has scaled by a wrong position.
+    """Correct queries [T, H, d] that a layer has scaled by the position in the pack instead of the position in the
+    sample.
 
     Some layers, such as those of Llama 4, multiply each query by a factor that depends on its position, but count
-    positions along the whole pack. This function divides by that factor and multiplies by the factor for the position
-    of the token in its own sample. `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2,
-    ...
+    positions along the whole pack. This function replaces that factor by the one for the position in the sample.
+    `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2, ...
     """
     here = torch.arange(len(q), device=q.device)
     tokens = here if context.plan is None else context.plan.own

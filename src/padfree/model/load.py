@@ -16,9 +16,11 @@ The tensors are filled from one of three sources:
   (`padfree.model.random_weights`). On a CPU, and for a few architectures, rank 0 initialises them on the CPU, as
   transformers would, and broadcasts each tensor. The values do not depend on the number of ranks.
 
-Tied parameters stay one object under two names after `to_empty`. Buffers that are not in the files (rotary frequencies)
-come from transformers' own `_init_weights`, which runs twice: first with these buffers filled with 0, then with 1. If a
-buffer differs between the two runs, the model's code does not restore it, and loading raises an error.
+Tied parameters stay one object under two names after `to_empty`.
+
+Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. It runs twice, first
+with these buffers filled with 0, then with 1. If a buffer differs between the two runs, the model's code does not
+restore it, and loading raises an error.
 
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
 `shard` changes the dtype of a parameter, the values are cast while they are read.
@@ -74,11 +76,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model in training mode, or with `head="scalar"` a model with a scalar head.
 
-    `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
-    `init="random"`. `shard` is called with the model on the meta device. With `offload`, the parameters stay on the
-    CPU, as FSDP2's offloading requires, and only the buffers go to `device`. A scalar head that is not in the files is
-    initialised from `seed` with the standard deviation `spread`. If `spread` is None, the config gives it. With
-    `vision`, the whole of a vision-language model is loaded, otherwise its language model.
+    - `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
+      `init="random"`.
+    - `shard` is called with the model on the meta device.
+    - `offload`: the parameters stay on the CPU, as FSDP2's offloading requires, and only the buffers go to `device`.
+    - `seed`, `spread`: a scalar head that is not in the files is drawn from `seed` with standard deviation `spread`. If
+      `spread` is None, the config gives the standard deviation.
+    - `vision`: load the whole of a vision-language model, otherwise only its language model.
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
@@ -174,7 +178,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """For every tied parameter, where it and the parameter it is tied to are stored: (module, attribute) each."""
+    """Two pairs (module, attribute) for each tied parameter: where it is stored, and where the parameter it is tied to
+    is stored."""
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():

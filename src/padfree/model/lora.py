@@ -27,8 +27,8 @@ some of the modules, or one of the weights of experts:
     lora.targets = ["q_proj", "v_proj", "experts.down_proj"]
 
 The attribute `peft_config` of the model holds what PEFT needs to load the adapters. In some mixtures of experts, PEFT
-takes every layer that is named like a projection of an expert (`gate_proj`) for experts, even in the shared expert.
-Such layers are written as `target_parameters`, which PEFT takes literally.
+treats every layer that is named like an expert's projection (`gate_proj`) as experts, even a layer of the shared
+expert. Such layers are written as `target_parameters`, which PEFT takes literally.
 
 A scalar head (`padfree.model.scalar_head`) has no adapter: it is new, and its own weight is trained.
 """
@@ -278,7 +278,7 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would mistake target modules for experts, because old files use such names for parts of experts."""
+    """Whether PEFT would treat target modules as experts because their names are those of experts in old files."""
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)

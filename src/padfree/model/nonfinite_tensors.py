@@ -21,8 +21,8 @@ from padfree.model.named_tensors import clean_name, named_tensors
 def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] | None = None) -> str | None:
     """The name of the first tensor with a non-finite value in this rank's part. None if all values are finite.
 
-    `parameters` are the names of the parameters among `tensors`; None means all. The other tensors are buffers, which
-    may hold infinity (for example, a mask) but not NaN.
+    `parameters`: the names of the parameters among `tensors`; None means all. The other tensors are buffers, which may
+    hold infinity (as masks do) but not NaN.
     """
     flags: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -5,12 +5,16 @@
                                                               shuffled; only attention and mixers know the order
     state    | 9 | another 13    | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
-Packed and single must give the same logits and the same gradient of every parameter. They differ if the model has a
-recurrent state or a convolution, needs a mask that transformers would have created, does not pass its sliding window to
-the attention function, or derives positions from the index in the pack. Tokens are shuffled because a context-parallel
-layout shuffles them. Weights are large and random, so that a leak between samples is visible in the first digits. In
-the pack `state`, outputs and gradients of the unchanged samples must not depend on the samples before them, in this
-pack or in the previous one.
+Packed and single must give the same logits and the same gradient of every parameter. They differ if the model
+
+- has a recurrent state or a convolution,
+- needs a mask that transformers would have created,
+- does not pass its sliding window to the attention function,
+- derives positions from the index in the pack.
+
+Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak
+between samples is visible in the first digits. In the pack `state`, outputs and gradients of the unchanged samples must
+not depend on earlier samples, in this pack or in the previous one.
 
 Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
 
@@ -76,8 +80,8 @@ NUM_LAYERS = (2, 4, 8)
 class Verdict:
     """The result of the test.
 
-    `leak` says why the architecture cannot be packed, and is None if it can. `head` says why an `LmHead` does not
-    reproduce the logits, and is None if it does.
+    - `leak`: why the architecture cannot be packed. None if it can.
+    - `head`: why an `LmHead` does not reproduce the logits. None if it does.
     """
 
     leak: str | None

@@ -5,8 +5,10 @@
     this rank's part of it                                                -> the model
 
 A call is recorded if it needs no other tensor: `normal_`, `uniform_`, `zero_`, `clamp_` and so on, also of a view (the
-row of a padding token). A model with a weight whose initial value is computed from other tensors is not drawn this way.
-Every rank draws all tensors, which takes a GPU less time than receiving them. It holds only one whole tensor at a time.
+row of a padding token). A model is not drawn this way if the initial value of a weight is computed from other tensors.
+
+Every rank draws all tensors, which takes a GPU less time than receiving them. A rank holds only one whole tensor at a
+time.
 
 The numbers depend on the kind of device, because PyTorch's generators do.
 """

@@ -5,11 +5,12 @@
     rest               -0x3fff         0x3f80c001 - 0x3f810000 as a signed 16-bit integer
     tie                0               one bit per weight
 
-As integers, a finite float32 value and its rounding differ by at most 2^15. Rounding carries into the exponent as
-integer addition does, so the difference is exact for every finite value, subnormal numbers and roundings to infinity
-included. The 2^16 + 1 differences from -2^15 to 2^15 do not fit into 16 bits: the value 2^15 above an even rounding and
-the value 2^15 below it are both ties that round to it. The tie bit distinguishes them. It is set if the difference is
-2^15, which `rest` stores as -2^15.
+As integers, a finite float32 value and its rounding differ by at most 2^15. The difference is exact for every finite
+value, because rounding carries into the exponent as integer addition does. This includes subnormal numbers and values
+that round to infinity.
+
+The differences from -2^15 to 2^15 are 2^16 + 1 numbers, one more than fit into 16 bits. `rest` therefore stores both
+-2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
 
     2 + 2 + 1/8 bytes per weight instead of 4 + 2       weight = rounded * 2^16 + rest + tie * 2^16, as integers
 
@@ -17,7 +18,7 @@ A NaN stays a NaN, possibly with another payload.
 
 `SplitStorage` holds many weights in three flat arrays. `SplitWeight` presents one of these weights as a float32 tensor
 that any operation of torch can read and write. A read joins the whole weight in temporary memory, and a write splits it
-again. Code that processes many weights uses `SplitStorage.join` and `SplitStorage.split` on ranges that fit its memory.
+again. To process many weights, use `SplitStorage.join` and `SplitStorage.split` on ranges that fit in memory.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from padfree.optim.pieces import BLOCK, Piece, update_pieces
+from padfree.optim.pieces import BLOCK, ParameterPiece, update_pieces
 from padfree.optim.rounded_adamw import RoundedUpdate
 from padfree.optim.rule import Group, State
 from padfree.optim.state_format import new_state, state_bytes
@@ -52,7 +52,7 @@ class _FusedUpdate:
         self.grad_scale = None if scale is None else scale.reciprocal().float()
         self.found_inf = (~finite).float()
 
-    def __call__(self, pieces: list[Piece]) -> None:
+    def __call__(self, pieces: list[ParameterPiece]) -> None:
         beta1, beta2 = self.group["betas"]
         adamw(
             [each.weight for each in pieces],

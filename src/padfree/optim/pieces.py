@@ -28,7 +28,7 @@ ROWS = 8
 """Split weights are divided at multiples of this number of rows, because 8 weights share a byte."""
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """The plain tensors of a shard, or of some of its rows [R, C]."""
 
     parameter: Tensor
@@ -39,7 +39,9 @@ class Piece(NamedTuple):
     state: dict[str, Tensor]  # without the step counter
 
 
-def update_pieces(parameters: Sequence[Tensor], state: State, update: Callable[[list[Piece]], None], most: int) -> None:
+def update_pieces(
+    parameters: Sequence[Tensor], state: State, update: Callable[[list[ParameterPiece]], None], most: int
+) -> None:
     """Call `update` with all parameters. Split weights are joined in blocks of at most `most` elements."""
     update([_piece(parameter, state) for parameter in parameters if not is_split(parameter)])
     splits = [parameter for parameter in parameters if is_split(parameter)]
@@ -64,14 +66,14 @@ class _SplitPiece(NamedTuple):
     storage: SplitStorage
     start: int  # in the storage
     stop: int
-    piece: Piece
+    piece: ParameterPiece
 
 
-def _piece(parameter: Tensor, state: State) -> Piece:
+def _piece(parameter: Tensor, state: State) -> ParameterPiece:
     own = state[parameter]
     assert parameter.grad is not None
     kinds = {kind: local(value) for kind, value in own.items() if kind != "step"}
-    return Piece(parameter, 0, local(parameter), local(parameter.grad), own["step"], kinds)
+    return ParameterPiece(parameter, 0, local(parameter), local(parameter.grad), own["step"], kinds)
 
 
 def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
@@ -102,7 +104,7 @@ def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[
             part = gradients[begin:end]
             states = {kind: value[begin:end] for kind, value in kinds.items()}
             unjoined = part.new_empty(0)
-            piece = Piece(parameter, begin, unjoined, part, step, states)
+            piece = ParameterPiece(parameter, begin, unjoined, part, step, states)
             block.append(_SplitPiece(parameter.storage_, start, stop, piece))
     if block:
         yield block

@@ -42,7 +42,7 @@ class Moment(NamedTuple):
     scales: Tensor | None
 
 
-class Rows(NamedTuple):
+class ParameterRows(NamedTuple):
     """Some rows [R, C] of a parameter."""
 
     weight: Tensor  # float32
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     number: int  # of the parameter in its group
 
 
-def update_reference(rows: Rows, step: Step) -> None:
+def update_reference(rows: ParameterRows, step: Step) -> None:
     """Update some rows, in chunks that limit the temporary memory."""
     count, columns = rows.weight.shape
     most = max(1, CHUNK // columns)
@@ -64,7 +64,7 @@ def update_reference(rows: Rows, step: Step) -> None:
         _update_chunk(rows, step, part, random_bits(rows.step, rows.number, rows.range, part, columns))
 
 
-def _update_chunk(rows: Rows, step: Step, part: slice, bits: Tensor) -> None:
+def _update_chunk(rows: ParameterRows, step: Step, part: slice, bits: Tensor) -> None:
     finite, weight = step.finite, rows.weight[part]
     gradient = rows.gradient[part].float()
     if step.scale is not None:

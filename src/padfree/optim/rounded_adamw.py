@@ -12,12 +12,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from padfree.optim.pieces import Piece
-from padfree.optim.reference_adamw import Moment, Rows, Step, update_reference
+from padfree.optim.pieces import ParameterPiece
+from padfree.optim.reference_adamw import Moment, ParameterRows, Step, update_reference
 from padfree.optim.rule import Group, State
 from padfree.optim.state_format import INT8, rows_of
 
-Update = Callable[[Rows, Step], None]
+Update = Callable[[ParameterRows, Step], None]
 
 
 class RoundedUpdate:
@@ -42,18 +42,18 @@ class RoundedUpdate:
         self.factors = dict(zip(parameters, factors.unbind(), strict=True))
         self.steps = dict(zip(parameters, steps.long().unbind(), strict=True))
 
-    def __call__(self, pieces: list[Piece]) -> None:
+    def __call__(self, pieces: list[ParameterPiece]) -> None:
         for piece in pieces:
             self._update(piece)
 
-    def _update(self, piece: Piece) -> None:
+    def _update(self, piece: ParameterPiece) -> None:
         if not piece.weight.numel():
             return
         columns = piece.parameter.shape[-1]
         moments = [
             Moment(piece.state[kind].view(-1, columns), _rows_like(piece.state.get(f"{kind}_scale"))) for kind in INT8
         ]
-        rows = Rows(
+        rows = ParameterRows(
             weight=piece.weight.view(-1, columns),
             gradient=piece.gradient.reshape(-1, columns),
             exp_avg=moments[0],

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from padfree.optim.reference_adamw import Rows, Step
+from padfree.optim.reference_adamw import ParameterRows, Step
 from padfree.optim.state_format import BLOCK, LARGEST_SCALE, MULTIPLIERS, SMALLEST_SCALE, STRIDE
 
 TILE = 2048
@@ -23,7 +23,7 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _LARGEST = tl.constexpr(LARGEST_SCALE)
 
 
-def update(rows: Rows, step: Step) -> None:
+def update(rows: ParameterRows, step: Step) -> None:
     count, columns = rows.weight.shape
     width = min(BLOCK, triton.next_power_of_2(columns))
     height = TILE // width

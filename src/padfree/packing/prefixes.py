@@ -83,7 +83,7 @@ class PrefixTree:
         return bool((self.parents >= 0).any()) or len(self.parents) < int((self.last >= 0).sum())
 
     def cost(self, model: CostModel) -> float:
-        """The cost of the tree: each token is computed once, and a query attends to all keys on its path from the root."""
+        """The cost of the tree: each token is computed once, and a query attends to the keys on its path."""
         pairs = self.end.astype(np.float64) ** 2 - self.begin.astype(np.float64) ** 2
         return float(model.linear * self.num_tokens + model.quadratic * pairs.sum())
 

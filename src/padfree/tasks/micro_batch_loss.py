@@ -106,7 +106,7 @@ class TokenMicroBatchLoss(MicroBatchLoss):
 
 
 def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the P pairs of a pack: indices [P, 2] of the chosen and the rejected sample, weights [P] and margins [P]."""
+    """Return the P pairs of a pack: indices [P, 2] of chosen and rejected sample, weights [P] and margins [P]."""
     pairs = preference_pairs(() if batch.is_filler else batch.samples)
     weights = np.full(len(pairs), 2.0 / batch.batch_samples)
     terms = [batch.samples[index].terms or {} for index in pairs[:, 0].tolist()]

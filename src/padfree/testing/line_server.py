@@ -50,6 +50,8 @@ def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, scor
 class LineServer(ServerApi):
     """The trainer's side of the protocol: sends calls to one server."""
 
+    takes_differences = True
+
     async def check(self, served: ServedModel) -> str:
         about = await self.call("about")
         with self.reading("about did not return a name and a vocabulary"):
@@ -199,7 +201,7 @@ class LineService:
     async def answer_bucket(self, form: dict[str, Any]) -> None:
         async with self._compute:
             self.version = None  # no version until the last bucket has arrived
-            await asyncio.to_thread(self.load, BucketForm(**form))
+            await asyncio.to_thread(self.load, BucketForm.of(form))
 
     @torch.no_grad()
     def load(self, form: BucketForm) -> None:

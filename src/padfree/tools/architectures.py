@@ -49,7 +49,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
 
 
 def _sections(*sections: int, **others: Any) -> dict[str, Any]:
-    """A text config whose rotary positions have three dimensions, as in the model's checkpoints."""
+    """A text config with rotary positions of three dimensions, as in released checkpoints of the model."""
     return {
         "text_config": {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **others}
@@ -67,8 +67,8 @@ COMPLETED_IMAGE_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _sections(16, 24, 24),
     "qwen2_vl": _sections(16, 24, 24),
 }
-"""Config arguments of image-text models, by model type: the arguments without which no model can be built, and the
-rotary sections that the checkpoints of these models set.
+"""Config arguments of image-text models, by model type. Some are missing in the default config, and no model can be
+built without them. The others are the rotary sections that released checkpoints set.
 """
 
 PACK_KERNELS = {
@@ -76,7 +76,7 @@ PACK_KERNELS = {
     "mamba2": "flash-linear-attention",
     "short_convolution": "on any device",
 }
-"""What each kind of mixer needs to process a whole pack in one call: a package, or nothing ("on any device")."""
+"""The package with which a kind of mixer (a recurrence or convolution) processes a whole pack in one call, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from padfree.train.scorer import Scorer
 
 
 class BatchPreparer:
-    """Produces the global batches of a run, one per call of `next`, the same on every rank. All methods are collective."""
+    """Produces the global batches of a run, the same on every rank, one per call of `next`. Collective."""
 
     def __init__(
         self,

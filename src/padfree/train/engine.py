@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from padfree.config.loss_settings import TaskSettings, ValueSettings
 from padfree.cp.ranges import to_device
 from padfree.head.budget import Memory
-from padfree.losses import LossOutput, WeightMode, segment_sum, token_weights
+from padfree.losses import LossOutput, Statistics, WeightMode, merge_statistics, segment_sum, token_weights
 from padfree.optim.master_weights import compute_copies
 from padfree.optim.optimizer import Optimizer
 from padfree.sample import TOKEN_ARRAYS, Sample
@@ -46,7 +46,7 @@ from padfree.train.microbatch import Floats
 from padfree.train.rank_imbalance_timer import RankImbalanceTimer
 from padfree.train.router_balance import RouterBalance
 from padfree.train.scorer import Scorer
-from padfree.train.step import PendingStep, PreparedStep, SkippedSamples, StepReport, StepSums
+from padfree.train.step import PendingStep, PreparedStep, SkippedSamples, StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +69,16 @@ UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_))
     **{name: np.zeros(1, np.float32) for name in TOKEN_ARRAYS}
 )
 """A sample of one token without a loss: its gradient is 0."""
+
+
+@dataclass(slots=True, eq=False)
+class _Sums:
+    """Sums of losses, labels and statistics over the micro-batches of this rank."""
+
+    loss: Tensor
+    statistics: Statistics
+    token_losses: list[Tensor]
+    source_losses: Tensor  # [sources] weighted sums
 
 
 class Engine:
@@ -181,9 +191,10 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return PendingStep(
             prepared,
-            sums,
             numbers,
             finite,
+            token_losses=sums.token_losses,
+            statistics=sorted(sums.statistics),
             model=self.model,
             mesh=self.mesh,
             step=step,
@@ -191,13 +202,13 @@ class Engine:
             compute_seconds=None if self.timer is None else self.timer.cut(),
         )
 
-    def gradients(self, prepared: PreparedStep) -> StepSums:
+    def gradients(self, prepared: PreparedStep) -> _Sums:
         """Add the gradients of the whole batch to the parameters; return this rank's sums of losses and counts."""
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
             return self._zero_gradients(prepared)
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
-        sums = StepSums(zeros[0], {}, [], zeros[1:])
+        sums = _Sums(zeros[0], {}, [], zeros[1:])
         micro_batch_loss: Callable[..., LossOutput] = self.micro_batch_loss
         if self.router is not None:
             micro_batch_loss = partial(self.router.micro_batch_loss, self.micro_batch_loss)
@@ -212,7 +223,9 @@ class Engine:
                     output.loss.backward()  # type: ignore[no-untyped-call]
                 if master_weights is not None:
                     master_weights.collect_gradients()
-                sums.add(output)
+                sums.loss += output.loss.detach()
+                sums.statistics = merge_statistics(sums.statistics, output.statistics)
+                sums.token_losses.append(output.token_losses)
                 if prepared.source is not None and not batch.is_filler:
                     local = batch.local
                     by_sample = segment_sum(output.token_losses.double(), local.sample_index, local.num_samples)
@@ -225,7 +238,7 @@ class Engine:
             sums.statistics["advantage"] = total, count + prepared.skipped.labels
         return sums
 
-    def _zero_gradients(self, prepared: PreparedStep) -> StepSums:
+    def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
         """Set the gradients of a batch to 0 without a pass, because all of its samples are skipped.
 
         The optimizer decays moments and weights only if a parameter has a gradient. Therefore exactly the parameters
@@ -242,9 +255,9 @@ class Engine:
         for parameter in self._with_gradients:
             parameter.grad = torch.zeros_like(parameter)
         labels = torch.full_like(zeros[0], prepared.skipped.labels if self.mesh.loss.rank == 0 else 0)
-        return StepSums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
+        return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
-    def _sum_over_ranks(self, prepared: PreparedStep, sums: StepSums, wants_stop: bool) -> Tensor:
+    def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
         """Return the sums over the global batch as one tensor.
 
         Its entries are: loss, number of labels, stop votes, loss of each source, then sum and count of each statistic.

@@ -289,7 +289,7 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
 
 def filler(samples: Sequence[Sample]) -> Sample:
-    """Return a filler: a sample with one unscored token and the same optional arrays (e.g. `advantages`) as `samples`."""
+    """Return a filler: a sample of one unscored token with the optional arrays (e.g. `advantages`) of `samples`."""
     for sample in samples:
         if len(sample):
             text = replace(sample, images=(), rotary_positions=None)

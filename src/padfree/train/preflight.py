@@ -360,7 +360,7 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
         count = f"{len(untrained):,} of {len(source.samples):,}"
         yield f"data.path: {count} samples have no token to train (the first is {source.place(untrained[0])})"
     if config.model.vision:
-        yield "model.vision: estimates of time and memory count image tokens, but not the vision tower's computation"
+        yield "model.vision: estimates of time count image tokens, but not the computation of the vision tower"
     longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
     if trained is not None and longest > trained:
         yield f"samples have up to {longest} tokens, but the model supports {trained} (max_position_embeddings)"

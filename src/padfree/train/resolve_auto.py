@@ -19,7 +19,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,7 @@ def resolve_auto(
     longest: int = 0,
     prompt_tokens: int = 0,
     copied_keys: float = 0.0,
+    image_share: float = 0.0,
 ) -> ResolvedAuto:
     """Replace each `auto` in the settings by a value for devices with `memory` bytes of memory.
 
@@ -126,6 +127,7 @@ def resolve_auto(
                 longest=longest,
                 prompt_tokens=prompt_tokens,
                 copied_keys=copied_keys,
+                image_share=image_share,
             )
 
         for candidate in _candidates(parallel, may_offload, by_layer, processes, whole=whole):
@@ -153,12 +155,10 @@ def resolve_auto(
     return ResolvedAuto(config=replace(config, parallel=parallel), reasons=reasons)
 
 
-def resolve_auto_on(
-    config: Config, mesh: Mesh, *, longest: int = 0, prompt_tokens: int = 0, copied_keys: float = 0.0
-) -> ResolvedAuto:
+def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
     """Replace each `auto` in the settings by a value for the devices of this run. Collective.
 
-    All ranks use the memory of the smallest device. Other arguments: see `estimate_memory`.
+    All ranks use the memory of the smallest device. `facts`: arguments of `estimate_memory` that describe the data.
     """
     parallel = config.parallel
     samples = config.rollout.source is not None and config.rollout.exact is not False
@@ -173,9 +173,7 @@ def resolve_auto_on(
         processes=mesh.loss.size,
         device_type=mesh.device.type,
         memory=float(memory),
-        longest=longest,
-        prompt_tokens=prompt_tokens,
-        copied_keys=copied_keys,
+        **facts,
     )
     return with_exact(found, model, mesh.device) if samples else found
 

@@ -67,7 +67,7 @@ from padfree.train.shared_turns import copied_keys
 from padfree.train.start_run import begin_run, check_on_first_rank
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
-from padfree.train.training_data import longest_of
+from padfree.train.training_data import image_share, longest_of
 
 
 def train(
@@ -345,14 +345,16 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Return arguments for `resolve_auto_on` that describe the data.
 
-    A run that generates rollouts needs only the number of tokens of the longest prompt. Other runs need the number of
-    tokens of the longest sample that one device holds, and the number of keys that attention copies per token.
+        A run that generates rollouts needs the number of tokens of the longest prompt. Other runs need the number of tokens
+    of the longest sample that one device holds, and the number of keys that attention copies per token. All runs need
+    the share of image tokens.
     """
     samples = preflight_result.source.samples
-    longest = longest_of(samples)
+    longest, shown = longest_of(samples), image_share(config.model, samples)
     if config.rollout.source is not None:
-        return {"prompt_tokens": longest}
+        return {"prompt_tokens": longest, "image_share": shown}
     return {
+        "image_share": shown,
         "longest": -(-longest // config.parallel.most_context(processes)),
         "copied_keys": copied_keys(config.batch, config.loss, config.rollout, samples, preflight_result.model),
     }

@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
-from padfree.losses import LossOutput, Statistics, merge_statistics
 from padfree.packing import StepPlan
 from padfree.packing.fill import Indices
 from padfree.rollout.collect.sample_exchange import whole
@@ -87,41 +86,29 @@ def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]
     return tuple(found)
 
 
-@dataclass(slots=True, eq=False)
-class StepSums:
-    """Sums of losses, labels and statistics over the micro-batches of this rank."""
-
-    loss: Tensor
-    statistics: Statistics
-    token_losses: list[Tensor]
-    source_losses: Tensor  # [sources] weighted sums
-
-    def add(self, output: LossOutput) -> None:
-        """Add the loss and the statistics of a micro-batch."""
-        assert output.token_losses is not None
-        self.loss += output.loss.detach()
-        self.statistics = merge_statistics(self.statistics, output.statistics)
-        self.token_losses.append(output.token_losses)
-
-
 class PendingStep:
     """An optimizer step that the device may still be executing."""
 
     def __init__(
         self,
         prepared: PreparedStep,
-        sums: StepSums,
         numbers: Tensor,
         finite: Tensor,
         *,
+        token_losses: Sequence[Tensor],
+        statistics: Sequence[str],
         model: PreTrainedModel,
         mesh: Mesh,
         step: int,
         after: PendingStep | None,
         compute_seconds: Callable[[], tuple[float, ...]] | None,
     ) -> None:
-        """`numbers`: see `Engine.begin`. `compute_seconds`: the forward time of each data rank, if it is measured."""
-        self._prepared, self._sums, self._model, self._mesh, self._step = prepared, sums, model, mesh, step
+        """`numbers`: the sums of `Engine.begin` over all ranks, and the gradient norm. `statistics`: the names of the
+        statistics among them. `token_losses`: of each pack of this rank. `compute_seconds`: returns the forward time of
+        each data rank, if it is measured.
+        """
+        self._prepared, self._token_losses, self._statistics = prepared, token_losses, statistics
+        self._model, self._mesh, self._step = model, mesh, step
         self._compute_seconds = compute_seconds
         self.finite = finite  # [] True: the optimizer made the update
         # Start the copy to the host now. A copy started in `finish` would wait for later steps on the same stream.
@@ -142,12 +129,11 @@ class PendingStep:
         prepared, plan, skipped = self._prepared, self._prepared.plan, self._prepared.skipped or SkippedSamples()
         weights = prepared.source_weights
         by_source, rest = rest[: len(weights)], rest[len(weights) :]
-        names = sorted(self._sums.statistics)
         num_tokens, computed = int(plan.tokens.sum()), plan.padded_tokens(self._mesh.context.size)
         return StepReport(
             loss=loss,
             gradient_norm=norm,
-            statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(names)},
+            statistics={name: rest[2 * i] / max(rest[2 * i + 1], 1.0) for i, name in enumerate(self._statistics)},
             num_samples=len(prepared.samples) + skipped.samples,
             num_rows=prepared.num_rows,
             source_losses={
@@ -182,7 +168,7 @@ class PendingStep:
         """
         samples, mesh, step = self._prepared.samples, self._mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)
-        for (batch, indices), token_losses in zip(self._prepared.packs, self._sums.token_losses, strict=True):
+        for (batch, indices), token_losses in zip(self._prepared.packs, self._token_losses, strict=True):
             if batch.is_filler:
                 continue
             bad = batch.local.sample_index[~torch.isfinite(token_losses)].long().cpu()

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedModel
 
 from padfree.config import Config, DataConfig, ModelConfig
@@ -43,6 +44,9 @@ from padfree.tasks import Task, task_of
 from padfree.tasks.batch_advantages import check_signal
 from padfree.tasks.reading import ReadSettings, Samples, TrainingData, text_settings
 from padfree.train.batcher import row_starts
+
+MOST_LOOKED_AT = 1000
+"""The maximum number of samples that `image_share` reads."""
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -242,3 +246,12 @@ def image_settings(model: ModelConfig, data: DataConfig) -> ImageSettings | None
 @lru_cache(maxsize=4)
 def _skeleton(path: str, trust_remote_code: bool) -> PreTrainedModel:
     return skeleton(path, trust_remote_code=trust_remote_code, vision=True)
+
+
+def image_share(model: ModelConfig, samples: Samples) -> float:
+    """Return the largest share of a sample's tokens that stand for images, over evenly spread samples."""
+    if not model.vision:
+        return 0.0
+    chosen = np.unique(np.linspace(0, len(samples) - 1, MOST_LOOKED_AT, dtype=np.int64)).tolist()
+    found = (samples[index] for index in chosen)
+    return max((sum(len(image.positions) for image in one.images) / len(one) for one in found), default=0.0)

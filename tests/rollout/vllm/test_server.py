@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from padfree.config import Config, config_from_dict
 from padfree.config.sections import CheckpointConfig
+from padfree.distributed import distributed, make_mesh
 from padfree.model.export import whole_tensors
 from padfree.rollout.collect.collector import Collector
 from padfree.rollout.engines.servers import server_processes
@@ -32,6 +33,8 @@ from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.server_api import ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
 from padfree.rollout.engines.servers.start import check_servers, served_model
+from padfree.rollout.engines.servers.weight_stream import SentWeights, WeightStream
+from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, SyncOutcome, WeightSync
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.loop_thread import LoopThread
 from padfree.sample import Sample
@@ -39,6 +42,7 @@ from padfree.testing.arithmetic import Sizes, problems, rl_config, sft_config, t
 from padfree.train.batcher import make_batcher
 from padfree.train.run import train
 from padfree.train.training_data import load_tokenizer, load_training_data
+from padfree.warning import PadfreeWarning
 from tests.ranks import run_ranks
 from tests.rollout.vllm.test_ahead import (
     CONNECTIONS,
@@ -52,6 +56,7 @@ from tests.rollout.vllm.test_ahead import (
 )
 from tests.rollout.vllm.test_run import RecordedLauncher, lines, servers_of
 from tests.rollout.vllm.test_watchdog import alive
+from tests.rollout.vllm.test_weight_sync import update
 from tests.waiting import wait_until
 
 __all__ = ["taken"]  # a fixture
@@ -233,6 +238,65 @@ def test_weights_of_a_model_with_tied_embeddings_arrive(
         assert line["sampler/weight_sync_bytes"] > 1e6
     assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
     assert asyncio.run(server.version()) == "2"
+
+
+@pytest.mark.parametrize("transfer", ["group", "files"])
+def test_weight_sync_by_difference(transfer: str, server: VllmServer, folder: Path, tmp_path: Path) -> None:
+    """The model has tied embeddings. A run in float32 sends the elements that AdamW changed: nearly all."""
+    given = {"servers": [server.url], "transfer": transfer, "weight_sync": "difference"}
+    train(make_config(folder, tmp_path / "run", rollout=given))
+    found = lines(tmp_path / "run")
+    for line in found:
+        assert line["sampler/canary_difference"] < 1e-4
+        assert line["loss/sampler_difference"] < 1e-4
+    assert found[1]["sampler/canary_followed"] == pytest.approx(1.0, abs=1e-2)
+    assert asyncio.run(server.version()) == "2"
+
+
+def test_differences_have_the_bits_of_a_full_sync(server: VllmServer, folder: Path) -> None:
+    """After five differences, after a missed version, and after a wrong element. The server has float32 weights."""
+    trained: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    sequences = canary_sequences(tokenizer, vocabulary=len(tokenizer), longest=512)
+    name = asyncio.run(server.models())[0]
+    scored: dict[str, Any] = {}
+
+    async def score(salt: str) -> None:
+        scored[salt] = await server.score(sequences, num_sampled=1, temperature=1.0, model=name, salt=salt)
+
+    loop = LoopThread("weight syncs")
+    with distributed(device="cpu"):
+        mesh = make_mesh("cpu")
+        stream = WeightStream(trained, torch.float32)
+        sent = SentWeights(stream=stream, group=mesh.loss.group)
+        common: dict[str, Any] = {"servers": [server], "loop": loop, "mesh": mesh, "stream": stream}
+        common |= {"folder": folder / "weights", "base": "", "model": name, "adapters": False, "launcher": None}
+        sync = WeightSync(**common, sent=sent, transport=GroupTransport(torch.device("cpu"), PATIENCE))
+        other = WeightSync(**common, sent=None, transport=FilesTransport(folder / "weights"))
+        try:
+            full = sync.send(trained, 0).num_bytes
+            for version in range(1, 6):
+                update(trained, version)
+                assert sync.send(trained, version).num_bytes < full / 10
+            loop.run(score("differences"))
+            other.send(trained, 100)
+            loop.run(score("full"))
+            assert scored["differences"] == scored["full"], "the same bits on the same server"
+            update(trained, 6)
+            with pytest.warns(PadfreeWarning, match=r"receives all weights: it has policy version 100, and version 5"):
+                assert sync.send(trained, 6) == SyncOutcome(num_bytes=full)
+            with torch.no_grad():
+                trained.model.norm.weight[0] += 1
+            sent._bits["model.norm.weight"].view(torch.float32)[0] += 1  # so this change is not sent
+            with pytest.warns(PadfreeWarning, match=r"receives all weights: .*the checksum of model.norm.weight"):
+                assert not sync.send(trained, 7).failed, "the server receives all weights in the same weight sync"
+            loop.run(score("corrected"))
+            other.send(trained, 101)
+            loop.run(score("full again"))
+            assert scored["corrected"] == scored["full again"]
+        finally:
+            sync.close()
+            loop.close()
 
 
 def test_the_canary_stops_a_run_on_a_server_with_a_stale_head(server: VllmServer, folder: Path, tmp_path: Path) -> None:

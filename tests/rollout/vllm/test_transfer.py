@@ -17,10 +17,10 @@ from padfree.model.load import load_model
 from padfree.model.lora import add_adapters
 from padfree.rollout.engines.servers.buckets import ALIGNMENT
 from padfree.rollout.engines.servers.server_api import ServerLostError
+from padfree.rollout.engines.servers.weight_stream import Bucket, WeightStream
 from padfree.rollout.engines.servers.weight_sync import (
     FilesTransport,
     GroupTransport,
-    WeightStream,
     call_during,
     for_each,
     form_of,
@@ -39,7 +39,7 @@ def streamed(model: Any, dtype: torch.dtype = torch.float32, size: int = 20_000)
     return {
         name: tensor
         for bucket in WeightStream(model, dtype).buckets(model, keep=True, size=size)
-        for name, tensor in bucket
+        for name, tensor in bucket.tensors
     }
 
 
@@ -60,17 +60,18 @@ def test_size_and_dtype_of_buckets() -> None:
     buckets = list(stream.buckets(model, keep=True, size=20_000))
     assert len(buckets) > 3
     for bucket in buckets:
-        assert all(tensor.dtype == torch.bfloat16 for _, tensor in bucket)
-        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= 20_000
-    assert [bucket for bucket in stream.buckets(model, keep=False) if bucket] == [], "other ranks keep nothing"
+        assert all(tensor.dtype == torch.bfloat16 for _, tensor in bucket.tensors)
+        assert len(bucket.tensors) == 1 or sum(tensor.nbytes for _, tensor in bucket.tensors) <= 20_000
+    assert [bucket for bucket in stream.buckets(model, keep=False) if bucket.tensors] == [], "other ranks keep nothing"
 
 
 def test_a_bucket_is_one_buffer() -> None:
-    bucket = [("a", torch.arange(5, dtype=torch.int64)), ("b", torch.randn(3, 7).bfloat16()), ("c", torch.tensor(2.5))]
+    tensors = [("a", torch.arange(5, dtype=torch.int64)), ("b", torch.randn(3, 7).bfloat16()), ("c", torch.tensor(2.5))]
+    bucket = Bucket(tensors)
     form = form_of(bucket)
     buffer = packed(bucket, form, CPU)
     assert form.num_bytes == len(buffer) == 3 * ALIGNMENT
-    for (name, tensor), (found_name, found) in zip(bucket, form.parts(buffer), strict=True):
+    for (name, tensor), (found_name, found) in zip(tensors, form.parts(buffer), strict=True):
         assert found_name == name
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
@@ -146,7 +147,7 @@ def sharded(rank: int, world: int, folder: Path, adapters: bool) -> dict[str, to
     )
     found: dict[str, torch.Tensor] = {}
     for bucket in WeightStream(model, torch.float32).buckets(model, keep=rank == 0, size=20_000):
-        found |= dict(bucket)
+        found |= dict(bucket.tensors)
     return found
 
 

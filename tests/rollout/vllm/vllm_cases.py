@@ -38,6 +38,7 @@ class FakeVllm:
         self.version = "default"
         self.backend, self.logprobs_mode, self.stops = "padfree", "processed_logprobs", ()
         self.missing: set[str] = set()  # routes that return 404
+        self.failing: set[str] = set()  # routes that return 500
         self.routed_experts: Any = None  # function of the number of tokens that gives the experts of each input
         self.max_model_len = 512
         self.seconds = 0.0  # duration of a completion
@@ -58,6 +59,8 @@ class FakeVllm:
         self.calls.append(path)
         if path in self.missing:
             return 404, {"detail": "Not Found"}
+        if path in self.failing:
+            return 500, {"error": {"message": "the engine failed"}}
         if path == "/v1/completions":
             with self._lock:
                 self.at_once += 1
@@ -134,7 +137,7 @@ class FakeVllm:
         return {}
 
     def _take(self, transfer_info: dict[str, Any]) -> dict[str, Any]:
-        arrived = dict(self._receiver.tensors(BucketForm(**transfer_info)))
+        arrived = dict(self._receiver.tensors(BucketForm.of(transfer_info)))
         if self.model is not None and not self.stale:
             targets = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
             with torch.no_grad(), self._compute:

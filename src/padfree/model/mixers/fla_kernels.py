@@ -27,9 +27,7 @@ from padfree.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""On Hopper, flash-linear-attention cannot compute gradients with versions of Triton from the first of these up to, but
-excluding, the second.
-"""
+"""A range of Triton versions, without its end. On Hopper, flash-linear-attention cannot compute gradients with them."""
 
 
 @cache

@@ -6,14 +6,15 @@
                              or on all segments at once                        padfree.model.mixers.varlen_kernel
                              move the results back
 
-The choice between "each segment" and "all segments at once" is made before the first forward pass of the model on a
-device. "All segments at once" is called the fast forward; a compiled layer includes it in its graph. If a mixer runs
-segment by segment, or if context ranks share a pack, the mixer is a graph break.
+Before the first forward pass on a device, the model decides whether a mixer runs on each segment or on all segments at
+once. Running on all segments at once is called the fast forward, and a compiled layer includes it in its graph. If a
+mixer runs segment by segment, or if context ranks share a pack, the mixer is a graph break.
 
-The module keeps its class, its weights and its own forward. The instance gets another forward. As long as the model
-uses an attention implementation of transformers, this forward calls the original one. The `AttnContext` is passed with
-the call, as the argument `attn_context`. If the layer passes its mixer a mask but no other keyword argument, the
-context is passed in place of the mask.
+The module keeps its class, its weights and its own forward; only the instance gets another forward. This forward calls
+the original one as long as the model uses an attention implementation of transformers.
+
+The `AttnContext` is passed with the call, as the argument `attn_context`. If the layer passes its mixer a mask but no
+other keyword argument, the context is passed in place of the mask.
 """
 
 from __future__ import annotations

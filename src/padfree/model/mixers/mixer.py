@@ -44,8 +44,8 @@ class MixerKind:
     state_width: Callable[[nn.Module], int]
     """The number of values per token saved for backward, besides the inputs of linear layers."""
     functions: Callable[[torch.device], dict[str, Callable[..., Any]] | str] | None = None
-    """For a device, returns functions that respect segment boundaries, by the names of transformers' functions that
-    they replace. If there are no functions for this device, returns the reason as a string.
+    """For a device, returns functions that respect segment boundaries. The keys are the names of the transformers
+    functions that they replace. Without functions for this device, returns the reason as a string.
     """
     dtypes: Callable[[torch.device], tuple[torch.dtype, ...]] = lambda device: (torch.float32,)
     """The dtypes of hidden states that `functions` support on a device; the first one is tested."""

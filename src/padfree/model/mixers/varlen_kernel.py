@@ -6,9 +6,11 @@
 Each kind of mixer provides functions for a device. Before they are used, they are tested on this machine, on a mixer
 with random weights and the real sizes. The outputs and all gradients are compared with those of the mixer's plain
 PyTorch code, run on each segment in float32. The allowed difference is a few times the rounding error of the plain code
-in the tested dtype. If the test fails or a package is missing, the mixer runs segment by segment, and the reason is
-reported once. In that case transformers may call kernels of other packages. Such kernels are tested in the same way,
-because some versions cannot compute gradients or give wrong results.
+in the tested dtype.
+
+If the test fails or a package is missing, the mixer runs segment by segment, and the reason is reported once. In that
+case transformers may call kernels of other packages. These kernels are tested in the same way, because some versions
+cannot compute gradients or give wrong results.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class VllmServer(HttpServer):
     """A vLLM server with padfree's plugin."""
 
     takes_adapters = True
+    takes_differences = True
     complete_name = COMPLETIONS
     fix_route = START
     fix_stops = "start the server with --generation-config vllm"

@@ -5,10 +5,12 @@ routes of the server:
 
     /init_weight_transfer_engine   {"transport": "group", "address", "port", ...}, or {"transport": "files"}
     /start_weight_update           begins vLLM's layerwise reload
-    /update_weights                one bucket: names, dtypes, shapes; its bytes come by broadcast or in a file
+    /update_weights                one bucket: names, dtypes, shapes, differences; its bytes come by broadcast or in a
+                                   file
     /finish_weight_update          ends the reload, and processes tied weights again
 
-Every worker receives whole tensors. The model's `load_weights` keeps the shard that belongs to the worker.
+Every worker receives whole tensors, or differences, which it applies to a copy of the whole tensors in host memory. The
+model's `load_weights` keeps the shard that belongs to the worker.
 
 vLLM's layerwise reload processes a layer once the weights of that layer have arrived. A head that is tied to the
 embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy of the embeddings. If
@@ -61,6 +63,8 @@ def _engine_class() -> type[Any]:
         dtypes: list[str] = field(default_factory=list)
         shapes: list[list[int]] = field(default_factory=list)
         file: str | None = None
+        keep: bool = False
+        differences: list[dict[str, Any]] | None = None
 
     class PadfreeEngine(WeightTransferEngine):  # type: ignore[misc]
         """Receives weights from padfree's trainer."""
@@ -96,7 +100,7 @@ def _engine_class() -> type[Any]:
             if self._receiver is None:
                 raise RuntimeError("padfree: a bucket arrived before /init_weight_transfer_engine")
             # vLLM's reload keeps views of a bucket's tensors until all weights of their layer have arrived.
-            self.model.load_weights(self._receiver.tensors(BucketForm(**asdict(update_info))))
+            self.model.load_weights(self._receiver.tensors(BucketForm.of(asdict(update_info))))
 
         def finish_weight_update(self) -> None:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

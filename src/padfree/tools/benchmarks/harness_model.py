@@ -23,7 +23,8 @@ from padfree.tools.benchmarks.packed_scores import Continuation, Score, packed_s
 from padfree.tools.talk.speaker import BATCH, Speaker, StopAnswer
 
 DEFAULT_LENGTH, UNLIMITED = 2048, 10**30
-"""The context length of a model that states none, and the length that tokenizers state if they have no limit."""
+"""DEFAULT_LENGTH: context length of a model that states none. UNLIMITED: a tokenizer without a limit states this length
+or more."""
 
 MAX_NEW_TOKENS = 256
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -36,14 +37,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1, None),
     "use_cache": (True, None),
 }
-"""Arguments of a generation that are accepted with these values, which have no effect."""
+"""Generation arguments that padfree ignores. Only these values are accepted, because they do not change the text."""
 
 SpeakerAt = Callable[[float], Speaker]
-"""Returns the speaker that samples at a temperature; 0 decodes greedily."""
+"""Function that returns a `Speaker` with the given temperature. Temperature 0 decodes greedily."""
 
 
 class HarnessAnswers:
-    """Answers the requests of tasks, as token ids and texts."""
+    """Computes the log-likelihoods and generates the texts that lm-evaluation-harness requests."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, speaker_at: SpeakerAt) -> None:
         """`model` is attached."""
@@ -131,7 +132,7 @@ class HarnessAnswers:
 
 
 class Generation:
-    """How the text of a task is generated."""
+    """The generation settings of a task."""
 
     def __init__(self, until: tuple[str, ...], max_new_tokens: int, temperature: float) -> None:
         self.until, self.max_new_tokens, self.temperature = until, max_new_tokens, temperature

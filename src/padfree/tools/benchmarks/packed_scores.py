@@ -25,7 +25,7 @@ PACK_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Token ids, and how many of the last ones are scored. The first token is never scored."""
+    """A sequence of token ids, of which the last `scored` ones are scored. The first token is never scored."""
 
     ids: Sequence[int]
     scored: int
@@ -37,7 +37,7 @@ class Continuation:
 
 
 Score = tuple[float, bool]
-"""The log-likelihood of a continuation, and whether greedy decoding writes it."""
+"""The log-likelihood of a continuation, and whether greedy decoding would generate it."""
 
 
 @torch.no_grad()
@@ -47,9 +47,9 @@ def packed_scores(
     *,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[Score]:
-    """Return the score of each continuation, in order. `model` is attached. Sums are in float64.
+    """Return the score of each continuation, in order. `model` is attached. Log-probabilities are summed in float64.
 
-    `on_progress` receives the number of continuations that are scored.
+    `on_progress` is called with the number of continuations scored so far.
     """
     head = lm_head_of(model)
     found: dict[int, Score] = {}

@@ -172,7 +172,7 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return one line of text: the layers that a run with this budget keeps in bfloat16 for these samples."""
+        """Return one line that names the layers that a float8 run with this budget keeps in bfloat16."""
         if self.float8_budget is None:
             return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]

@@ -8,9 +8,9 @@
     gradients           for each part (a layer, the embeddings, the head, a norm): the    3.0e-07 in layers.0.mlp...
                         largest relative difference of a parameter's gradient
 
-The relative difference of a gradient is its largest difference / its largest entry. Some gradients are zero except for
-rounding, e.g. the gradient of a key projection's bias. Their relative difference would be a large quotient of two
-rounding errors. The divisor is therefore at least a hundredth of the largest gradient entry in the same part.
+The relative difference of a gradient is its largest difference, divided by its largest entry. Some gradients are zero
+except for rounding, e.g. the gradient of a key projection's bias. For them, this quotient would be large. The divisor
+is therefore at least a hundredth of the largest gradient entry in the same part of the model.
 
 A non-finite number counts as an infinite difference.
 """
@@ -91,7 +91,7 @@ def loss_gap(actual: float, expected: float) -> Gap:
 
 
 def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """Return the relative difference between the loss and minus the mean of the trained tokens' log-probabilities.
+    """Compare the loss with the negative mean log-probability of the trained tokens. Return the relative difference.
 
     A large difference shows that the loss weights are wrong.
     """

@@ -9,11 +9,11 @@
     6  layouts       other micro-batches, another order, other context methods  reference
     7  float8        gradients with linear layers in float8, if requested       step 3
 
-HF code is plain Hugging Face code. The dtype is that of the check, float32 or bfloat16. Padded pairs are padded batches
-of two samples.
+HF code is plain Hugging Face code. "The dtype" is that of the check, float32 or bfloat16. Padded pairs are padded
+batches of two samples.
 
-Losses other than "nll" (`plain_losses`) have no log-probabilities to compare. For them only steps 1, 2, 3 and 6 run;
-the check of "nll" on the same model covers leaks and padding.
+Only the loss "nll" has log-probabilities to compare. For other losses (`plain_losses`), steps 1, 2, 3 and 6 run. To
+check such a model for leaks between samples and effects of padding, check it with "nll".
 
 Models are in evaluation mode, without dropout. The reference runs on a single device. If there is not enough memory for
 float64, or the model does not run in float64, the reference has the dtype of the check, and the report says so.
@@ -109,12 +109,17 @@ def check_model(
 ) -> CheckReport:
     """Compare packed training of a model with plain Hugging Face code that runs one sample at a time.
 
-    `source`: a folder, Hub id or config, as for `load_model`. `samples`: samples, or a number of random samples; for
-    the losses "dpo" and "reward", two consecutive samples form a pair. `origin`: the samples' origin, for the report.
-    `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU. `layers`: number of layers to
-    check, from the first; by default a few. `full` checks all layers. `float8`: also measure how much float8 changes
-    the gradient of each layer; `float8_budget` is the setting of a run. Under torchrun, each data rank has `context`
-    processes; the call is collective and returns the same report on every rank.
+    - `source`: a folder, Hub id or config, as for `load_model`.
+    - `samples`: samples, or a number of random samples. For the losses "dpo" and "reward", two consecutive samples form
+      a pair.
+    - `origin`: the samples' origin, for the report.
+    - `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU.
+    - `layers`: number of layers to check, from the first; by default a few. `full` checks all layers.
+    - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the setting of a
+      run.
+    - `context`: number of processes of each data rank, under torchrun.
+
+    Under torchrun the call is collective and returns the same report on every rank.
     """
     say = on_progress or (lambda _: None)
     if dtype is not None and dtype not in TOLERANCES:

@@ -4,12 +4,11 @@
     one at a time   [1, n]     HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
     padded pairs    [2, L]     the same for two samples padded to L tokens: attention mask, HF's eager attention
 
-HF is Hugging Face transformers. The first method runs in float64 if possible (`exact.py`), the second in the dtype of
-the check. Their results differ by rounding. This difference is the noise that any correct implementation can show in
-this dtype, on this device, for this model.
+HF is Hugging Face transformers. "One at a time" gives the reference, in float64 if possible (`exact.py`). "Padded
+pairs" run in the dtype of the check. The difference between the two is the noise: the rounding error of a correct
+implementation with this dtype, device and model.
 
-Each gradient is added to the sums and freed as soon as it is computed, so that the gradient of at most one parameter is
-in memory besides the sums.
+To save memory, each gradient is added to the sums and freed as soon as it is computed.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ class PackedPath:
     # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """Return what `logprobs` returns, computed with padding tokens `fill(length)` after every pack."""
+        """Compute the log-probabilities as `logprobs` does, with the padding tokens `fill(length)` after every pack."""
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
@@ -213,7 +213,7 @@ class PackedPath:
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """Return what `loss` returns, computed with padding tokens `fill(length)` after every pack."""
+        """Compute the loss as `loss` does, with the padding tokens `fill(length)` after every pack."""
         return self._loss(self._padded(samples, fill))
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:

@@ -8,10 +8,12 @@
     reward    Bradley-Terry loss of preference pairs, mean over pairs        a scalar head
     value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
 
-Inputs that a run would compute before the loss (log-probabilities of a reference, returns, old values) are random
-numbers in this check, seeded with the index of the sample. The log-probabilities are near the model's own. To
-compute the reference, the model is called once per sample. To measure the noise, it is called with padded batches of
-two samples (a preference pair, or consecutive samples) and eager attention.
+Some losses need inputs that a run computes first: log-probabilities of a reference, returns, old values. In this check
+these inputs are random numbers, seeded with the index of the sample. The random log-probabilities are near the model's
+own.
+
+The reference comes from one call of the model per sample. The noise comes from padded batches of two samples (a
+preference pair, or consecutive samples) with eager attention.
 """
 
 from __future__ import annotations

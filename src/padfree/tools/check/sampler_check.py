@@ -92,7 +92,7 @@ def check_sampler_of(
 ) -> SamplerReport:
     """Load a model as `check_model` does, and check its sampler. The first half of each sample is the prompt.
 
-    On a CPU, `backend="auto"` is `tiles`, because the fastest backend has other bits in decode steps than in packs.
+    On a CPU, `backend="auto"` is `tiles`, because the fastest backend rounds differently in decode steps and in packs.
     """
     with distributed(device=device) as chosen:
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
@@ -187,7 +187,7 @@ def sampling_model(trained: PreTrainedModel, dtype: torch.dtype, device: torch.d
 def _step_rows(
     model: PreTrainedModel, num_slots: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Sequence[int], str | None]:
-    """Return the numbers of rows of decode steps, and why no number of rows suits all matmuls (None: one does)."""
+    """Return the row counts of decode steps, and the reason if no row count suits all matmuls (else None)."""
     choice = trial(layers_of(model), num_slots, device, dtype)
     if choice.problem is None:
         return choice.step_rows, None
@@ -200,7 +200,7 @@ def _sample(request: SamplingRequest, response: Response) -> Sample:
 
 
 def _packed(samples: Sequence[Sample], device: torch.device) -> LocalBatch:
-    """Return one pack of the samples, padded as prefill passes are, to a number of rows at which matmuls were tried."""
+    """Return one pack of the samples, padded to a number of rows as prefill passes are."""
     packed = collate(samples)
     return shard(packed.padded_to(prefill_rows(packed.num_tokens)).to(device))
 
@@ -220,7 +220,7 @@ def _forget_compilation(model: PreTrainedModel) -> None:
 # The search for the operator
 
 Trace = Mapping[str, list[Tensor]]
-"""What operators read and wrote for some tokens: [tokens, ...] for each call, by "layer 0, self_attn.q_proj", etc."""
+"""Inputs and outputs by operator, e.g. "layer 0, self_attn.q_proj": one tensor [tokens, ...] for each call."""
 
 
 def first_difference(
@@ -231,10 +231,10 @@ def first_difference(
     backend: str,
     rows: int,
 ) -> str | None:
-    """Return the first operator that gives other bits in the sampler than in the trainer, or None if there is none.
+    """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
-    `sampled`: the sampled tokens up to the first one with another log-probability. `rows`: number of slots of a decode
-    step, of which one is active.
+    `sampled`: the sampled tokens up to the first one with another log-probability.
+    `rows`: number of slots of a decode step. Only one of the slots is active.
     """
     tokens = np.concatenate([prompt, sampled])
     expected = _trainer_trace(trained, Sample(tokens=tokens))
@@ -289,10 +289,10 @@ def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored:
 
 @contextmanager
 def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[Trace]:
-    """Record what each module without children reads and writes while the context is active, for the tokens `kept`.
+    """Record the inputs and outputs of all modules without children, for the tokens `kept`.
 
-    `num_tokens`: number of tokens of the pass. A module reads something new if an operator that is not a module, such
-    as attention, ran before it.
+    `num_tokens`: number of tokens of the pass. Inputs are recorded because an operator that is not a module, such as
+    attention, can run between two modules.
     """
     trace: dict[str, list[Tensor]] = defaultdict(list)
     handles: list[Any] = []

@@ -46,8 +46,10 @@ def chosen_samples(
 ) -> list[Sample]:
     """Return `count` samples of SFT data, or of rollouts (rows with a `reward`), truncated to `max_length` tokens.
 
-    `pairs`: the data has `chosen` and `rejected`, and whole pairs are taken. `labels`: data for `padfree kto`.
-    `data`: files, or a `[data]` section. `tokenizer`: a folder or a Hub id; rollouts given as token ids need none.
+    - `pairs`: the data has `chosen` and `rejected`, and the samples are whole pairs.
+    - `labels`: the data is for `padfree kto`.
+    - `data`: files, or a `[data]` section.
+    - `tokenizer`: a folder or a Hub id. Rollouts with token ids need none.
     """
     data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
     if data.sources:

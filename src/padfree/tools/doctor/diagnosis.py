@@ -5,12 +5,14 @@
     limit    FACTOR times the noise         the noise of rounding: two correct implementations against float64
 
 A proposal explains the evidence if `after` is within the limit and at most half of `before`. The proposal with the
-smallest `after` is the best one. Another proposal is tied with the best one if its |observed - predicted| exceeds that
-of the best one by at most `SIGNIFICANT` standard errors, or by at most the noise of float32, as a mean over the tokens.
-Among tied proposals, the one with the fewest fitted numbers is reported first.
+smallest `after` is the best one.
 
-If the server is meant to compute in float32 and no proposal explains the evidence, the proposals are judged once more
-with the limit of bfloat16, because the server may have a fault and also compute in bfloat16.
+A proposal is tied with the best one if its mean |observed - predicted| is larger by at most `SIGNIFICANT` standard
+errors, or by at most the noise of float32. Among tied proposals, the one with the fewest fitted numbers is reported
+first.
+
+A server that is meant to compute in float32 may have a fault and also compute in bfloat16. If no proposal explains the
+evidence of such a server, the proposals are judged once more with the limit of bfloat16.
 """
 
 from __future__ import annotations
@@ -36,11 +38,12 @@ FACTOR = 4.0
 SIGNIFICANT = 3.0
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""A dtype explains the evidence if `after` is at most this share of `before`. `after` stays large, because the server
-rounds in another order."""
+"""A proposal that changes only the dtype explains the evidence if it reduces the mean difference to this share or less.
+The rest remains because the server rounds in another order."""
 COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8
-"""If no proposal explains the evidence: how many are listed, and their largest `after` as a share of `before`."""
+"""If no proposal explains the evidence, up to `NUM_CLOSEST` proposals are listed that reduce the mean difference to the
+share `CLOSE` or less."""
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     *SAMPLING_HYPOTHESES,

@@ -14,7 +14,7 @@ NAMES = {"prompts": "prompts", "responses": "responses"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFinding:
-    """What the ids of texts or of messages show."""
+    """A finding about the token ids that the server makes of texts or of messages."""
 
     what: str  # "plain text" or "chat messages"
     cause: str | None  # None: healthy

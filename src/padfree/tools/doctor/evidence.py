@@ -28,7 +28,7 @@ FLOAT32_ERROR = 2e-6
 """Maximum error of a log-probability that was rounded to decimals and then stored in float32."""
 
 MOST_BYTES = 2 << 30
-"""Maximum size of the logits of all scored tokens."""
+"""Maximum size in bytes of the logits of all scored tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -261,9 +261,10 @@ def examine_server(
 
 
 class _TextReader:
-    """Finds out whether the server turns texts and messages into the token ids that the patient's tokenizer gives.
+    """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    `model` computes the same as the server. It is None unless the stage of responses was healthy.
+    `model` gives the same log-probabilities as the server. It is None if the server's responses do not
+    confirm this.
     """
 
     def __init__(

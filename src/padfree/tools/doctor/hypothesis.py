@@ -34,7 +34,7 @@ class OlderWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Case:
-    """What is known about one piece of evidence."""
+    """One piece of evidence, the model, and the model's logits for the evidence."""
 
     model: PreTrainedModel  # attached, float32
     evidence: Evidence

@@ -39,7 +39,7 @@ SAME_CONFIG = "start the server with the config.json of the model, without overr
 
 
 class Change(NamedTuple):
-    """A changed config: the changed values, and what a server does that uses them."""
+    """A changed config, and a description of a server that uses the changed values."""
 
     values: dict[str, Any]
     says: str
@@ -201,7 +201,7 @@ def attention_scale(case: Case) -> Iterator[Change]:
 
 
 def ignored_value(name: str, neutral: Any, what: str) -> Any:
-    """Make a `changes(case)` that sets the config value `name` to `neutral`, with which it has no effect."""
+    """Return a function `changes(case)` that sets the config value `name` to `neutral`, at which it has no effect."""
 
     def changes(case: Case) -> Iterator[Change]:
         own = getattr(case.model.config, name, None)

@@ -130,7 +130,8 @@ class ServerProbe:
         return answer
 
     def _echoed(self, body: dict[str, Any], length: int) -> ServerAnswer | None:
-        """Ask with OpenAI's `echo`, with which the answer begins with the prompt. None if the server does not echo."""
+        """Ask for a completion with OpenAI's option `echo`, so that the answer begins with the prompt. None if the
+        server does not support it."""
         try:
             found = self._asked("/v1/completions", {**body, "echo": True, "prompt_logprobs": None})
         except RejectedError:

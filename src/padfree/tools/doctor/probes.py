@@ -63,7 +63,7 @@ def probe_ids(
 ) -> tuple[Evidence | None, Evidence | None]:
     """Send prompts as token ids. Return the log-probabilities of the prompts and of the server's responses.
 
-    Each is None if the server returns none.
+    A result is None if the server does not return these log-probabilities.
     """
     prompt_rows, response_rows = [], []
     for number, prompt in enumerate(prompts):

@@ -1,6 +1,6 @@
 """What a server can do to logits before it reports log-probabilities: temperature, truncation, penalties.
 
-These need no new forward pass: each is a function of the logits [E, V] of the model.
+These hypotheses need no new forward pass, because each is a function of the model's logits [E, V].
 
     temperature   log p(logits / t)                      the t that fits best, or the one that the server ignored
     truncation    log p + d, d = -log(kept mass)         d = observed - log p; the mass tells how many tokens were kept,

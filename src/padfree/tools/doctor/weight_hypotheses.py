@@ -2,11 +2,13 @@
 
     observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
 
-First, one group of tensors at a time is replaced by older tensors and scored: all tensors, a layer, one kind of tensor
-in all layers, the head, the embeddings. If no group explains the evidence, all tensors but one group are replaced. If
-this does not explain the evidence, the equation above is fitted by least squares. Its units are single tensors or, in a
-large model, whole layers. The units with x_u > 0.5 are the first set of stale tensors. Units are then added to the set,
-or removed, as long as this reduces the difference.
+The search stops at the first step that explains the evidence:
+
+1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
+   the embeddings.
+2. Replace all tensors but one group.
+3. Fit the equation above by least squares. The units are single tensors or, in a large model, whole layers. Units with
+   x_u > 0.5 are taken as stale. Then add or remove units as long as this reduces the difference.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from padfree.tools.doctor.sampling_hypotheses import smallest
 MOST_UNITS = 64
 """Models with more tensors than this are searched layer by layer, and not tensor by tensor."""
 ROUNDS, GAIN = 3, 0.7
-"""A search makes up to ROUNDS passes over the units, if the set leaves at most the share GAIN of the difference."""
+"""The search makes up to ROUNDS passes over all units. It ends at once if more than the share GAIN of the difference
+remains."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 

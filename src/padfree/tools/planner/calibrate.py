@@ -170,8 +170,8 @@ def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
     """Return the numbers of layers to measure: all layers, or two smaller numbers from which to extrapolate.
 
     All layers are measured if a token uses at most `whole` weights, or if the model has too few layers to extrapolate.
-    In a deeper model, layer types repeat every p layers. The first number then covers the layers before the repetition
-    begins and the first p layers of the repetition. The second number is larger by a multiple of p.
+    Otherwise there are two numbers. The smaller one covers the layers before the layer types begin to repeat, and one
+    period of p layers. The larger one has some more periods.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers

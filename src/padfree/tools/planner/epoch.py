@@ -4,8 +4,8 @@
     planned       x       x           x       x            only the steps marked x are planned in full
 
 Planning a step takes milliseconds, and a million samples make thousands of steps. About a hundred planned steps are
-enough to estimate fill and imbalance. They are spread evenly over the epoch, not drawn at random, and the output says
-how many steps were planned. Averages are ratios of sums, so that a small last step has little weight.
+enough to estimate fill and imbalance. These steps are spread evenly over the epoch, and the output gives their number.
+Averages are ratios of sums, so that a small last step has little weight.
 """
 
 from __future__ import annotations

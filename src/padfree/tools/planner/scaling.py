@@ -11,9 +11,12 @@
                              (the busiest link is inside a host or between hosts, whichever takes longer)
 
 The same steps are planned for 8 devices, 16, 32, ... and for the requested number. Efficiency is the throughput per
-device, divided by that of a run on the smallest number of devices. Bytes are counted by `traffic`; tests/hosts compares
-these counts with real links. Compute time is measured if the cost model was measured. Link bandwidths and latencies,
-the fraction of the bandwidth that collectives reach, and the overlap are assumptions; the output says so.
+device, divided by that of a run on the smallest number of devices.
+
+- Bytes are counted by `traffic`; tests/hosts compares these counts with real links.
+- Compute time is measured if the cost model was measured.
+- Link bandwidths and latencies, the fraction of the bandwidth that collectives reach, and the overlap are assumptions.
+  The output says so.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-    given                 ->  chosen
-    memory of a device    ->  the maximum number of tokens that a device can hold
-    longest sample        ->  the smallest number of context ranks whose devices can hold this sample together
-    plans of some steps   ->  the fastest of a few values of max_tokens
-                              twice as many context ranks, if they make steps faster by more than FASTER_FACTOR
-    packs of these plans  ->  the layout with the lowest imbalance; of equal layouts, the one that reads the fewest keys
-
-Every candidate is planned with `plan_epoch`, as a run would plan it.
+given                 ->  chosen
+memory of a device    ->  the maximum number of tokens that a device can hold
+longest sample        ->  the smallest number of context ranks whose devices can hold this sample together
+plans of some steps   ->  the fastest of a few values of max_tokens
+                          twice as many context ranks, if they make steps faster by more than FASTER_FACTOR
+packs of these plans  ->  the layout with the lowest imbalance; of equal layouts, the one that reads the fewest keys
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics of a step that are summed over all processes, without those kept per process."""
+"""Approximate number of statistics that a step sums over all processes. Statistics of single processes come on top."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,7 @@ WITHOUT_EFFECT = (
     "rollout.servers",
     "rollout.launch.",
     "rollout.transfer",
+    "rollout.weight_sync",
     "rollout.timeout",
     "rollout.canary",
     "rollout.max_concurrent",

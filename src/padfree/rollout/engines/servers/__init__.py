@@ -9,7 +9,9 @@ start              make_server_sampler: starts or connects to the servers of a r
 sampler            ServerSampler: the `Sampler`
 pool               load balancing, and retries of the requests of a failed server
 weight_sync        sends the weights of a model, sharded or not, to the servers, bucket by bucket
+weight_stream      the content of the buckets: whole tensors, or differences from the last weight sync
 buckets            the layout of a bucket, and the receiving side in the server
+differences        encodes, applies and verifies the difference between two states of a tensor
 canary             compares the log-probabilities of a server with those of the trainer
 server_processes   servers that a run starts: monitoring, restarts, shutdown
 watchdog           a process between a run and its server that stops the server when the run ends, even by kill -9

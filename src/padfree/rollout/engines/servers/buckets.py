@@ -6,6 +6,10 @@
     trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file
     server    Receiver.join        calls Receiver.tensors(form)                  receives it, or reads the file
 
+A bucket holds whole tensors, or the differences of tensors that the server has kept (`differences`): two tensors per
+region of a tensor, its positions and its values. With `keep`, the server keeps a copy of the whole tensors in its host
+memory, to apply later differences to it.
+
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
@@ -16,8 +20,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -26,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
+from padfree.rollout.engines.servers.differences import RegionDifference, apply, bits_of, checksum
+
 ALIGNMENT = 64
 
 
@@ -33,16 +40,27 @@ ALIGNMENT = 64
 class BucketForm:
     """Names, dtypes and shapes of the tensors of a bucket.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: set if the
+    bucket holds the positions and values of these differences. `keep`: whether the server keeps a copy of the tensors.
     """
 
     names: Sequence[str]
     dtypes: Sequence[str]  # torch names such as bfloat16
     shapes: Sequence[Sequence[int]]
     file: str | None = None
+    keep: bool = False
+    differences: Sequence[RegionDifference] | None = None
 
     def __post_init__(self) -> None:
         assert len(self.names) == len(self.dtypes) == len(self.shapes)
+        assert self.differences is None or len(self.names) == 2 * len(self.differences)
+
+    @classmethod
+    def of(cls, transfer_info: Mapping[str, Any]) -> BucketForm:
+        """Return the form with this `transfer_info`."""
+        differences = transfer_info.get("differences")
+        found = None if differences is None else [RegionDifference(**one) for one in differences]
+        return cls(**{**transfer_info, "differences": found})
 
     @property
     def num_bytes(self) -> int:
@@ -50,9 +68,8 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """Return the fields as JSON values, from which the server makes `BucketForm(**transfer_info)`."""
-        transfer_info: dict[str, Any] = {"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes}
-        return transfer_info if self.file is None else {**transfer_info, "file": self.file}
+        """Return the fields as JSON values, from which the server makes `BucketForm.of(transfer_info)`."""
+        return asdict(self)
 
     def _ends(self) -> list[int]:
         """Return the end offset of each tensor in bytes, with a leading 0."""
@@ -113,6 +130,7 @@ class Receiver:
         self.device = device
         self._group: Any = None
         self._buffer_device = device  # the device of buffers for broadcast buckets
+        self._kept: dict[str, Tensor] = {}  # in host memory: the tensors of the last weight sync, by name
 
     def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
         """Connect to the trainer, which has rank 0. `rank`: the rank of this worker, from 1 on.
@@ -140,9 +158,56 @@ class Receiver:
 
     def leave(self) -> None:
         self._group = None
+        self._kept = {}
 
     def tensors(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
-        """Receive a bucket. Yield the name of each tensor and the tensor, which stays valid after the next bucket."""
+        """Receive a bucket. Yield the name of each tensor and the tensor, which stays valid after the next bucket.
+
+        Differences are applied to the tensors that the last weight sync left, and the whole tensors are yielded.
+        """
+        arrived = self._arrived(form)
+        if form.differences is not None:
+            yield from self.changed(form.differences, dict(arrived))
+            return
+        for name, tensor in arrived:
+            if form.keep:
+                self.keep(name, tensor)
+            else:
+                self._kept.pop(name, None)
+            yield name, tensor
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Keep a copy of a whole tensor, to which later differences are applied."""
+        self._kept[name] = host_copy(tensor)
+
+    def changed(
+        self, differences: Sequence[RegionDifference], arrived: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Apply differences, and yield the name of each tensor and the tensor.
+
+        `arrived`: the positions and values of each difference, in the order of `differences`. Raise an error if a
+        checksum shows that the resulting bits are not those of the trainer.
+        """
+        encoded = iter(arrived.values())
+        for name, regions in groupby(differences, key=lambda difference: difference.name):
+            if name not in self._kept:
+                raise RuntimeError(f"padfree: this server has not kept {name}")
+            kept = self._kept[name]
+            whole = kept.to(self.device)  # the same tensor on the CPU
+            for difference in regions:
+                region = whole[difference.region]
+                bits = bits_of(region)
+                apply(bits, difference.encoding, next(encoded).to(self.device), next(encoded).to(self.device))
+                if checksum(bits) != difference.checksum:
+                    raise RuntimeError(f"padfree: the checksum of {name} differs from the trainer's")
+                if not region.is_contiguous():  # then `bits` is a copy
+                    region.copy_(bits.view(region.dtype).view(region.shape))
+            if whole is not kept:
+                kept.copy_(whole)
+            yield name, whole
+
+    def _arrived(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
+        """Receive the tensors of a bucket as they were sent."""
         if form.file is not None:
             return _read(form, self.device)
         if self._group is None:
@@ -150,6 +215,11 @@ class Receiver:
         buffer = torch.empty(form.num_bytes, dtype=torch.uint8, device=self._buffer_device)
         broadcast(self._group, buffer)
         return form.parts(buffer)
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of the tensor in host memory. The memory is pinned if the tensor is on a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda").copy_(tensor)
 
 
 def _read(form: BucketForm, device: torch.device) -> Iterator[tuple[str, Tensor]]:

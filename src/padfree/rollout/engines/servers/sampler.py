@@ -40,7 +40,7 @@ from padfree.rollout.engines.servers.canary import NUM_SAMPLED, Canary, ScoredSe
 from padfree.rollout.engines.servers.pool import Pool, RequestQueue, SupersededError
 from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.server_processes import PROBE, Launcher
-from padfree.rollout.engines.servers.weight_sync import WeightSync, for_each
+from padfree.rollout.engines.servers.weight_sync import WeightSync, broadcast_object, for_each
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.sampling_rng import key_behind
 from padfree.rollout.token_ids import vocabulary_of
@@ -119,33 +119,38 @@ class ServerSampler:
 
         Raise an error unless at least one server succeeds.
         """
-        group = self.mesh.loss.group
         deadline = time.monotonic() + self.timeout
         ready: list[ServerApi] = []
+        lost: dict[str, str] = {}
         refusals = 0
         while not ready:
-            raise_together(self.loop.run(self._wait_for_server(deadline)) if self._first else None, group)
+            error = self.loop.run(self._wait_for_server(deadline, lost)) if self._first else None
+            if (error := broadcast_object(error, self.mesh)) is not None:
+                raise UserError.of(error)
             begin = time.perf_counter()
-            outcome = self.sync.send(self.trained, self._version)
-            raise_together(outcome.error, group)
+            outcome = broadcast_object(self.sync.send(self.trained, self._version), self.mesh)
+            if outcome.error is not None:
+                raise UserError.of(outcome.error)
             self._add("weight_sync_seconds", time.perf_counter() - begin)
             self._add("weight_sync_bytes", outcome.num_bytes)
-            outcome = broadcast_object(outcome, self.mesh)
-            failed = outcome.failed
+            lost = outcome.failed
             refusals = refusals + 1 if len(outcome.refused) == len(self.servers) else 0
-            raise_together(self._refused(failed) if refusals == REFUSALS else None, group)
-            lost: dict[str, str] = {}
-            ready = self._verified([server for server in self.servers if server.url not in failed], lost)
-            late = self._first and not ready and time.monotonic() > deadline
-            raise_together(self._timed_out({**failed, **lost}) if late else None, group)
+            if refusals == REFUSALS:
+                raise UserError.of(self._refused(lost))
+            ready = self._verified([server for server in self.servers if server.url not in lost], lost)
         self._sync_metrics["servers"] = float(len(ready))
         self.loop.call(self._pool.reset, ready)
 
     def _add(self, name: str, value: float) -> None:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
-    async def _wait_for_server(self, deadline: float) -> str | None:
-        """Wait until a server answers. Return an error message if no server answers before `deadline`. Rank 0 only."""
+    async def _wait_for_server(self, deadline: float, lost: Mapping[str, str]) -> str | None:
+        """Wait until a server answers. Return an error message if no server has the weights at `deadline`. Rank 0 only.
+
+        `lost`: error messages of the last weight sync by URL, if no server was ready after it.
+        """
+        if lost and time.monotonic() > deadline:
+            return self._timed_out(lost)
 
         async def answers(server: ServerApi) -> None:
             await server.version(timeout=PROBE)
@@ -153,11 +158,11 @@ class ServerSampler:
         while True:
             if self.launcher is not None and self.launcher.fatal_error is not None:
                 return self.launcher.fatal_error
-            lost = await for_each(self.servers, answers)
-            if len(lost) < len(self.servers):
+            silent = await for_each(self.servers, answers)
+            if len(silent) < len(self.servers):
                 return None
             if time.monotonic() > deadline:
-                return self._timed_out({server.url: str(error) for server, error in lost.items()})
+                return self._timed_out({server.url: str(error) for server, error in silent.items()})
             await asyncio.sleep(1.0)
 
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
@@ -350,10 +355,3 @@ def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
         max_new_tokens=request.max_new_tokens - done,
         key=key_behind(request.key, done),
     )
-
-
-def broadcast_object(value: Any, mesh: Mesh) -> Any:
-    """Return rank 0's `value` on every rank. Collective."""
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(mesh.loss.group, 0), group=mesh.loss.group)
-    return box[0]

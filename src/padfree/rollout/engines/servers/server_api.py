@@ -113,6 +113,8 @@ class ServerApi(ABC):
 
     # Whether the engine implements `load_adapters`. If not, adapters are merged into the weights.
     takes_adapters: ClassVar[bool] = False
+    # Whether `bucket` loads what `Receiver.tensors` yields, also for buckets of differences.
+    takes_differences: ClassVar[bool] = False
     complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
     fix_stops: ClassVar[str] = "start the server with the stop tokens of the run"
     fix_length: ClassVar[str] = "start the server with a maximum length of {length} tokens or more"

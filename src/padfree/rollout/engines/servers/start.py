@@ -25,7 +25,7 @@ from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
 from padfree.rollout.engines.servers.routed_experts import routed_layers
-from padfree.rollout.engines.servers.sampler import ServerSampler, broadcast_object, end_servers
+from padfree.rollout.engines.servers.sampler import ServerSampler, end_servers
 from padfree.rollout.engines.servers.server_api import (
     LateError,
     SamplingSettings,
@@ -34,7 +34,8 @@ from padfree.rollout.engines.servers.server_api import (
     ServerLostError,
 )
 from padfree.rollout.engines.servers.server_processes import Launcher, make_launcher
-from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightStream, WeightSync
+from padfree.rollout.engines.servers.weight_stream import SentWeights, WeightStream
+from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightSync, broadcast_object
 from padfree.rollout.loop_thread import LoopThread
 
 
@@ -70,6 +71,9 @@ def make_server_sampler(
             raise UserError.of(shared)
         servers = [api(url, rollout.timeout) for url in shared[0]]
         folder = transfer_folder(config)
+        adapters = bool(served.lora_rank) and api.takes_adapters
+        stream = WeightStream(trained, getattr(torch, config.model.dtype))
+        by_difference = sends_differences(api, config, adapters=adapters)
         longest = min(config.batch.max_tokens, getattr(trained.config, "max_position_embeddings", None) or 1 << 30)
         return ServerSampler(
             servers=servers,
@@ -79,15 +83,16 @@ def make_server_sampler(
             sync=WeightSync(
                 servers=servers,
                 loop=loop,
-                first=first,
-                stream=WeightStream(trained, getattr(torch, config.model.dtype)),
+                mesh=mesh,
+                stream=stream,
+                sent=SentWeights(stream=stream, group=mesh.loss.group) if by_difference else None,
                 transport=GroupTransport(mesh.device, rollout.timeout)
                 if rollout.transfer == "group"
                 else FilesTransport(folder),
                 folder=folder,
                 base=config.model.path,
                 model=shared[1],
-                adapters=bool(served.lora_rank) and api.takes_adapters,
+                adapters=adapters,
                 launcher=launcher,
             ),
             launcher=launcher,
@@ -123,6 +128,22 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
         tokens=[int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]],
         returns_routes=config.rollout.routing == "replay",
     )
+
+
+def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
+    """Whether weight syncs send differences. `adapters`: whether they send only adapters."""
+    if not config.rollout.keeps_sent_weights(config.model.dtype):
+        return False
+    problem = (
+        "does not apply to this run, which sends only adapters"
+        if adapters
+        else None
+        if api.takes_differences
+        else f"is not supported by the servers of rollout.engine={config.rollout.engine}"
+    )
+    if problem is not None and config.rollout.weight_sync == "difference":
+        raise UserError("rollout.weight_sync", problem, "set it to full, or leave it out", "difference")
+    return problem is None
 
 
 async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> str:

@@ -1,8 +1,6 @@
 """Weight sync: send the weights of a model, sharded or not, to the servers.
 
-    trained model     q.weight [shards]  k.weight [shards]  ...         all ranks gather each tensor in turn
-      -> layers       names and shapes as in HF files, one tensor per expert; rank 0 holds one layer at a time
-      -> buckets      of about BUCKET bytes, uint8; rank 0 holds one bucket at a time
+    weight_stream     buckets of whole tensors, or of differences from the last weight sync
       -> transport    "group"   a broadcast to the workers of each server, in a separate process group
                       "files"   a safetensors file that all servers read; it is removed afterwards
 
@@ -11,6 +9,9 @@
 
 All ranks iterate over all tensors even if servers fail, because gathering is collective. If the engine supports
 adapters, only the adapters are sent, as files. Otherwise they are merged into the weights.
+
+With `SentWeights`, a server receives differences if it confirmed the last weight sync. A server that restarted, missed
+a weight sync, or cannot apply the differences receives all weights in the same weight sync.
 """
 
 from __future__ import annotations
@@ -18,88 +19,47 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
+from padfree.distributed import Mesh
 from padfree.errors import UserError
-from padfree.model.export import empty_copy, export_adapters, whole_tensors
-from padfree.model.named_tensors import clean_name, named_tensors
+from padfree.model.export import export_adapters
 from padfree.rollout.engines.servers.buckets import BucketForm, address_towards, broadcast, join_group
 from padfree.rollout.engines.servers.server_api import FailedError, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher
+from padfree.rollout.engines.servers.weight_stream import Bucket, SentWeights, WeightStream
 from padfree.rollout.loop_thread import LoopThread
-
-BUCKET = 256 << 20
-"""Maximum bytes of a bucket, unless one tensor is larger."""
-
-Named = tuple[str, Tensor]
+from padfree.warning import PadfreeWarning
 
 
-class WeightStream:
-    """Produces the tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
-
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
-        self._empty = empty_copy(model, dtype)
-        parameters = {clean_name(name) for name, _ in self._empty.named_parameters()}
-        self._dtypes = {name: tensor.dtype for name, tensor in named_tensors(self._empty).items() if name in parameters}
-
-    def buckets(self, model: PreTrainedModel, *, keep: bool, size: int = BUCKET) -> Iterator[list[Named]]:
-        """Yield the buckets, each a list of names and tensors of about `size` bytes. Collective.
-
-        All ranks must exhaust the iterator. With `keep=False`, this rank only takes part in the gathering, and the
-        iterator yields a single empty bucket.
-        """
-        bucket: list[Named] = []
-        held = 0
-        for _, layer in groupby(whole_tensors(model), key=lambda named: _layer_of(named[0])):
-            gathered: dict[str, Tensor] = {}
-            for name, tensor in layer:
-                if keep:
-                    gathered[name] = tensor.to(self._dtypes.get(name, tensor.dtype))
-            for name, tensor in revert_weight_conversion(self._empty, gathered).items() if keep else ():
-                bytes_ = tensor.numel() * tensor.element_size()
-                if bucket and held + bytes_ > size:
-                    yield bucket
-                    bucket, held = [], 0
-                bucket.append((name, tensor.contiguous()))
-                held += bytes_
-        yield bucket
-
-
-def _layer_of(name: str) -> str:
-    """Return the layer of a tensor: `model.layers.3.mlp.experts.7.up_proj.weight` -> `model.layers.3`.
-
-    The name of a tensor outside of the layers is returned unchanged.
-    """
-    parts = name.split(".")
-    return next((".".join(parts[: index + 1]) for index, part in enumerate(parts) if part.isdigit()), name)
-
-
-def form_of(bucket: Sequence[Named], file: Path | None = None) -> BucketForm:
+def form_of(bucket: Bucket, *, keep: bool = False, file: Path | None = None) -> BucketForm:
     return BucketForm(
-        names=[name for name, _ in bucket],
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        shapes=[list(tensor.shape) for _, tensor in bucket],
+        names=[name for name, _ in bucket.tensors],
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket.tensors],
+        shapes=[list(tensor.shape) for _, tensor in bucket.tensors],
         file=None if file is None else str(file),
+        keep=keep,
+        differences=bucket.differences,
     )
 
 
-def packed(bucket: Sequence[Named], form: BucketForm, device: torch.device) -> Tensor:
+def packed(bucket: Bucket, form: BucketForm, device: torch.device) -> Tensor:
     """Copy the tensors of a bucket into one buffer [num_bytes] uint8, laid out as in `form`, and return it."""
     buffer = torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)
-    for (_, source), (_, target) in zip(bucket, form.parts(buffer), strict=True):
+    for (_, source), (_, target) in zip(bucket.tensors, form.parts(buffer), strict=True):
         target.copy_(source)
     return buffer
 
@@ -137,9 +97,12 @@ class GroupTransport:
 
         self._groups[server.url] = await call_during(server, server.join(transfer_info), join), store
 
-    def prepare(self, bucket: Sequence[Named]) -> BucketForm:
-        """Copy a bucket into the buffer that is sent to all servers, and return its form. Runs in the main thread."""
-        form = form_of(bucket)
+    def prepare(self, bucket: Bucket, *, keep: bool = False) -> BucketForm:
+        """Copy a bucket into the buffer that is sent to all servers, and return its form. Runs in the main thread.
+
+        `keep`: whether the servers keep a copy of the tensors.
+        """
+        form = form_of(bucket, keep=keep)
         self._buffer = packed(bucket, form, self._device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the sending threads use other streams
@@ -196,11 +159,11 @@ class FilesTransport:
             await server.join({"transport": "files"})
             self._connected.add(server.url)
 
-    def prepare(self, bucket: Sequence[Named]) -> BucketForm:
+    def prepare(self, bucket: Bucket, *, keep: bool = False) -> BucketForm:
         temporary = self._file.with_suffix(".writing")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.cpu() for name, tensor in bucket}, temporary)
+            save_file({name: tensor.cpu() for name, tensor in bucket.tensors}, temporary)
             temporary.replace(self._file)
         except OSError as error:
             raise UserError(
@@ -209,7 +172,7 @@ class FilesTransport:
                 "free disk space, or set rollout.transfer_folder to a folder that this run can write to and the "
                 "servers can read",
             ) from None
-        return form_of(bucket, self._file)
+        return form_of(bucket, keep=keep, file=self._file)
 
     async def send(self, server: ServerApi, form: BucketForm) -> None:
         await server.bucket(form)
@@ -252,19 +215,25 @@ class SyncOutcome:
 class WeightSync:
     """Sends the weights of a model to servers. Every rank has one, and its calls are collective.
 
-    `first`: whether this is rank 0.
+    `first`: whether this is rank 0. `sent`: if given, servers receive differences.
     """
 
     servers: Sequence[ServerApi]
     loop: LoopThread
-    first: bool
+    mesh: Mesh
     stream: WeightStream
+    sent: SentWeights | None
     transport: GroupTransport | FilesTransport
     folder: Path
     base: str  # the folder of the model without adapters
     model: str  # the name of this model on the servers
     adapters: bool  # whether only adapters are sent
     launcher: Launcher | None
+
+    def __post_init__(self) -> None:
+        self.first = self.mesh.loss.rank == 0
+        self._confirmed: dict[str, int] = {}  # by URL: the version of the last weight sync that reached the server
+        self._behind: dict[str, str] = {}  # by URL: why this server cannot receive differences
 
     def name(self, version: int) -> str:
         """Return the name under which the servers serve the policy of this version."""
@@ -283,45 +252,99 @@ class WeightSync:
 
     def _send_weights(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
         outcome = SyncOutcome()
-        receivers = list(self.servers) if self.first else []
-
-        def attempt(call: ServerCall, *, loads: bool = False) -> None:
-            try:
-                for server, error in self.loop.run(for_each(receivers, call)).items() if receivers else ():
-                    outcome.failed[server.url] = str(error)
-                    if loads and isinstance(error, FailedError):
-                        outcome.refused.add(server.url)
-                    self.transport.forget(server)
-                    receivers.remove(server)
-            except UserError as wrong:
-                outcome.error = outcome.error or str(wrong)
+        waiting = list(self.servers) if self.first else []
+        self._attempt(self._begin, waiting, outcome)
+        if outcome.error is not None:
+            waiting.clear()
+        updated: list[ServerApi] = []
+        if self.sent is not None and self.sent.version is not None:
+            updated = [server for server in waiting if server.url not in self._behind]
+            if self._agreed(bool(updated)):
+                self._send_differences(self.sent, trained, version, updated, outcome)
+            waiting = [s for s in waiting if s.url in self._behind and s.url not in outcome.failed]
+            for server in waiting:
+                reason = self._behind[server.url]
+                warnings.warn(f"weight sync {version}: {server.url} receives all weights: {reason}", PadfreeWarning, 2)
+        if self._agreed(bool(waiting)):
+            self._send_buckets(self.stream.buckets(trained, keep=self.first), waiting, outcome)
+            if self.sent is not None and self.sent.version != version:
+                self.sent.keep(trained, version)
+        self.transport.clear()
 
         async def finish(server: ServerApi) -> None:
             await server.finish(version)
             await server.resume()
+            self._confirmed[server.url] = version
 
-        attempt(self._begin)
-        if outcome.error is not None:
-            receivers.clear()
-        for bucket in self.stream.buckets(trained, keep=self.first):
-            if receivers and outcome.error is None:
-                try:
-                    form = self.transport.prepare(bucket)
-                except UserError as wrong:
-                    outcome.error = str(wrong)
-                    continue
-                outcome.num_bytes += form.num_bytes
-                attempt(lambda server, form=form: self.transport.send(server, form), loads=True)  # type: ignore[misc]
-        self.transport.clear()
-        attempt(finish)
+        self._attempt(finish, [*updated, *waiting], outcome)
         return outcome
 
     async def _begin(self, server: ServerApi) -> None:
         await server.pause()
-        if await server.version() is None:
-            self.transport.forget(server)  # a new server process runs at this address, so reconnect
+        found, confirmed = await server.version(), self._confirmed.get(server.url)
+        self._behind.pop(server.url, None)
+        if confirmed is None or found != str(confirmed):
+            self.transport.forget(server)  # reconnect: the server process is new, or another run used the server
+        if found is None:
+            self._behind[server.url] = "it has no weights of this run"
+        elif self.sent is not None and (found != str(confirmed) or confirmed != self.sent.version):
+            self._behind[server.url] = f"it has policy version {found}, and version {self.sent.version} was sent last"
         await self.transport.connect(server)
         await server.begin()
+
+    def _send_differences(
+        self, sent: SentWeights, trained: PreTrainedModel, version: int, servers: list[ServerApi], outcome: SyncOutcome
+    ) -> None:
+        """Send differences to `servers`, and remove the servers that cannot apply them. Collective."""
+        failed = self._send_buckets(sent.buckets(trained, version), servers, outcome)
+        again = [server for server, error in failed.items() if isinstance(error, FailedError)]
+        for server in again:
+            del outcome.failed[server.url]
+            outcome.refused.discard(server.url)
+        self._attempt(self._begin, again, outcome)
+        self._behind |= {server.url: str(failed[server]) for server in again}
+
+    def _send_buckets(
+        self, buckets: Iterable[Bucket], servers: list[ServerApi], outcome: SyncOutcome
+    ) -> dict[ServerApi, ServerLostError]:
+        """Send buckets to `servers`. Return the servers that were lost, and remove them from `servers`. Collective."""
+        lost: dict[ServerApi, ServerLostError] = {}
+        for bucket in buckets:
+            if not servers or outcome.error is not None:
+                continue  # gathering is collective
+            try:
+                form = self.transport.prepare(bucket, keep=self.sent is not None)
+            except UserError as wrong:
+                outcome.error = str(wrong)
+                continue
+            outcome.num_bytes += form.num_bytes
+
+            async def send(server: ServerApi, form: BucketForm = form) -> None:
+                await self.transport.send(server, form)
+
+            lost |= self._attempt(send, servers, outcome)
+        outcome.refused |= {server.url for server, error in lost.items() if isinstance(error, FailedError)}
+        return lost
+
+    def _attempt(
+        self, call: ServerCall, servers: list[ServerApi], outcome: SyncOutcome
+    ) -> dict[ServerApi, ServerLostError]:
+        """Run `call` for all servers. Return the servers that were lost, and remove them from `servers`."""
+        try:
+            lost = self.loop.run(for_each(servers, call)) if servers else {}
+        except UserError as wrong:
+            outcome.error = outcome.error or str(wrong)
+            return {}
+        for server, error in lost.items():
+            outcome.failed[server.url] = str(error)
+            self._confirmed.pop(server.url, None)
+            self.transport.forget(server)
+            servers.remove(server)
+        return lost
+
+    def _agreed(self, value: bool) -> bool:
+        """Return rank 0's `value` on every rank. Collective."""
+        return bool(broadcast_object(value, self.mesh))
 
     def _send_adapters(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
         """Send only the adapters of `trained`, as files, as policy version `version`. Collective."""
@@ -359,3 +382,10 @@ class WeightSync:
             yield
         finally:
             self.loop.call(self.launcher.probe_lock.release)
+
+
+def broadcast_object(value: Any, mesh: Mesh) -> Any:
+    """Return rank 0's `value` on every rank. Collective."""
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(mesh.loss.group, 0), group=mesh.loss.group)
+    return box[0]
