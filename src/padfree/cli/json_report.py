@@ -1,4 +1,4 @@
-"""The file that `--json FILE` names, and the status line of a command that computes for minutes."""
+"""Write the report of `--json FILE`, and show a status line while a command computes for minutes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def json_target(given: str | None, *, writes: bool = True) -> Path | None:
 
 
 def write_json(target: Path | None, report: dict[str, Any]) -> None:
-    """Write the report, unless `--json` was not given."""
+    """Write the report to the file that `--json` names. Without `--json`, do nothing."""
     if target is None:
         return
     try:

@@ -7,7 +7,7 @@
 
 Conversations that differ only in their texts and numbers have the same shape (`chat_shape`). The checks run once per
 shape, on its twin: a conversation of that shape in which every text is a marker. If the template renders a row
-differently from the twin, because the template depends on the texts themselves, the checks run on the row.
+differently from the twin, the checks run on that row.
 
 The following parts of a conversation may be missing from the rendered text:
 

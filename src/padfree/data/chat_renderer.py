@@ -75,8 +75,9 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class RenderedSample:
     """The text of one sample.
 
-    `spans` are the ranges of trained characters: sorted, disjoint and not empty. `messages` has a pair (index of the
-    message, range of its text) for each message. The text shows the first `stop` messages.
+    - `spans`: the ranges of trained characters, which are sorted, disjoint and not empty.
+    - `messages`: a pair (index of the message, range of its text) for each message.
+    - `stop`: the text shows the first `stop` messages.
     """
 
     text: str
@@ -171,9 +172,11 @@ class ChatRenderer:
     def samples(self, conversation: Conversation, *, loss_on: LossOn, turns: Turns) -> list[RenderedSample]:
         """Return the training samples of a conversation, in the order of its turns.
 
-        `loss_on` says what is trained: "assistant" trains every assistant message that is not in
-        `conversation.untrained`, "last" only the last assistant message, and "all" the whole text, always as one
-        sample.
+        What is trained depends on `loss_on`:
+
+        - "assistant": every assistant message that is not in `conversation.untrained`
+        - "last": only the last assistant message
+        - "all": the whole text, always as one sample
         """
         return self._made(conversation, _Task(loss_on=loss_on, turns=turns))
 

@@ -27,7 +27,7 @@ def check_max_length(max_length: int | None) -> None:
 class TextSettings:
     """The settings of `[data]` that decide how rows become tokens, for all tasks.
 
-    Errors about a row or a file name a setting as in a recipe (`data.columns`).
+    An error message names a setting as a recipe does, e.g. `data.columns`.
 
     - `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
       A column mapped to "unused" is ignored.

@@ -159,8 +159,9 @@ class TokenizedDataset(StoredSamples):
     def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
         """Apply `max_length`. Return the truncated rows and the dropped rows.
 
-        `overlong="drop"` drops a whole row if one of its samples is too long. `overlong="truncate"` cuts the sample,
-        and drops it if no trained token is left; the other samples of the row are kept.
+        - `overlong="drop"` drops a whole row if one of its samples is too long.
+        - `overlong="truncate"` cuts the sample, and drops it if no trained token is left. The other samples of the row
+          are kept.
         """
         if self.max_length is None:
             return [], []

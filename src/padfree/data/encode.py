@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 
 MOST_CHARACTERS = 1 << 23
-"""The maximum number of characters in a row's text. A tokenizer takes minutes for longer texts, and no model has such a
-long context.
+"""The maximum number of characters in a row's text. A tokenizer takes minutes for longer texts, and models do not have
+such a long context.
 """
 
 

@@ -6,8 +6,9 @@
     image_digests.npy   uint8 [D, 32]   SHA-256 of each image file
     image_contents.bin                  the paths of image files and, for images inside of rows, the files themselves
 
-No pixels are stored or kept in memory: an image file is read and decoded when a step needs the image. A file is then
-compared with its hash. A cache folder is rebuilt if the size or the time of change of one of its image files differs.
+No pixels are stored or kept in memory: an image file is read and decoded when a step needs the image, and its content
+is compared with the stored hash. A cache folder is rebuilt if the size or the time of change of one of its image files
+differs.
 """
 
 from __future__ import annotations

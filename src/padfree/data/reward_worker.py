@@ -1,4 +1,4 @@
-"""A worker process that computes rewards for `padfree.rollout.rewards`.
+"""A worker process that computes rewards for `padfree.rollout.reward_workers`.
 
 The worker reads requests from its standard input and writes answers to its standard output. A message is a
 pickled tuple, preceded by the length of the pickle in bytes, an 8-byte integer.
@@ -6,9 +6,9 @@ pickled tuple, preceded by the length of the pickle in bytes, an 8-byte integer.
     request    (text, row, uid)
     answer     (True, reward) or (False, UserError)
 
-The standard output of the reward function is redirected to standard error, and its standard input is empty, so that the
-function cannot disturb the protocol. The process ends when its input ends. If the reward function cannot be imported,
-every answer has the error of the import.
+The reward function cannot disturb the protocol: its standard output is redirected to standard error, and its standard
+input is empty. The process ends when its input ends. If the reward function cannot be imported, every answer has the
+error of the import.
 """
 
 from __future__ import annotations

@@ -8,8 +8,10 @@ A reward function takes the response and the row that its prompt came from, with
     def length_penalty(response: str, row: Mapping[str, Any]) -> float: ...
 
 The exceptions and return values of the function are checked, and error messages name the sample.
-`padfree.config.functions` imports the function. `model:folder` names a reward model, which scores whole batches
-(`padfree.train.rl.reward_model`). `check_reward_name` checks a name without importing anything.
+`padfree.config.functions` imports the function.
+
+`model:folder` names a reward model, which scores whole batches (`padfree.train.rl.reward_model`). `check_reward_name`
+checks a name without importing anything.
 """
 
 from __future__ import annotations

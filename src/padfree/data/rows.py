@@ -89,7 +89,7 @@ class RowReader:
     def pair(self, row: Mapping[str, Any], fields: Fields) -> tuple[Conversation, Conversation] | PlainPair:
         """Return the chosen and the rejected conversation of a preference pair.
 
-        Each is the common context, followed by an answer. If no chat template is used, the texts are returned instead.
+        Each is the common context, followed by an answer. Without a chat template, the plain texts are returned.
         """
         columns = fields["chosen"], fields["rejected"]
         if not self._renders_chat or (fields.kind == "implicit" and _are_texts(row, columns)):
@@ -329,10 +329,10 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """Join a prompt and an answer as `_joined` does, for an answer that is a whole conversation with the prompt in it.
+    """Join a prompt and an answer that is a whole conversation, which contains the prompt.
 
-    `asked` are the messages of the prompt, and `said` are the messages of the answer. If `said` neither begins with
-    `asked` nor has it as its last user turn, a `RowError` is raised.
+    `asked` are the messages of the prompt, and `said` the messages of the answer. A `RowError` is raised if `said`
+    neither begins with `asked` nor has it as its last user turn.
     """
     own, rest = _split(asked)
     system, turns = _split(said)

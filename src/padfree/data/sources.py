@@ -5,10 +5,14 @@
     "openai/gsm8k"                              not a local path: a Hub id, read with the datasets package
     -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 
-A row is named by its file and its number, counted from 1 (`train.jsonl:17`). In JSON Lines, the number is that of the
-line. Blank lines are skipped but counted. A `.json` file holds one list of records. If it begins with `{`, it is read
-as JSON Lines, because most such files are JSON Lines. A byte order mark at the start of a file is ignored. In folders,
-hidden files and folders, and files with other suffixes, are ignored.
+A row is named by its file and its number, counted from 1 (`train.jsonl:17`).
+
+- JSON Lines: the number is that of the line. Blank lines are skipped but counted.
+- `.json`: the file holds one list of records. If it begins with `{`, it is read as JSON Lines, because most such files
+  are JSON Lines.
+- Folders: hidden files and folders, and files with other suffixes, are ignored.
+
+A byte order mark at the start of a file is ignored.
 
 Chunks of JSON Lines hold unparsed bytes, so that the tokenising processes also do the parsing.
 """

@@ -17,8 +17,8 @@ process builds the folder and holds a lock; other processes that need the folder
 file is missing or too short) is rebuilt.
 
 Hashing a large file takes a long time, because the whole file must be read. The hash is therefore cached under the
-file's path, size, inode and times of change. The hash of a file that changed less than two seconds before hashing is
-not cached, because another change could have the same time stamp.
+file's path, size, inode and times of change. The hash of a file that changed in the last two seconds is not cached,
+because another change could have the same time stamp.
 """
 
 from __future__ import annotations

@@ -10,9 +10,11 @@ Here every Jinja operation that can make a large value from small ones has a lim
     [a, b]  (a, b)  {k: v}       the number of values inside; a shared value counts each time it occurs
     loops, calls                 the CPU time since rendering began
 
-The rendered text equals that of `apply_chat_template` in transformers, with two exceptions. `strftime_now` formats a
-given day (at 00:00) instead of the current time. Printing a list, an object, null or a boolean raises an error, because
-Jinja would write Python's repr, which is almost certainly a mistake.
+The rendered text equals that of `apply_chat_template` in transformers, with two exceptions:
+
+- `strftime_now` formats a given day (at 00:00) instead of the current time.
+- Printing a list, an object, null or a boolean raises an error. Jinja would write Python's repr, which is almost
+  certainly a mistake.
 """
 
 from __future__ import annotations

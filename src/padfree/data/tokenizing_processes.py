@@ -2,8 +2,8 @@
 
     chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in the order of the chunks
 
-Each of the k processes works on one chunk at a time. A process gets its next chunk after the main process has received
-the result of the previous one.
+Each of the k processes works on one chunk of rows at a time. A process gets its next chunk after the main process has
+received the result of the previous one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rows of an environment of the verifiers package, and the environment itself.
+"""Load an environment of the verifiers package, and read its rows.
 
     verifiers:wordle            vf.load_environment("wordle"), rows of its training data
     verifiers:wordle#eval       rows of its held-out data

@@ -21,9 +21,10 @@ A vision tower keeps the inputs and results of its matmuls, for each patch of an
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -87,24 +88,18 @@ def _block_bytes(block: nn.Module, size: int) -> int:
 
 
 def _block_input_bytes(block: nn.Module, size: int) -> int:
-    norms = (module for module in block.modules() if type(module).__name__.endswith("Norm"))
-    return size * max((_width(module) for module in norms), default=0)
+    norms: Iterator[Any] = (module for module in block.modules() if type(module).__name__.endswith("Norm"))
+    return size * max((int(module.weight.shape[-1]) for module in norms), default=0)
 
 
-def _width(norm: nn.Module) -> int:
-    weight = norm.weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[-1]
-
-
-def _linear_bytes(module: nn.Module, size: int) -> int:
+def _linear_bytes(module: Any, size: int) -> int:
     """The bytes that a matmul or a norm keeps for one row: its input and its result."""
     if isinstance(module, nn.Linear):
         return size * (module.in_features + module.out_features)
     if isinstance(module, nn.LayerNorm):
         return size * module.normalized_shape[-1]
     if type(module).__name__.endswith("Norm"):
-        return _norm_bytes(_width(module), size)
+        return _norm_bytes(int(module.weight.shape[-1]), size)
     return 0
 
 

@@ -13,8 +13,8 @@ Before `attach` changes anything, it tests the architecture: padfree must suppor
 small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises
 an error with the reason.
 
-If the batch's `AttnContext` names an attention backend, this backend is used. Otherwise the backend given to `attach`
-is used. With `auto`, it is the fastest backend that supports the call.
+The attention backend is the one that the batch's `AttnContext` names, or else the one given to `attach`. With `auto`,
+it is the fastest backend that supports the call.
 """
 
 from __future__ import annotations

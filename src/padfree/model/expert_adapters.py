@@ -39,7 +39,7 @@ ALIGNMENT = 16
 
 
 class ExpertMatrices(nn.Module):
-    """The matrices A (or the matrices B) of a layer's experts, one stacked tensor for each weight that has adapters."""
+    """The matrices A or the matrices B of a layer's experts: one stacked tensor for each weight with adapters."""
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
         super().__init__()

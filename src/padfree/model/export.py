@@ -115,7 +115,7 @@ def _not_finite(tensors: Mapping[str, Tensor], parameters: Collection[str], dtyp
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """A block that hides the progress bar of transformers, which would interfere with padfree's own."""
+    """Context manager that hides the progress bar of transformers, which would interfere with padfree's own."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:

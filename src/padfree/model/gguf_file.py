@@ -3,8 +3,8 @@
     model.layers.0.mlp.gate_proj.weight  [I, D]   ->   blk.0.ffn_gate.weight   bfloat16
     model.norm.weight                    [D]      ->   output_norm.weight      float32, as are all vectors
 
-Names are those of gguf's own table for the architecture. Values differ from the HF file in three places, which readers
-of the format undo:
+Names are those of gguf's own table for the architecture. Three kinds of values differ from the HF file, and programs
+that read GGUF files undo the difference:
 
     Llama    rows of q and k: llama.cpp rotates the pairs (0 1) (2 3), transformers the pairs (0 2) (1 3)
     Gemma 3  norm weights are stored as 1 + weight

@@ -4,9 +4,10 @@
     cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
     back to HF              output [1, T, H, dv], None
 
-A pack has T tokens. transformers looks up attention functions by the name in `config._attn_implementation`. padfree's
-function is registered as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model
-stores only this name. The `AttnContext`, which depends on the data, is passed with every call. No state is kept between
+transformers looks up attention functions by the name in `config._attn_implementation`. padfree's function is registered
+as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model stores only this name.
+
+The `AttnContext` describes the samples of a pack of T tokens, and is passed with every call. No state is kept between
 calls, so that recomputed activations and other models in the same process always see their own batch.
 
 No mask function is registered under this name. Therefore transformers passes None as the mask without looking at

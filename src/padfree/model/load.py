@@ -195,7 +195,7 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model` on all ranks. If it fails on one rank (a file is missing, say), all ranks raise the error."""
+    """Call `open_model` on all ranks. If it fails on one rank (e.g. a file is missing), all ranks raise the error."""
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)

@@ -45,7 +45,7 @@ def open_model(
     """Return the config of a model, and the file of each tensor.
 
     The files are None if the weights are to be random. `init_setting` is the name of the setting that requests random
-    weights, for error messages. It is None if the caller has no such setting.
+    weights, for error messages, or None if the caller has no such setting.
     """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None

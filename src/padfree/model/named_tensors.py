@@ -29,8 +29,7 @@ def clean_name(name: str) -> str:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and persistent buffer once, by name in HF files. A tied tensor has the first of its names.
 
-    Under FSDP2 these are the sharded tensors: units that a forward without backward has left unsharded are
-    resharded first.
+    Under FSDP2 the tensors are sharded. A unit that a forward without backward has left unsharded is resharded first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -24,9 +24,10 @@ from padfree.model.vision.features import vision_hidden_states
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     """The hidden states that the head of an attached model would get, computed by the base model's own forward.
 
-    Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks. If samples of the batch share
-    prefixes, the result is [e, D] instead: one hidden state for each of the e scored tokens that this rank predicts. A
-    hidden state that predicts a token in several samples is repeated.
+    Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks.
+
+    If samples share prefixes, the result is [e, D] instead: one hidden state for each of the e scored tokens that this
+    rank predicts. A hidden state that predicts a token in several samples is repeated.
 
     Under FSDP2 the embeddings and the last norm must be unsharded: use `padfree.sharding.parallelize.inside`.
     """

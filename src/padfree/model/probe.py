@@ -129,7 +129,7 @@ Compare = Callable[[PreTrainedModel], Verdict]
 
 
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
-    """The result of the test `compare` on a small copy that has every module class of the model.
+    """Run the test `compare` on a small copy of the model that has all its module classes. Return the verdict.
 
     `how`: a name for `compare`, part of the key under which the result is cached.
     """
@@ -199,7 +199,7 @@ def _module_classes(model: nn.Module) -> set[str]:
 def undisturbed() -> Iterator[None]:
     """Context manager: its block runs on the CPU in float32, with gradients, and without log messages or warnings.
 
-    At its end the caller's state is restored.
+    At the end of the block, the caller's state is restored.
     """
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"
@@ -254,7 +254,7 @@ class _Samples:
 def _compare(model: PreTrainedModel) -> Verdict:
     """Compare the outputs and gradients of a pack with the outputs and gradients of its samples, run one at a time.
 
-    The model passes if they agree; `leak` of the returned verdict is then None.
+    If they agree, the model passes: `leak` of the returned verdict is None.
 
     A mixer is a module that mixes tokens without attention. If several sets of modules could be the mixers, they are
     tried in order until one passes.

@@ -48,7 +48,7 @@ Recipe = list[InitialisingCall]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records, for each storage, the calls that write to it. A storage maps to None if a call reads other tensors."""
+    """Records the calls that write to each storage. A storage maps to None if one of its calls reads other tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -71,7 +71,7 @@ class RouteReplay:
     """Replays `AttnContext.routes` [T, R, k] in the R routers of an attached model. It is installed in place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Call it after adapters are added and before the first forward pass."""
+        """Create this object after adapters are added and before the first forward pass."""
         self.routers = routers_of(model)
         self._context: AttnContext | None = None
         for layer in layers_of(model):

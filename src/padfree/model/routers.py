@@ -2,7 +2,7 @@
 
     router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        as in transformers
 
-There are T tokens, E experts and k chosen experts per token. A router is a sibling module of `experts` with one weight
+There are T tokens, E experts and k chosen experts per token. A router is a module next to `experts`, with one weight
 vector per expert. A forward hook records its calls while a `RouterRecorder` is on. The hook also works in compiled and
 recomputed layers.
 """

@@ -108,8 +108,7 @@ def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
 def use_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
     """Set `pad_token_id` in the model's config.
 
-    The tokenizer's padding token is used. If it has none, the config keeps its own padding token. If the config has
-    none either, it gets the tokenizer's end-of-sequence token.
+    The padding token is the tokenizer's own, else that of the config, else the tokenizer's end-of-sequence token.
     """
     if tokenizer is None:
         return

@@ -206,7 +206,7 @@ def _key_heads(num_key_heads: int, num_heads: int) -> int:
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
     """The indices of the layers that the copy keeps.
 
-    These are the first layer of each kind, and further layers until there are `wanted`.
+    The layers are the first one of each kind, and further ones until there are `wanted` layers.
     """
     lists = [value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES]
     indices = [value for name, value in values.items() if name in LAYER_INDICES and isinstance(value, (list, tuple))]

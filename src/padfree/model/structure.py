@@ -158,7 +158,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Compute the non-persistent buffers of `model`, which is on the meta device. Returns CPU tensors by name."""
+    """Compute the non-persistent buffers of `model`, which is on the meta device. Return CPU tensors by name."""
     for tensor in named_tensors(model).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     runs: list[dict[str, Tensor]] = []

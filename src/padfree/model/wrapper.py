@@ -89,7 +89,7 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
     """Map the name of each tensor of the language model to its name in the whole multimodal model.
 
-    The whole model contains the language model itself, or only its base model.
+    Some multimodal models contain the language model itself, others only its base model.
     """
     own = list(language.state_dict())
     classes = [(type(language), ""), (type(language.base_model), f"{language.base_model_prefix}.")]

@@ -16,7 +16,7 @@ from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.group import Play, Played, RolloutGroup
-from padfree.rollout.rewards import RewardWorkers
+from padfree.rollout.reward_workers import RewardWorkers
 
 LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
 EOS = 0

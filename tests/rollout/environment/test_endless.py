@@ -21,7 +21,7 @@ from padfree.errors import UserError
 from padfree.rollout import Prompt
 from padfree.rollout.environment import Policy, Trajectory
 from padfree.rollout.environment.agent import agent_episode
-from padfree.rollout.rewards import DaemonPool, RewardWorkers, _in_thread, call_within
+from padfree.rollout.reward_workers import DaemonPool, RewardWorkers, _in_thread, call_within
 from tests.rollout.environment.environment_cases import CHAT, play, prompt
 
 LIMIT = 0.7

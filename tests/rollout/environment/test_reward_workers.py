@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from padfree.data import load_reward
-from padfree.rollout.rewards import RewardWorkers
+from padfree.rollout.reward_workers import RewardWorkers
 from tests.refused import refused
 
 HERE = "tests.rollout.environment.rewards"

@@ -4,10 +4,11 @@
     calls       mixer(x) and mixer(x with token 3 changed)        do the outputs of other tokens differ?
 
 A small copy of the model (see `padfree.model.probe`) runs once, and the call of every module is recorded. A module
-below a layer is a mixer if a changed token changes the outputs of other tokens, and if none of its submodules calls
-transformers' attention. If mixers are nested, there are two choices. The innermost modules have the simplest calls. The
-outermost modules include mixing between the inner ones (a convolution before a recurrence). The probe tries the
-innermost modules first, then the outermost.
+below a layer is a mixer if a changed token changes its outputs for other tokens, and if none of its submodules calls
+transformers' attention.
+
+If mixers are nested, the probe tries the innermost modules first, because their calls are the simplest. Then it tries
+the outermost modules, which include mixing between the inner ones (a convolution before a recurrence).
 """
 
 from __future__ import annotations

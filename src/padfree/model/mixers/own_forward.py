@@ -62,7 +62,8 @@ def reference_forward(module_class: type[nn.Module]) -> Function | None:
 
 @contextmanager
 def reference_functions(model: nn.Module) -> Iterator[None]:
-    """A block in which a model's modules do not call kernels of other packages, because these need a GPU."""
+    """Context manager in which a model's modules do not call kernels of other packages, because these kernels need a
+    GPU."""
     replaced = []
     for module in model.modules():
         own = not type(module).__module__.startswith("torch.")

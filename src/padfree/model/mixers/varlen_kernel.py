@@ -77,7 +77,7 @@ def tested_kernel(
 ) -> VarlenKernel | None:
     """The fast forward, if it passes the test on this machine.
 
-    Otherwise None, with a warning if the device is a GPU.
+    None if it fails, with a warning if the device is a GPU.
     """
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):

@@ -68,7 +68,7 @@ from padfree.rollout.environment.load_environment import environment_name
 from padfree.rollout.group import Play, Played, RolloutGroup, Watcher, check_recorded, written_groups
 from padfree.rollout.prompts import Prompt
 from padfree.rollout.response_log import ResponseLog
-from padfree.rollout.rewards import RewardModel, RewardWorkers, score_by_model
+from padfree.rollout.reward_workers import RewardModel, RewardWorkers, score_by_model
 from padfree.rollout.sampling_rng import response_keys
 from padfree.sample import Sample
 

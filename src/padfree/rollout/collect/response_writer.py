@@ -29,7 +29,7 @@ from padfree.rollout.environment.load_environment import environment_name, load_
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.group import Leaf, Play, Played, Watcher, kept_fields
 from padfree.rollout.loop_thread import LoopThread
-from padfree.rollout.rewards import DaemonPool, RewardsLater, RewardWorkers
+from padfree.rollout.reward_workers import DaemonPool, RewardsLater, RewardWorkers
 from padfree.rollout.truncation import truncation_of
 
 REWARD_THREADS = 64

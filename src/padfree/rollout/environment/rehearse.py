@@ -18,7 +18,7 @@ from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
 from padfree.rollout.group import Leaf, Play, RolloutGroup
 from padfree.rollout.prompts import Prompt
-from padfree.rollout.rewards import RewardWorkers
+from padfree.rollout.reward_workers import RewardWorkers
 from padfree.rollout.token_ids import tokenizer_size
 
 

@@ -32,7 +32,7 @@ from padfree.rollout.environment.tokens import TokenSource, TurnPath, blocked, f
 from padfree.rollout.environment.trajectory import Trajectory, Tree, leaf_of
 from padfree.rollout.group import Leaf, Play, Played, RolloutGroup, Watcher
 from padfree.rollout.loop_thread import LoopThread
-from padfree.rollout.rewards import RewardWorkers
+from padfree.rollout.reward_workers import RewardWorkers
 from padfree.rollout.truncation import WHOLE, Truncation
 
 MAX_TURNS = 10_000

@@ -47,7 +47,7 @@ class HarnessAnswers:
     """Computes the log-likelihoods and generates the texts that lm-evaluation-harness requests."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, speaker_at: SpeakerAt) -> None:
-        """`model` is attached."""
+        """`model` must be attached (`padfree.attach`)."""
         self.model, self.tokenizer, self._speaker_at = model, tokenizer, speaker_at
         self.max_length = context_length(model, tokenizer)
         bos = tokenizer.bos_token_id

@@ -80,8 +80,9 @@ def exact(
 ) -> tuple[Found | None, str | None]:
     """Load a model with `load`, convert it to float64, and return the result of `compute` on it. Collective.
 
-    Only rank 0 computes; on other ranks the first result is None. The second result, the same on every rank, is None
-    or the reason why there is no float64 reference: not enough memory, or a model that does not run in float64.
+    Only rank 0 computes; the first result is None on other ranks. The second result is the same on every rank: the
+    reason why there is no float64 reference, or None. Possible reasons are too little memory, and a model that does not
+    run in float64.
     """
     found, obstacle = None, None
     model = load()
@@ -106,8 +107,9 @@ def exact(
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
     """Return the text that describes the reference in the report.
 
-    `obstacle`: why the reference is not in float64; None if it is. `what`: the input of one call of the model, e.g.
-    "one sample at a time". `attention`: the attention implementation.
+    - `obstacle`: why the reference is not in float64; None if it is.
+    - `what`: the input of one call of the model, e.g. "one sample at a time".
+    - `attention`: the attention implementation.
     """
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"

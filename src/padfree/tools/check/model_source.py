@@ -4,9 +4,10 @@
     its first 4 layers       config.json (4 layers), an index of their tensors, links to the same files
 
 The first layers keep their own weights, and so do the embeddings, the last norm and the head. Enough layers are kept to
-include every layer type in the config (sliding or full attention, dense or sparse). Files are linked, not copied,
-unless transformers renames or merges tensors on loading. In that case it would read whole files, so the tensors of the
-kept layers are written to new files.
+include every layer type in the config (sliding or full attention, dense or sparse).
+
+Files are linked, not copied. The exception is a model whose tensors transformers renames or merges on loading:
+transformers would read whole files, so the tensors of the kept layers are written to new files.
 """
 
 from __future__ import annotations

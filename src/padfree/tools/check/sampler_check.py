@@ -3,9 +3,9 @@
     prompts -> sampler: prefill, decode steps   tokens, log-probabilities [n]     the kernels of `rollout.exact`
             -> trainer: one pack of all samples log-probabilities [n]             equal bits?
 
-If any bit differs, the same tokens run through both paths again, without the compiler and with a record of what
-every operator reads and writes. Operators run in the same order in both paths. The first one whose results differ is
-the cause, because everything before it is equal:
+If any bit differs, the same tokens run through both paths again, without the compiler. Every operator's inputs and
+outputs are recorded. Operators run in the same order in both paths, so the first operator whose results differ is the
+cause:
 
     layer 0   input_layernorm   q_proj   k_proj   v_proj   (attention)   o_proj   ...
     equal     yes               yes      yes      no <- the report names layer 0, self_attn.v_proj

@@ -22,8 +22,8 @@ speedup that packing gives on a GPU, with a few steps of a larger model.
     page      shows both runs on one page                                       report.html
 
 The file has one JSON object per line, with `question` and `answer` as in GSM8K, or with `prompt` and `response`.
-Answers end in a number after hashes, such as `#### 42`. A few steps teach a small model this form but hardly any
-arithmetic; to teach arithmetic, run the recipes in `recipes/` for longer.
+Answers end in a number after hashes, such as `#### 42`. A few steps teach a small model this form, but hardly any
+arithmetic. To teach arithmetic, run the recipes in `recipes/` for longer.
 
 `demo.json` holds the results of all finished stages. With `--resume` the demo continues with the next stage, and an
 unfinished training run continues from its checkpoint.

@@ -5,8 +5,9 @@
     plain text   the token ids of a text                         the tokenizer, special tokens
     messages     the token ids of a conversation                 the chat template
 
-A fault that one stage finds is assumed in the next. If prompts show a stale layer, responses are compared with those of
-a model with the same stale layer. A rollout file has responses only, for which all hypotheses are tried.
+Each stage assumes the fault that an earlier stage found. For example, if prompts show a stale layer, responses are
+compared with those of a model with the same stale layer. A rollout file has responses only, for which all hypotheses
+are tried.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
                          special tokens missing                               7 8 9
                          no generation prompt, no template, ...
 
-If the server returns the ids of a prompt, they are compared with the expected ids and with the candidates. Otherwise
-the response of the server is scored after each of them.
+If the server returns the ids of a prompt, padfree compares them with the expected ids and with the candidates.
+Otherwise it scores the response of the server after each of them.
 """
 
 from __future__ import annotations

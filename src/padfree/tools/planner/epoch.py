@@ -81,7 +81,7 @@ class EpochPlan:
 
     @cached_property
     def slot_tokens(self) -> Lengths:
-        """Flat array with the number of tokens that each micro-batch computes.
+        """Flat array with the number of tokens in each micro-batch.
 
         There is one entry for each micro-batch of each data rank in each planned step.
         """

@@ -22,9 +22,10 @@ FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: em
 `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
 parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank.
 
-Experts that ranks divide among them are a unit of their own. Each time a token chooses an expert, one vector
-of activations is sent to the expert's rank and one is sent back, in forward and in backward, and again if activations
-are recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally often.
+Experts that ranks divide among them are a unit of their own. Each time a token chooses an expert, one vector of
+activations is sent to the expert's rank and one is sent back. This happens in forward and in backward, and again if
+activations are recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally
+often.
 
 Packet headers, rollouts, scoring without gradients, evaluations and checkpoints are not counted.
 """
@@ -189,9 +190,10 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSizes:
-    """The numbers of elements that FSDP gathers and reduces for one unit, including padding.
+    """The numbers of elements that FSDP gathers and reduces for one unit (a layer or the root), including padding.
 
-    If ranks divide the experts of a layer among them, the unit has only the experts of one rank."""
+    If ranks divide the experts of a layer among them, the unit has only the experts of one rank.
+    """
 
     gathered: int
     reduced: int

@@ -25,7 +25,7 @@ MOST_ROWS = 400
 MOST_LETTERS = 2_000_000
 MOST_LETTERS_OF_TEXT = 20_000
 BLOCK = 4
-"""Number of consecutive lines that are shown or omitted together. A batch writes this many lines."""
+"""Number of consecutive lines that are shown or omitted together: one batch of responses."""
 
 FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "prompt", "response", "uid")
 """The first columns, in this order; other columns of the file follow."""

@@ -92,7 +92,7 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`chat` renders the chat template; None: prompts are plain text. `decodes`: see `InProcessSampler`."""
+        """`chat` renders the chat template. Without it, prompts are plain text. `decodes`: see `InProcessSampler`."""
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)
@@ -301,8 +301,8 @@ def load_language_model(
 ) -> tuple[PreTrainedModel, torch.dtype]:
     """Load a model, with merged adapters if it has any. Return the model and the dtype in which it should run.
 
-    `dtype`: the dtype in which it should run; None: that of the weight files. A model with adapters is returned in
-    float32 on the CPU, where its adapters are merged. Any other model is returned in this dtype, on `device`.
+    `dtype`: the dtype in which the model should run; None: that of the weight files. Without adapters, the model is
+    returned in this dtype, on `device`. With adapters, it is returned in float32 on the CPU, where they are merged.
     """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):
