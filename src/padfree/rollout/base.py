@@ -113,7 +113,7 @@ class Response:
         )
 
     def _routes_followed_by(self, rest: Response) -> Routes | None:
-        """Return the routes of the prompt, this response and `rest`. Those in `rest.routes` include the prompt again."""
+        """Return the routes of the prompt, this response and `rest`. `rest.routes` includes the prompt again."""
         if self.routes is None:
             return None
         return merged_routes(self.routes, rest.routes, len(self.routes) + len(rest.tokens))

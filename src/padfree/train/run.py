@@ -345,7 +345,7 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Return arguments for `resolve_auto_on` that describe the data.
 
-        A run that generates rollouts needs the number of tokens of the longest prompt. Other runs need the number of tokens
+    A run that generates rollouts needs the number of tokens of the longest prompt. Other runs need the number of tokens
     of the longest sample that one device holds, and the number of keys that attention copies per token. All runs need
     the share of image tokens.
     """

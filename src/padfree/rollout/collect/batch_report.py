@@ -105,7 +105,7 @@ def queue_metrics(
 
 
 class ResponseExamples:
-    """A JSON Lines file with a batch number in each line. A resumed run removes the lines of batches that it repeats."""
+    """A JSON Lines file with a batch number in each line. A resumed run removes lines of batches that it repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -103,7 +103,7 @@ class ChatTokenizer:
 
 
 class Host(Protocol):
-    """The functions of a runner that the policies of an episode use: sampling, tokenisation and the API for programs."""
+    """What the policies of an episode need from its runner: sampling, tokenisation and the API for programs."""
 
     chat_tokenizer: ChatTokenizer
     key: int
@@ -223,7 +223,7 @@ class Policy:
 
     @property
     def host(self) -> Host:
-        """The object that runs the episode. Environments that make API calls in this process need it (`calls.Calls`)."""
+        """The object that runs the episode. Environments that make API calls in this process need it: `calls.Calls`."""
         return self._host
 
     async def base_url(self) -> str:
