@@ -62,7 +62,7 @@ SAMPLES, MAX_TOKENS = 64, 16384
 
 
 class Sections(TypedDict, total=False):
-    """The keywords of every call: the sections of a recipe, each as a dictionary or as the value of its main setting."""
+    """The keywords of every call: the sections of a recipe, each a dictionary or the value of its main setting."""
 
     model: Any
     data: Any

@@ -196,7 +196,7 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """The bytes per token that a compiled layer keeps: the inputs of matmuls. The compiler recomputes everything else."""
+    """The bytes per token that a compiled layer keeps: inputs of matmuls. The compiler recomputes all else."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):

@@ -6,9 +6,9 @@
     mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 
 Only FLOPs that training requires are counted, not all FLOPs that are executed. Not counted are recomputation
-(activation checkpointing), old and reference log-probabilities, and padding. A prefix that samples share
-counts once, and so does an image that they show. A matmul with a frozen weight needs two thirds of the FLOPs, because it has no weight gradient. With adapters, all of the
-model's own weights are frozen.
+(activation checkpointing), old and reference log-probabilities, and padding. A prefix that samples share counts once,
+and so does an image of a pack. A matmul with a frozen weight needs two thirds of the FLOPs, because it has no weight
+gradient. With adapters, all of the model's own weights are frozen.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from padfree.packing.cost import FORWARD_AND_BACKWARD
 from padfree.sizes import ModelSizes
 
 # Dense bfloat16 TFLOP/s with float32 accumulation at the boost clock, from the vendors' data sheets. If a data sheet
-# gives only the figure with sparsity, half of it is used. An entry applies if all of its words are in the device's name. The first such entry is used, so more specific
-# ones come first.
+# gives only the figure with sparsity, half of it is used. An entry applies if all of its words are in the device's
+# name. The first such entry is used, so more specific ones come first.
 PEAKS: tuple[tuple[str, float], ...] = (
     ("A100", 312.0),
     ("A800", 312.0),
