@@ -140,7 +140,7 @@ SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the outputs of the random number generator splitmix64 for these states.
 
-    padfree has its own implementation, so that an update of a library cannot change shuffled orders.
+    No library is used, so that an update of a library cannot change shuffled orders.
     """
     increment, first, second = (np.uint64(number) for number in SPLITMIX64)
     values = states + increment

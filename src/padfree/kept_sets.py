@@ -120,7 +120,7 @@ class KeptSets:
 def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
     """Return the kept sets of a sample, given as `KeptSets`, a list of lists or None.
 
-    The result is None if every token was sampled from the whole vocabulary.
+    The sets are None if every token was sampled from the whole vocabulary.
     """
     if values is None:
         return None

@@ -126,7 +126,7 @@ class PathPages(NamedTuple):
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
     """Return the number of pages that each of S nodes adds, [S].
 
-    These are the pages that hold its own tokens. `size`: the number of tokens of a page.
+    A node adds the pages that hold its own tokens. `size`: the number of tokens of a page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts

@@ -55,7 +55,7 @@ def is_unknown(routes: Routes) -> NDArray[np.bool_]:
 def checked_routes(values: Any, length: int, name: str) -> Routes:
     """Convert the routes of the sample called `name` to an array [n, R, k] of uint8 or int16.
 
-    In integers of another dtype, -1 marks an unknown route.
+    If the given integers have another dtype, -1 marks an unknown route.
     """
     array = host_array(values, f"routes of {name}")
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
@@ -101,9 +101,9 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens: each from `first` if it is known there, else from `later`.
+    """Return the routes of `length` tokens. A route that `first` does not know is taken from `later`.
 
-    Both may cover fewer tokens. A token that is an input of several turns keeps its first route.
+    `first` and `later` may cover fewer tokens. A token that is an input of several turns keeps its first route.
     """
     known, other = (
         None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)

@@ -98,7 +98,7 @@ class Segments:
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S]: 0, or the number of tokens of a node's ancestors."""
+        """The position of the first token of each segment, [S]: 0, or in a prefix tree the tokens before it."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)

@@ -257,7 +257,7 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
     """Return a tuple for each linear layer in a module, in order.
 
-    The tuple: last part of the layer's name, the layer, its input width, its output width.
+    A tuple has the last part of the layer's name, the layer, its input width and its output width.
     """
     found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():

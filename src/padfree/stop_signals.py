@@ -13,8 +13,8 @@
 A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). So does a handler
 of other code for SIGHUP or for a warning.
 
-Each signal prints one message at once. Python runs a handler only between two bytecode instructions, so it would be
-late while a step waits for a GPU or other ranks; therefore a thread reads the signals from a pipe. A launcher may
+Each signal prints one message at once. Python runs a handler only between two bytecode instructions, so a handler would
+be late while a step waits for a GPU or other ranks. Therefore a thread reads the signals from a pipe. A launcher may
 forward a signal that the process has already received. A second request within `SAME_REQUEST_SECONDS` of the first
 therefore counts as the same request.
 

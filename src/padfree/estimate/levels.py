@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits for all layers together."""
+    """The limits of memory and time for all layers of a model together."""
 
     device: int  # bytes
     at_end: int  # bytes that are needed on the device after the forward pass, while all layers keep their activations

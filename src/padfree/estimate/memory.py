@@ -263,8 +263,8 @@ def _responses(config: Config, processes: int) -> int:
 def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
     """The temporary bytes of a response in a decode step.
 
-    These are its logits. If logits are truncated, also their scaled values, weights, order and masks, and copies of the
-    last two.
+    A response needs its logits. If logits are truncated, it also needs their scaled values, weights, order and masks,
+    and copies of the last two.
     """
     truncated = FLOAT32 * 6 + 4 if _is_truncated(config) else 0
     return ModelSizes.of(model.config).vocabulary * (size + truncated)

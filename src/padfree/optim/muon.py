@@ -78,7 +78,7 @@ class Muon:
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """Orthogonalise n matrices [n, A, B] by Newton-Schulz iterations.
 
-    The result has the same singular vectors, and nonzero singular values of about 1.
+    A result has the singular vectors of its matrix, and singular values of about 1 in place of the nonzero ones.
     """
     a, b, c = COEFFICIENTS
     found = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices

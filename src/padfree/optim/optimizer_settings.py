@@ -135,7 +135,7 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """The same settings for all parameters, ignoring `groups`, which describes another model."""
+        """The same settings without `groups`, for another model than the one that `groups` describes."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:

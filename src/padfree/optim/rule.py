@@ -16,7 +16,7 @@ which a checkpoint writes as JSON.
 State = MutableMapping[Tensor, dict[str, Any]]
 """The optimizer state.
 
-It maps each parameter to a dict of tensors that are sharded like the parameter, or of scalars.
+The state of a parameter is a dict of scalars and of tensors that are sharded like the parameter.
 """
 
 
@@ -43,5 +43,5 @@ class UpdateRule(Protocol):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor. It shares the tensor's memory."""
+    """This rank's shard of a tensor. The shard shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -49,10 +49,11 @@ def balance(
 ) -> list[Indices]:
     """Partition the samples into k parts with nearly equal sums of `costs` [n].
 
-    Returns k arrays of ascending sample indices; every sample is in exactly one of them. `cap` limits the sum of
-    `lengths` [n] in a part, or the sum of `costs`, which must then be integers, if `lengths` is not given. With
-    `equal_count`, the sample counts of any two parts differ by at most 1. With n >= k, no part is empty; with fewer
-    samples, each sample is alone and the other parts are empty.
+    Returns k arrays of ascending sample indices; every sample is in exactly one of them. With n >= k samples, no part
+    is empty. With fewer samples, each has a part of its own.
+
+    `cap` limits the sum of `lengths` [n] in a part. Without `lengths`, it limits the sum of `costs`, which must then be
+    integers. With `equal_count`, the sample counts of any two parts differ by at most 1.
     """
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
@@ -122,10 +123,7 @@ Parts = list[Indices]
 
 
 def partition(problem: PartitionProblem) -> Parts | None:
-    """Divide the samples into parts of nearly equal cost. Returns the ascending sample indices of each part.
-
-    Returns None if no assignment within the cap was found.
-    """
+    """Return parts of nearly equal cost, as ascending sample indices; None if no assignment fits the cap."""
     parts = _start(problem)
     if parts is None:
         return None

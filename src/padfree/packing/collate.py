@@ -416,7 +416,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
 def _padded_to_largest(loaded: Sequence[Mapping[str, NDArray[Any]]]) -> list[Mapping[str, NDArray[Any]]]:
     """Pad `pixel_values` [1, channels, height, width] at the right and bottom to the size of the largest image.
 
-    Only towers that cut an image to its `image_sizes` [1, 2] (Pixtral) need this. All other inputs are unchanged.
+    Only towers that cut an image to its `image_sizes` [1, 2] (Pixtral) need padding. Other inputs are unchanged.
     """
 
     def is_cut(inputs: Mapping[str, NDArray[Any]]) -> bool:

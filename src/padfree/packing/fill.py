@@ -186,7 +186,7 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
 def _grouped(order: Indices, bins: Indices) -> Bins:
     """Group samples by bin, with ascending indices in each bin.
 
-    This is one in-place sort of (bin, index) pairs, each packed into one integer.
+    The (bin, index) pairs are packed into one integer each and sorted in place.
     """
     offsets = np.zeros(int(bins.max(initial=-1)) + 2, np.int64)
     np.cumsum(np.bincount(bins), out=offsets[1:])

@@ -106,7 +106,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
 
 
 def _units(prefixes: PrefixTree, family: Indices, parts: int, max_tokens: int) -> list[Indices]:
-    """Divide the samples of a family into `parts` parts. Halve each part that does not fit into a pack."""
+    """Divide a family (samples that share a prefix) into `parts` parts. Halve parts that do not fit into a pack."""
     units: list[Indices] = []
     todo = [part for part in np.array_split(family, min(parts, len(family))) if len(part)][::-1]
     while todo:

@@ -1,6 +1,7 @@
 """An asyncio event loop in its own thread, which plays episodes and sends requests while other threads compute.
 
-This thread and those of `asyncio.to_thread` are daemons: a call that never returns does not keep the process alive.
+The thread of the loop and those of `asyncio.to_thread` are daemons: a call that never returns does not keep the process
+alive.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def may_skip(loss: object, *, has_router_term: bool) -> bool:
 
 
 def run_may_skip(loss: LossConfig) -> bool:
-    """Whether a run with these settings leaves out samples whose gradient is 0."""
+    """Whether the updates of a run leave out samples whose gradient is 0."""
     router = bool(loss.load_balancing or loss.router_bias)
     return loss.skip_zero_gradient == "auto" and may_skip(loss.settings(), has_router_term=router)
 

@@ -32,7 +32,7 @@ class PackMeasure(Protocol):
         """
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return metrics by name. `means`: the means of `names`."""
+        """Return metrics by name, computed from `means`, the mean of each of `names`."""
 
 
 class TokenMeasure:

@@ -4,7 +4,8 @@
     advantages                    from rewards, a critic or a teacher
     reference log-probabilities   for the KL term
 
-All three are computed for each rollout batch before its first update, and every update of the batch uses them.
+The advantages and log-probabilities of a rollout batch are computed before its first update, and every update of the
+batch uses them.
 """
 
 from __future__ import annotations

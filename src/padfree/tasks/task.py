@@ -75,7 +75,7 @@ class Task(ABC):
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
         """Return a function that returns the samples of an evaluation, with what the measure needs.
 
-        It is called before each evaluation. The reference is frozen, so it scores the samples only the first time.
+        The function is called before each evaluation. The frozen reference scores the samples only the first time.
         """
         prepared, _ = self.prepare(samples, models, loss)
         return lambda: prepared

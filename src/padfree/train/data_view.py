@@ -202,7 +202,7 @@ def _messages(
 ) -> tuple[ShownMessage, ...]:
     """Return the token range of each message of the row at `place`.
 
-    The result is empty if the row is not a conversation, or if the tokenizer gives no character offsets.
+    No tokens are found if the row is not a conversation, or if the tokenizer gives no character offsets.
     """
     if tokenizer is None or not tokenizer.is_fast:
         return ()

@@ -260,7 +260,8 @@ class Engine:
     def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
         """Return the sums over the global batch as one tensor.
 
-        Its entries are: loss, number of labels, stop votes, loss of each source, then sum and count of each statistic.
+        The tensor holds the loss, the number of labels, the stop votes, the loss of each source, then the sum and the
+        count of each statistic.
         """
         num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(

@@ -162,8 +162,8 @@ class SampledResponses:
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
         """Return six sums over `written`, the responses to one prompt.
 
-        In order: 1 for the prompt, the sum of rewards, the number of responses that pass, 1 if any response passes, the
-        number of tokens, and the number of responses that were cut off.
+        The sums are: 1 for the prompt, rewards, responses that pass, 1 if any response passes, tokens, and responses
+        that were cut off.
         """
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from padfree.train.step import PreparedStep
 
 KEY = "float8"
-"""The key in a checkpoint's `extra` dict under which the choice is stored."""
+"""Checkpoints store the choice of layers under this key of the `extra` dict."""
 
 MOST = 1 << 16
 """The number of elements of a parameter's gradient that are compared."""

@@ -116,7 +116,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
     """Build the critic, a value model that is trained with the policy.
 
-    The result is None if `loss.advantage` is not "gae".
+    There is no critic if `loss.advantage` is not "gae".
     """
     if config.loss.advantage != "gae":
         return None
@@ -149,7 +149,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
 def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     """Load the reward model that `rollout.reward` names, frozen and sharded like the policy.
 
-    The result is None if `rollout.reward` names a function.
+    There is no reward model if `rollout.reward` names a function.
     """
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:

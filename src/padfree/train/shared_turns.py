@@ -25,7 +25,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.batcher import in_rows
 
 MOST_ROWS = 64
-"""Maximum number of data rows in which the keys that attention copies are counted."""
+"""The number of copied keys is measured in at most this many data rows."""
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:

@@ -208,7 +208,7 @@ def _restore(
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
     """Return the best evaluation that the checkpoint records.
 
-    The result is None if another metric chose it, or if the checkpoint with its weights no longer exists.
+    An evaluation does not count if another metric chose it, or if the checkpoint with its weights no longer exists.
     """
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None

@@ -52,7 +52,7 @@ MOST_LOOKED_AT = 1000
 def load_tokenizer(config: Config) -> Any:
     """Load the tokenizer that `model.tokenizer` names, or else the model's own.
 
-    Returns None if there is neither, which is allowed for rollout files.
+    A run on rollout files may have no tokenizer; the result is then None.
     """
     if not check_tokenizer_files(config):
         return None

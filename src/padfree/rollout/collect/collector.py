@@ -389,8 +389,8 @@ class Collector:
     ) -> dict[int, EpisodeOutcome] | None:
         """Return the outcomes of the episodes of all ranks, keyed by episode number.
 
-        The result is None if a stuck sampler left episodes of a rank unfinished. An error on one rank is raised on all
-        ranks. `model`: whether to compute the rewards of the reward model too.
+        If a stuck sampler left episodes of a rank unfinished, the result is None. An error on one rank is raised on all
+        ranks. `model`: whether the reward model computes its rewards now.
         """
         with self._timed("waiting"):
             by_rank = self._gathered((error, bool(queued.missing)))

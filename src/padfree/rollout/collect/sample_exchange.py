@@ -80,7 +80,7 @@ class LeafFacts:
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
     """Describe the leaves of the episodes of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt. `shown`: the number of the only episode whose text is kept.
+    `prompt`: token ids of the group's prompt. `shown`: the episode whose text is kept; None: no text.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     keys = [leaf.tokens for _, leaf in leaves]

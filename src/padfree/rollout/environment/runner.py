@@ -44,7 +44,7 @@ GRACE = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
-    """Settings of a runner.
+    """Settings of an `EpisodeRunner`.
 
     `name`: the name of the environment, for messages. `skip_failures`: record a failure and do not raise it.
     """

@@ -217,7 +217,7 @@ def failure_of(episodes: Future[Any]) -> str | None:
 def blocked(thread: LoopThread, timeout: float) -> str | None:
     """Return an error message if an episode has blocked the event loop for more than `timeout` seconds, else None.
 
-    A blocked loop stops all episodes and timeouts.
+    While the event loop is blocked, all episodes and all timeouts stop.
     """
     if thread.seconds_blocked() <= timeout:
         return None

@@ -151,7 +151,7 @@ class DecodeSteps:
     def forget_graphs(self) -> None:
         """Drop all captured steps, because the weights have moved to other addresses.
 
-        Their memory pool is dropped too, because PyTorch does not capture into a pool that no graph uses.
+        The memory pool of the steps is dropped too, because PyTorch does not capture into a pool that no graph uses.
         """
         self._graphs.clear()
         self._pool = None
@@ -411,7 +411,7 @@ def rounded_up(value: int, step: int) -> int:
 def prefill_rows(tokens: int) -> int:
     """Return the number of tokens, with padding, of an exact prefill pass for `tokens` tokens.
 
-    It is one of the sizes at which matmuls were tried (`row_trial`): 1024, 2048, 4096 or a multiple of 8192.
+    The sizes of a pass are those at which matmuls were tried (`row_trial`): 1024, 2048, 4096 or a multiple of 8192.
     """
     return next((size for size in PREFILL_ROWS if size >= tokens), rounded_up(tokens, PREFILL_TOKENS))
 

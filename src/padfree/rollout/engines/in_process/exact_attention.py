@@ -163,7 +163,7 @@ def has_bits_of_trainer(
 def _compared(
     backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
 ) -> bool:
-    """Compare all tokens of a pack with decode steps: each token is the new token of one slot."""
+    """Compare the outputs for all tokens of a pack with those of decode steps, one slot per token."""
     from padfree.rollout.engines.in_process.triton_exact_attention import attend
 
     generator = torch.Generator(device).manual_seed(0)

@@ -42,7 +42,7 @@ from padfree.sample import Sample
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """A prompt of one or more requests."""
+    """A prompt for which one or more responses are requested."""
 
     request: SamplingRequest  # the first of them
     unfinished: int = 0  # number of its requests that have not ended

@@ -54,8 +54,8 @@ Floats = NDArray[np.float64]
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
     """Return the fixed sequences of the canary, each of at most `longest` tokens.
 
-    They are tokens of ordinary text. If the tokenizer cannot encode the text with ids of the model, or gives too few
-    tokens, they are random ids.
+    The sequences are tokens of ordinary text. If the tokenizer cannot encode the text with ids of the model, or gives
+    too few tokens, the sequences are random ids.
     """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -159,7 +159,7 @@ class Canary:
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
         """Return the share of the trainer's change since the last weight sync that the server's log-probabilities show.
 
-        Return None at the first weight sync, or if the trainer's change is too small to measure.
+        The share is None at the first weight sync, or if the trainer's change is too small to measure.
         """
         if url not in self._previous:
             return None
