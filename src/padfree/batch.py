@@ -72,7 +72,7 @@ def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: in
 def at_tokens(values: Tensor) -> Tensor:
     """Move [T] values from the positions that predict tokens to the tokens: the inverse of `at_predictions`.
 
-    The last position of each sample predicts nothing and must hold 0. This 0 moves to the next sample.
+    The last position of each sample predicts nothing and must hold 0.
     """
     return values.roll(1)
 

@@ -76,7 +76,7 @@ def checked_routes(values: Any, length: int, name: str) -> Routes:
 def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
     """Concatenate the routes of consecutive tokens. A part without routes has `lengths[i]` unknown routes.
 
-    Return None if no part has routes.
+    The result is None if all parts lack routes.
     """
     given = [part for part in parts if part is not None]
     if not given:

@@ -56,7 +56,7 @@ FEW_GROUPS = 256
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
-    """The cheapest options of all layers within the limits, one per layer. None if there are none.
+    """The cheapest options within the limits, one per layer. None if no options meet the limits.
 
     At equal cost, earlier options of a layer go to earlier layers.
     """

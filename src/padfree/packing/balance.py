@@ -204,7 +204,7 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
     """Move one sample to each empty part, while some part has at least two samples.
 
-    The moved sample is the cheapest of the costliest part that has at least two samples.
+    The costliest part with at least two samples gives its cheapest sample.
     """
     parts = list(parts)
     cost = sums(problem.cost, parts)

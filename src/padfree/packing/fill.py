@@ -117,7 +117,7 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
 class _Step(NamedTuple):
     """One step of the algorithm: `num_bins` bins with `free_tokens` free tokens take `per_bin` samples each.
 
-    Afterwards each of these bins has `left` free tokens.
+    After the step, each of these bins has `left` free tokens.
     """
 
     free_tokens: int

@@ -210,7 +210,7 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """Add a node and return its index. If the node would have no tokens, return the parent instead."""
+        """Add a node and return its index. A node without tokens is not added; its parent is returned."""
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))

@@ -92,7 +92,7 @@ def measure_distances(
     group: dist.ProcessGroup | None = None,
     budget: float = 0.0,
 ) -> tuple[Float8Distance, ...]:
-    """Measure the distances of all layers. `gradients` runs a pass that leaves gradients in the parameters.
+    """Measure the distances of all layers. `gradients` runs a pass and leaves its gradients in the parameters.
 
     `alone` is measured only if a distance `together` exceeds `budget`. Collective over `group`.
     """

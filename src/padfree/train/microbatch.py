@@ -276,8 +276,8 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
-    transformers reads the score of a text at the same token. A sample that consists of padding is scored at its first
-    token.
+    transformers also reads a score at the last token that is not padding. A sample that consists of padding is scored
+    at its first token.
     """
     ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
     places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)

@@ -5,9 +5,9 @@
     p_e   the sum of the router probabilities of expert e, divided by N
     L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
-L is a product of two means over the whole batch, so it is not a sum over micro-batches. However, f has no gradient.
-Once f of the whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to the
-gradient of L.
+L is a product of two means over the whole batch, so its gradient is not simply a sum over micro-batches. But f has no
+gradient. Once f of the whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to
+the gradient of L.
 
     one micro-batch per rank        f is summed over the ranks between forward and backward
     several micro-batches per rank  an extra forward pass over all micro-batches counts the choices first

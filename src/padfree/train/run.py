@@ -320,7 +320,7 @@ def _collector(
 
 
 def _prompt_images(samples: Samples) -> Iterator[Image]:
-    """Yield the images of prompts. A resumed rollout batch needs them; other samples are read again from the data."""
+    """Yield the images of prompts, from which a resumed rollout batch takes its images."""
     if not isinstance(samples, StoredSamples):
         for sample in samples:
             yield from sample.images

@@ -181,7 +181,7 @@ class ScalarScorer(Scorer):
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [e]: for each of the pack's e predictions on this rank, the index of the predicted token.
 
-    The index counts the tokens of all samples of the batch, not only those of the pack.
+    Indices count the tokens of all samples of the batch, not only of this pack.
 
     `starts`: index of the first token of each sample. `indices`: the samples of the pack.
     """

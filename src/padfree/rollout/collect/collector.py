@@ -102,7 +102,7 @@ class Collector:
         response_log: ResponseLog | None = None,
         on_sampling: OnSampling = lambda done, total: None,
     ) -> None:
-        """Create a collector.
+        """Create a collector of rollouts.
 
         `loss` gives the temperature and the updates per batch, `run` the seed, the steps and the folder. `sampler` is a
         `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts`: all prompts of the run, for
@@ -270,7 +270,7 @@ class Collector:
     # Episodes
 
     def _request(self, queued: QueuedBatch, requested: Sequence[RolloutGroup]) -> None:
-        """Request this rank's share of the episodes of these groups.
+        """Request the episodes of these groups that this rank has to play.
 
         Episodes in the checkpoint or the response log are not requested again.
         """

@@ -64,7 +64,7 @@ Outcomes = Mapping[int, EpisodeOutcome]
 
 
 Stored = tuple[int, int, Played | Response]
-"""Batch number, episode number, and the finished episode or the partial response."""
+"""A tuple: batch number, episode number, and the finished episode or the partial response."""
 
 
 class QueuedBatch:

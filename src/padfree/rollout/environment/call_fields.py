@@ -91,7 +91,7 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
-"""The values of ignored sampling fields that agree with the policy's own sampling.
+"""The values of overridden sampling fields that agree with the policy's own sampling.
 
 A temperature agrees if it equals `loss.temperature`. A seed never agrees.
 """

@@ -164,7 +164,7 @@ class Calls:
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
         """Return the context of a call that returns the answer of an earlier call as a parsed message, or None.
 
-        `text`: the rendered conversation. It must begin with the text up to this answer.
+        `text`: the rendered conversation, which must begin with the conversation up to that answer.
 
             up to the answer    <u>2+3?<a>call(add, 2, 3)<e>\\n            the template writes the parsed answer
             text                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>

@@ -120,7 +120,7 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
 
 
 class AdapterReference(ReferenceModel):
-    """A reference without weights of its own: the policy with adapters of 0.
+    """A reference that shares the policy's base weights: the policy without its adapters.
 
     After a refresh, it is the policy with the adapters of an earlier policy.
     """

@@ -91,7 +91,7 @@ class DecodeStatistics:
 
 @dataclass(slots=True, eq=False)
 class StatusCopy:
-    """An asynchronous copy of the status after a burst."""
+    """A copy of the status of all requests after a burst of steps, made asynchronously."""
 
     status: Tensor
     event: Any

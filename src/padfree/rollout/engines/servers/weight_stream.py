@@ -108,7 +108,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A difference on its way from one rank to rank 0."""
+    """The changed elements of a region, on their way from one rank to rank 0."""
 
     difference: RegionDifference
     positions: NDArray[Any]
