@@ -54,10 +54,10 @@ def pack(
 
     `num_packs`: make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps sample
     lengths to costs; by default, the cost is the number of tokens. `max_tokens`: limit on the tokens of a pack with its
-    padding; a longer sample raises `UserError`. Packs are padded to a multiple of `multiple_of` tokens. `weights`: one
-    array [n] per sample; element t is the weight of the prediction of token t + 1 (see `token_weights`). By default
-    every scored token has the same weight, and the weights of all packs sum to 1. An empty list of samples gives an
-    empty list.
+    padding; a longer sample raises `UserError`. Packs are padded to a multiple of `multiple_of` tokens.
+
+    `weights`: one array [n] per sample; element t is the weight of the prediction of token t + 1 (see `token_weights`).
+    By default every scored token has the same weight, and the weights of all packs sum to 1.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")

@@ -44,9 +44,11 @@ def plan_shared_step(
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. `groups` [n]: a group
-    is never divided over several packs. `added` [n]: further costs of samples, e.g. of images. `contexts`: how many
-    ranks may share a pack. With several `contexts`, samples that share a prefix are divided into parts that fit on one
-    rank, and a sample longer than `max_tokens` shares no prefix and is divided over as many ranks as it needs.
+    is never divided over several packs. `added` [n]: further costs of samples, e.g. of images.
+
+    `contexts`: how many ranks may share a pack. With several `contexts`, samples that share a prefix are divided into
+    parts that fit on one rank. A sample longer than `max_tokens` shares no prefix and is divided over as many ranks as
+    it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]

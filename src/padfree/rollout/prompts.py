@@ -4,10 +4,11 @@
     Prompt(tokens=[...], max_new_tokens=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
 
 A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
-`padfree.data.formats`. The chat template renders it with the generation prompt, or the text is used unchanged
-(`prompt_format`). A prompt may show images (`padfree.data.image_reader`). `Prompt.row` keeps all columns of the row,
-because the reward may need them. A column that is mapped to a field is stored under both names, such as `question` and
-`prompt` above.
+`padfree.data.formats`. With `prompt_format`, the chat template renders the prompt, or its text is used unchanged. A
+prompt may show images (`padfree.data.image_reader`).
+
+`Prompt.row` keeps all columns of the row, because the reward may need them. A column that is mapped to a field is
+stored under both names, such as `question` and `prompt` above.
 
 If a prompt and its longest response exceed `max_length`, the setting `overlong` decides. With "truncate", the response
 may only have the tokens that the prompt leaves; a prompt that leaves none is dropped. With "drop", the prompt is

@@ -8,9 +8,10 @@
 
 σ is the sigmoid. z₀ is estimated from mismatched pairs: each prompt gets the answer of the previous sample of the
 global batch, and the first prompt gets the last answer. Prompts p and answers a of three samples make the pairs (p₁,
-a₃) (p₂, a₁) (p₃, a₂). Policy and reference score these pairs before the update, so z₀ is the same in every micro-batch
-and on every rank. TRL's `KTOTrainer` computes the same value if its batch is the global batch. A mismatched pair is
-truncated to the length of the longest sample of the data.
+a₃) (p₂, a₁) (p₃, a₂). A mismatched pair is truncated to the length of the longest sample of the data.
+
+Policy and reference score these pairs before the update, so z₀ is the same in every micro-batch and on every rank.
+TRL's `KTOTrainer` computes the same value if its batch is the global batch.
 """
 
 from __future__ import annotations

@@ -82,10 +82,11 @@ def train(
 ) -> RunResult:
     """Run a whole training in this process, and return how it ended. Every process that torchrun starts calls this.
 
-    Callbacks: `on_step` receives the metrics of each step, `on_tokenising` the progress of tokenisation, and `on_note`
-    notes of one line, e.g. about resolved `auto` settings. `on_sampling` receives the number of finished responses of a
-    batch, and the number that this rank has requested. `on_activity` receives the current activity of the run.
-    `signals`: signal handlers that are already installed; without them, `train` installs its own before the first step.
+    `on_step` receives the metrics of each step, `on_tokenising` the progress of tokenisation, `on_activity` the current
+    activity of the run, and `on_note` notes of one line, e.g. about resolved `auto` settings. `on_sampling` receives
+    the number of finished responses of a batch, and the number that this rank has requested.
+
+    `signals`: signal handlers that are already installed. Without them, `train` installs its own before the first step.
     """
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)

@@ -7,9 +7,10 @@
 <u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token. The messages of a call
 are rendered as text. If the text begins with the context and the response of an earlier call, the new branch continues
 from the token ids of that call, and only the new text is encoded. Otherwise all text is encoded, as a new branch. Every
-sample therefore has exactly the tokens that the model saw. Two metrics count calls that do not continue: a cut is a
-call whose messages continue an earlier call but whose text does not (call 2 above); a further conversation is a call
-whose messages do not continue an earlier one.
+sample therefore has exactly the tokens that the model saw.
+
+Two metrics count calls that do not continue an earlier call. In a cut, the messages continue an earlier call, but the
+text does not (call 2 above). In a further conversation, the messages do not continue any earlier call.
 
 A program may receive a response as a parsed message, e.g. with tool calls. The template may write this message
 differently from the model. If the program returns the message unchanged, the call still continues from the ids,

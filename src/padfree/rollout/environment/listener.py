@@ -4,11 +4,13 @@
     unauthenticated    10 s, 16 KiB    unknown: 404, closed     never read
     authenticated                      known                    60 s, 16 MiB    60 s to receive it
 
+Times and sizes in the picture limit each part of a request. Bodies of all requests together take at most
+`ListenerLimits.bodies` bytes; further requests wait.
+
 Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
 headers) whose path has a known key. Until then, only its head is kept in memory. There are at most
-`ListenerLimits.unauthenticated` such connections: one more closes the oldest, so that a program that sends its head at
-once is always served. Bodies of all requests together take at most `ListenerLimits.bodies` bytes; further requests
-wait. Times and sizes in the picture limit each part of a request.
+`ListenerLimits.unauthenticated` such connections. One more closes the oldest, so that a program that sends its head at
+once is always served.
 
 The application passes a function of type `Admit`. It decides by method and path, before the body is read, whether and
 how a request is answered.

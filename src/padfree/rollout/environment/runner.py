@@ -203,7 +203,7 @@ class _Session:
         free: Callable[[], None],
         compared: PlayGroup | None,
     ) -> None:
-        """`free` is called to let another episode start. `compared`: the prompt's episodes, if the reward needs them."""
+        """`free` lets another episode start. `compared`: all episodes of the prompt, for a reward that needs them."""
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self.temperature = runner._settings.temperature

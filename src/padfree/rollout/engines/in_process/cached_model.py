@@ -3,11 +3,12 @@
     prefill    a pack of T tokens of prompts        ->  keys and values at cache indices [T], no logits
     decode     one token for each of L slots [L]    ->  hidden states [L, D], with `decode_attention`
 
-A slot holds one response that is being sampled. In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with
-explicit positions. This works because all layers but attention treat tokens independently, which `padfree.model.probe`
-verifies. Prompts with images are prefilled as in training. Attention gets its context (cache, slots, packs) as an
-argument of the forward pass. Before each layer, outside of compiled code, the context is narrowed to that layer, so
-that all layers share one compiled graph.
+A slot holds one response that is being sampled. In prefill and in decode steps, the model sees one sequence, `[1, T]`
+or `[1, L]`, with explicit positions. This works because all layers but attention treat tokens independently, which
+`padfree.model.probe` verifies. Prompts with images are prefilled as in training.
+
+Attention gets its context (cache, slots, packs) as an argument of the forward pass. Before each layer, outside of
+compiled code, the context is narrowed to that layer, so that all layers share one compiled graph.
 
 With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): they are compiled as in training, and
 decode attention is the trainer's kernel with one query per slot.

@@ -9,11 +9,13 @@
     followed     <s - s', t - t'> / <t - t', t - t'>     <,>: inner product; s', t': at the previous weight sync.
                                                          1 if s changed as t did, 0 if s did not change
 
-A training step may change the log-probabilities by less than bfloat16 rounding. Old weights on a server then pass the
-test of `difference`, and only the test of `followed` detects them: a server rounds the same tokens in nearly the same
-way before and after the step. The test needs a change of the trainer that is larger than its rounding. It therefore
-runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t'. Correct
-weights then give 3/4 or more.
+The test of `difference` misses old weights on a server, if a training step changes the log-probabilities by less than
+bfloat16 rounding. The test of `followed` detects them, because a server rounds the same tokens in nearly the same way
+before and after the step.
+
+The test of `followed` needs a change of the trainer that is larger than its rounding. It therefore runs only if the
+norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t'. Correct weights then give 3/4
+or more.
 
 The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
 option, which may be off.
