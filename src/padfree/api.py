@@ -9,15 +9,15 @@
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
 The keywords are the sections of a recipe, with the same names and values. They override settings of the recipe that
-`recipe=` names. A section may also be given as the value of its main setting: the `path` of model, data, reference,
-teacher, critic and eval, or the `folder` of run. Functions (a reward, an environment, a loss) may be passed directly if
-they are defined at the top level of a module or of a notebook.
+`recipe=` names. A section may also be its main setting alone, e.g. `model="path"`: the `path` of model, data,
+reference, teacher, critic and eval, or the `folder` of run. Functions (a reward, an environment, a loss) may be passed
+directly if they are defined at the top level of a module or of a notebook.
 
-Each call runs in this process and returns when the run has ended. Without `progress=True` it prints nothing to stdout.
-The call restores signal handlers and random state, and leaves no process group behind. Ctrl-C, or the interrupt of a
-notebook, ends the run after the current step with a checkpoint; the same call then resumes it. A mistake raises
-`padfree.UserError`. Any other exception either comes from `on_step` or `on_note`, or is a bug in padfree; in the latter
-case its message says so. Under torchrun, every process makes the same call.
+A call runs in this process and returns when the run has ended. Under torchrun, every process makes the same call.
+Without `progress=True` it prints nothing to stdout. It restores signal handlers and random state, and leaves no process
+group behind. Ctrl-C, or the interrupt of a notebook, ends the run after the current step with a checkpoint; the same
+call then resumes it. A mistake of the user raises `padfree.UserError`. An exception that is a bug in padfree says so in
+its message.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""For each section, the setting that gets the value if the section is given as one value instead of a dictionary."""
+"""The main setting of each section: it gets the value if a section is not a dictionary."""
 
 OF_CALLER = "_padfree_of_caller"
-"""The attribute that marks an exception raised by a function that the user passed."""
+"""The attribute that marks an exception of a function that the user passed."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""
@@ -99,7 +99,7 @@ class TrainedRun:
 class TrainCall:
     """A function such as `padfree.sft` or `padfree.rl`: it trains a model for one task and returns the run.
 
-    The class lets the functions of all tasks share one signature. `command` is the name of the task.
+    All tasks have the same signature. `command` is the name of the task.
     """
 
     def __init__(self, command: str) -> None:
@@ -117,9 +117,9 @@ class TrainCall:
     ) -> TrainedRun:
         """Run the task and return when the run has ended.
 
-        `recipe` is the path of a recipe file. The keywords in `sections` are sections of a recipe; their settings
-        override those of the file. `on_step` is called with the metrics of each step, and `on_note` with the text of
-        each message that the run reports. With `progress`, one line is printed for each step and each message.
+        `recipe`: the path of a recipe file. `sections`: sections of a recipe, whose settings override those of the
+        file. `on_step` is called with the metrics of each step, and `on_note` with the text of each message of the run.
+        `progress`: print one line for each step and each message.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
@@ -136,8 +136,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a model on held-out data and return the metrics by name. Nothing is trained or written to a run folder.
 
-    The section `eval` selects the data. If the section `rollout` is given, the model answers held-out prompts;
-    otherwise held-out samples are scored.
+    `eval` selects the data. With `rollout`, the model answers held-out prompts; otherwise, held-out samples are scored.
     """
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
@@ -210,7 +209,7 @@ def _trained(
 def _undisturbed(config: Config) -> Iterator[None]:
     """Context manager that restores the random state at its end.
 
-    If the block raises an exception that is a bug in padfree, a note on the exception says so.
+    An exception of the block that is a bug in padfree gets a note that says so.
     """
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
@@ -228,7 +227,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function that the user passed. An exception that it raises is marked as not being a bug in padfree."""
+    """Call a function that the user passed. Its exceptions are marked as not being a bug in padfree."""
     try:
         function(argument)
     except Exception as error:
@@ -240,7 +239,7 @@ def _called(function: Callable[[Any], None], argument: Any) -> None:
 
 
 def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe as nested dictionaries, changed by the keywords of a call (`sections`)."""
+    """Return the settings of a recipe as nested dictionaries. The keywords of a call (`sections`) override them."""
     changes = {}
     for name, given in sections.items():
         value = _plain(given, name)
@@ -254,7 +253,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return the settings `values`, with the defaults of a call without a recipe added. `command`: e.g. "sft"."""
+    """Return the settings `values` with the defaults of a call without a recipe. `command`: e.g. "sft"."""
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)

@@ -2,11 +2,11 @@
 
     [1, 0]   np.array([1, 0])   torch.tensor([1.0, 0.0], dtype=torch.bfloat16, device="cuda")
 
-numpy has no bfloat16 and rejects tensors that are on a device or require gradients; the functions of this module accept
-them. Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
+numpy has no bfloat16, and rejects tensors that are on a device or require gradients. The functions of this module
+accept them. Nothing is rounded: if a function needs integers, other numbers raise `UserError`.
 
-The module also holds `concatenated_ranges`, for index arithmetic, and the random number generator `splitmix64`, which
-all shuffled orders and sampling keys come from.
+The module also has `concatenated_ranges`, for index arithmetic, and the random number generator `splitmix64`, for
+shuffled orders and sampling keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from padfree.errors import UserError
 
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
-    """Convert the values to an array that keeps their dtype. `name` identifies the values in error messages."""
+    """Convert the values to an array of the same dtype. `name` identifies the values in error messages."""
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values
@@ -54,7 +54,7 @@ def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -
 
 
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:
-    """Raise `UserError` unless `value` is an integer of at least `least`. `cure` is the fix in the message."""
+    """Raise `UserError` unless `value` is an integer of at least `least`. `cure`: the advice in the message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UserError(name, "", cure, value=value)
 
@@ -62,7 +62,7 @@ def need_whole(name: str, value: Any, least: int, cure: str) -> None:
 def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
     """Raise `UserError` unless `value` is a number from `low` to `high`. NaN is refused, too.
 
-    `cure` is the fix in the message.
+    `cure`: the advice in the message.
     """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:
@@ -89,7 +89,7 @@ def token_array(tokens: Any, name: str) -> NDArray[np.integer[Any]]:
 
 
 def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
-    """Convert the loss mask of a sample to an array of `length` bools. If `mask` is None, all tokens are trained on."""
+    """Convert a loss mask to an array of `length` bools. None means that all tokens are trained on."""
     if mask is None:
         return np.ones(length, dtype=np.bool_)
     array = number_array(mask, f"loss_mask of {name}")
@@ -104,7 +104,7 @@ def mask_array(mask: Any, length: int, name: str) -> NDArray[np.bool_]:
 def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.float32]:
     """Convert `values` to an array of one finite number per token of a sample.
 
-    Error messages call the values "`field` of `name`", for example "advantages of sample 3".
+    Messages call the values "`field` of `name`", for example "advantages of sample 3".
     """
     with np.errstate(over="ignore"):  # values that overflow float32 become inf, which raises an error below
         array = number_array(values, f"{field} of {name}").astype(np.float32, copy=False)
@@ -117,7 +117,7 @@ def float_array(values: Any, length: int, field: str, name: str) -> NDArray[np.f
 
 
 def single_number(value: Any, name: str) -> float:
-    """Convert one number to a float. `value` may also be an array or tensor without dimensions."""
+    """Convert a number, or an array or tensor without dimensions, to a float."""
     array = number_array(value, name)
     if array.shape != ():
         raise UserError(name, "", "give one number", value=value)
@@ -138,10 +138,9 @@ SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the output of the random number generator splitmix64 for each of the given states.
+    """Return the outputs of the random number generator splitmix64 for these states.
 
-    The generator is implemented here and not taken from a library, so that a library update cannot change shuffled
-    orders.
+    No library is used, so that an update of a library cannot change shuffled orders.
     """
     increment, first, second = (np.uint64(number) for number in SPLITMIX64)
     values = states + increment

@@ -9,14 +9,14 @@
 
 Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
 
-Position t predicts token t + 1 of its sample. When a batch is made, every value that belongs to a token is moved to the
-position that predicts the token (`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all describe
-the token that position t predicts. From then on a loss at position t reads only values at index t, so that devices can
-divide the positions among them in any order. `at_tokens` is the inverse.
+Position t predicts token t + 1 of its sample. Values of a token are stored at the position that predicts it
+(`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all describe the token that position t
+predicts. A loss at position t therefore reads only values at index t, so that devices can divide the positions in any
+order. `at_tokens` is the inverse.
 
 Samples may share prefixes (`Entries`). The pack then holds the nodes of a prefix tree, with each shared token stored
-once. Values that belong to predictions then have an axis of their own: [E], with one entry for each trained token of
-each sample, ordered by sample.
+once. Predictions then have an axis of their own, [E]: one entry for each scored token of each sample, ordered by
+sample.
 
     pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
              position_ids  [T]            0 1 2 | 3 4 | 3 4 5
@@ -72,8 +72,7 @@ def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: in
 def at_tokens(values: Tensor) -> Tensor:
     """Move [T] values from the positions that predict tokens to the tokens: the inverse of `at_predictions`.
 
-    The last position of each sample predicts nothing and must hold 0; this 0 moves to the first token of the next
-    sample.
+    The last position of each sample predicts nothing and must hold 0.
     """
     return values.roll(1)
 
@@ -96,7 +95,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """The facts about a packed sample that stay on the host. `index` is its index in the list that was packed."""
+    """Facts about a packed sample that stay on the host. `index`: its index in the list that was packed."""
 
     index: int
     length: int
@@ -110,7 +109,7 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may copy elements of `tensor` [n, ...], and the list of the copies of each element.
+    """A gather `tensor[index]` that may copy elements of `tensor` [n, ...], and the copies of each element.
 
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
@@ -122,10 +121,10 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """For samples that share prefixes: which hidden state of the pack predicts which token of which sample.
+    """If samples share prefixes: which hidden state of the pack predicts which token of which sample.
 
-    There is one entry for each scored token of each sample, ordered by sample. E is the number of entries. The arrays
-    stay on the host.
+    E is the number of entries: one for each scored token of each sample, ordered by sample. The arrays stay on the
+    host.
     """
 
     positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
@@ -134,7 +133,7 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedImages:
-    """The distinct images of a pack, and the feature that belongs to each placeholder token.
+    """The distinct images of a pack, and which of their features belongs to each placeholder token.
 
     pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
     features   a0 a1 a2 b0 b1                         F = 5 features: the tower encodes a and b once
@@ -181,8 +180,7 @@ class PackedKept:
 class PackedBatch:
     """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
-    If `entries` is set, samples share prefixes. Then labels, weights, sample_index and rollout have one value per
-    entry: shape [E].
+    With `entries`, samples share prefixes. Labels, weights, sample_index and rollout then have shape [E].
     """
 
     input_ids: Tensor  # [T] int64
@@ -243,7 +241,7 @@ class PackedBatch:
         )
 
     def pin_memory(self) -> PackedBatch:
-        """Return the same batch in page-locked memory, so that `.to("cuda")` is asynchronous."""
+        """Return the same batch in page-locked memory, from which `.to("cuda")` copies asynchronously."""
         segments = replace(self.segments, cu_seqlens=self.segments.cu_seqlens.pin_memory())
         return self._map(lambda tensor: tensor.pin_memory(), segments)
 
@@ -308,8 +306,8 @@ class PackedBatch:
     def unpack(self, values: Tensor) -> list[Tensor]:
         """Split a [T, ...] tensor into one view per sample, without the pad.
 
-        For a batch with `entries`, `values` is [E, ...]. The tensors of the result then have one value per token of the
-        sample, with 0 at positions without a label.
+        For a batch with `entries`, `values` is [E, ...]. The results have one value per token of the sample, 0 without
+        a label.
         """
         if not isinstance(values, Tensor):
             raise UserError(
@@ -328,9 +326,9 @@ class PackedBatch:
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of a stock HF model whose own attention supports packs.
+        """The keyword arguments of an HF model whose own attention supports packs.
 
-        Not every model's attention does: `padfree.compat.hf.PackedCollator` tests a small copy of the model.
+        `padfree.compat.hf.PackedCollator` tests on a small copy of the model whether its attention does.
         """
         assert self.segments.parents is None, "transformers' own attention does not support shared prefixes"
         if self.images is not None:
@@ -339,9 +337,9 @@ class PackedBatch:
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """The keyword arguments from which transformers' own attention builds a mask that keeps packed samples apart.
+    """The keyword arguments with which transformers' own attention keeps packed samples apart.
 
-    The dict has no key `attention_mask`, because TRL treats any value under this key as a tensor, even None.
+    The key `attention_mask` is missing, because TRL would treat even None as a tensor.
     """
     return {
         "input_ids": input_ids[None],
@@ -358,9 +356,9 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 class Layout:
     """Which token ranges of a pack of T tokens each context rank holds. Made on the host by `padfree.cp.make_layout`.
 
-    Rank r of the `world` context ranks holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. The
-    ranges that a rank holds of one segment have adjacent indices i. No range crosses a segment boundary, so each range
-    is one *piece*: consecutive queries of one sample.
+    Rank r of the `world` context ranks holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. No
+    range crosses a segment boundary, so each range is one *piece*: consecutive queries of one sample. The ranges of one
+    segment on a rank have adjacent indices i.
     """
 
     kind: LayoutKind
@@ -376,8 +374,8 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    `numbers` concatenates several arrays, so that compiled code sees one tensor with one size. If it saw several
-    tensors whose sizes happen to be equal, the compiler would assume that the sizes are always equal.
+    `numbers` concatenates several arrays, so that compiled code sees one size. From equal sizes of several tensors, the
+    compiler would conclude that they are always equal.
     """
 
     numbers: Tensor  # [n] int32
@@ -388,9 +386,9 @@ class PrefixKeys:
 class AttnContext:
     """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
 
-    `segments` describes the whole pack. If `layout` is None, this process holds the whole pack. With a layout (context
-    parallelism), this process holds one shard of the pack, and `plan` is what `padfree.cp` prepared for this shard.
-    `prefix_keys` is set if samples share prefixes and this process attends to the whole pack.
+    `segments` describes the whole pack. `layout`: None, or with context parallelism how the pack is sharded. This
+    process then holds one shard, and `padfree.cp` has prepared `plan` for it. `prefix_keys` is set if samples share
+    prefixes and this process attends to the whole pack.
     """
 
     segments: Segments
@@ -411,7 +409,7 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The entries of a pack (see `Entries`) that are predicted by tokens of one context rank."""
+    """The entries (see `Entries`) of a pack that tokens of one context rank predict."""
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
     positions: Copies  # [e] gathers the hidden state of each entry from this rank's tokens
@@ -419,7 +417,7 @@ class LocalEntries:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowExchange:
-    """How the ranks of a group exchange rows of a tensor: each rank sends some of its rows to each rank.
+    """How the ranks of a group exchange rows of a tensor: which rows each rank sends to each rank.
 
     Made by `padfree.cp.row_exchange`.
     """
@@ -434,8 +432,8 @@ class RowExchange:
 class LocalImages:
     """The distinct images that one context rank encodes, and the features that belong to its placeholder tokens.
 
-    With one context rank, these are all distinct images of the pack. Several ranks divide the images, and then exchange
-    their features: each rank receives the features of its own placeholder tokens.
+    The context ranks divide the distinct images of the pack. Then they exchange features: each rank receives those of
+    its own placeholder tokens.
     """
 
     inputs: Mapping[str, Tensor]  # the tower's inputs of the images of this rank; empty if it encodes none
@@ -451,10 +449,9 @@ class LocalImages:
 class LocalBatch:
     """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
 
-    If `entries` is set, labels, weights, sample_index and rollout have one value for each of this rank's e entries:
-    shape [e].
-    A filler is a pack of one unscored token. A rank runs fillers if it has fewer packs with samples than other ranks,
-    so that all ranks make the same number of forward and backward passes.
+    With `entries`, labels, weights, sample_index and rollout have shape [e], for this rank's e entries. A filler is a
+    pack of one unscored token. A rank with fewer packs than other ranks runs fillers, so that all ranks make the same
+    number of passes.
     """
 
     input_ids: Tensor  # [T/world]
@@ -488,9 +485,9 @@ class LocalBatch:
         return self.position_ids[None] if self.rotary_positions is None else self.rotary_positions[:, None]
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of an HF model that `padfree.attach` has prepared.
+        """The keyword arguments of an HF model after `padfree.attach`.
 
-        Raises `UserError` for a batch with images, whose features these arguments do not include.
+        Raises `UserError` for a batch with images, because the arguments do not include their features.
         """
         if self.images is not None:
             raise UserError(

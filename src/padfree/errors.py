@@ -5,10 +5,10 @@
     setting        |  fix
                    value, problem or both
 
-The commands print a `UserError` as one line and exit with code 1. For any other exception they print the traceback and
-a note that it is a bug, and exit with code 70. Third-party code (a reward function, a chat template, json,
-transformers) and the system (a full disk, missing permission) raise exceptions of their own. The code that calls them
-knows the setting to blame, so it catches these exceptions and raises a `UserError`.
+The commands print a `UserError` as one line and exit with code 1. Any other exception is printed with its traceback and
+a note that it is a bug, and the exit code is 70. Other code (a reward function, a chat template, json, transformers)
+and the system (a full disk, missing permission) raise exceptions of their own. The code that calls them knows the
+setting to blame, and turns these exceptions into a `UserError`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ EXIT_BUG = 70
 class UserError(ValueError):
     """A mistake that the user can fix.
 
-    `setting` is the name of a setting, flag, argument, column or variable, and `fix` says what to do. If a `value` is
-    given, it is shown before the `problem`, which may then be empty. The default `...` means that there is no value.
+    `setting`: the name of a setting, flag, argument, column or variable. `fix`: what to do. `value`, if given, is shown
+    before the `problem`, which may then be empty.
 
-    A subclass of `ValueError`, so code that catches `ValueError` continues to work.
+    A subclass of `ValueError`, so that code that catches `ValueError` also works.
     """
 
     def __init__(self, setting: str, problem: str, fix: str, value: object = ...) -> None:
@@ -45,9 +45,8 @@ class UserError(ValueError):
     def at(self, setting: str, argument: str | None = None) -> UserError:
         """Return the same error about another setting, as in `error.at("critic.path")`.
 
-        `argument` is the name that the called code uses for `setting`. For example, `error.at("critic.path", "model")`
-        turns an error about `model` into one about `critic.path`. An error about any other name keeps this name
-        in its problem.
+        `argument` is what the called code calls `setting`. For example, `error.at("critic.path", "model")` turns an
+        error about `model` into one about `critic.path`. An error about another name keeps this name in its problem.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)
@@ -55,7 +54,7 @@ class UserError(ValueError):
 
     @staticmethod
     def of(line: str) -> UserError:
-        """Create a `UserError` from the text of its message, which a thread, a process or a server sent."""
+        """Create a `UserError` from its message, which a thread, a process or a server sent."""
         setting, colon, rest = line.partition(": ")
         problem, semicolon, fix = rest.rpartition("; ")
         return UserError(setting, problem, fix) if colon and semicolon else UserError("", line, "")
@@ -68,7 +67,7 @@ class UserError(ValueError):
         return " ".join(line.splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the value as text, because it may be large or not picklable."""
+        """Pickle the value as text, because it may be too large or impossible to pickle."""
         line = str(UserError(self.setting, self.problem, "", self.value))
         return type(self), (self.setting, line.removeprefix(f"{self.setting}: "), self.fix)
 
@@ -100,9 +99,9 @@ def shown_value(value: object) -> str:
 
 
 def shown_error(error: BaseException) -> str:
-    """Return the first line of an exception's message, after the name of its class if it is not a `UserError`.
+    """Return the first line of an exception's message. Unless it is a `UserError`, the name of its class comes first.
 
-    If `__str__` of an exception of user code raises an exception, return only the name of the class.
+    If `__str__` fails, return only the name of the class.
     """
     try:
         return first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
@@ -128,7 +127,7 @@ SYSTEM_FIXES = {
     errno.ESTALE: "mount the file system again",
     errno.ENAMETOOLONG: "choose a shorter path",
 }
-"""What the user can do about each system error that is not a bug of a program."""
+"""For each system error that is not a bug: what the user can do."""
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:

@@ -4,9 +4,9 @@
     images        a: indices 2 3 4 5         b: indices 7 8         where the placeholders of images a and b are
     tower         a, b                       the distinct images of a pack, each encoded once
 
-Two images with the same digest have the same tower inputs. Samples that show the same image share its features. Token
-ids do not tell images apart, so `prefix_keys` replaces the placeholders of each image by a negative number that
-identifies the image.
+Images with the same digest have the same tower inputs, and samples that show the same image share its features. All
+images have the same placeholder token. `prefix_keys` therefore replaces the placeholders of each image by a negative
+number that identifies the image.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from padfree.errors import UserError
 class Image:
     """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
 
-    `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images. A pack
-    concatenates the arrays of its images along this axis.
+    `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images: a pack
+    concatenates its images along it.
     """
 
     digest: str  # identifies the tower's inputs
@@ -49,10 +49,10 @@ class Image:
 def check_images(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], name: str
 ) -> tuple[Image, ...]:
-    """Return the images as a tuple. Raises `UserError` unless they cover the placeholders of the sample, in order.
+    """Return the images as a tuple. Raise `UserError` unless they cover the placeholders of the sample, in order.
 
-    The placeholder is the token id at the first index of the first image. A token that a policy sampled (`sampled` [n])
-    may have this id without an image. `name` names the sample in error messages.
+    The placeholder is the token at the first position of the first image. A token that a policy sampled (`sampled` [n])
+    may have this id without an image. `name` names the sample in messages.
     """
     images = tuple(images)
     if not images:
@@ -82,7 +82,7 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Whether each token [n] is a placeholder that stands for no image, and that was not `sampled` [n]."""
+    """Whether each token [n] is a placeholder without an image that was not `sampled` [n]."""
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:
         missing[image.positions] = False

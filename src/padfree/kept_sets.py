@@ -6,10 +6,10 @@
     ids                5       0 3 6
 
 Top-p, top-k and min-p set the probability of every id outside the kept set to 0 and rescale the others. The trainer
-needs the set itself: if it recomputed the set from its own logits, ids near the threshold would flip.
+needs this set. If it computed the set from its own logits, rounding could change which ids near the threshold are kept.
 
-An empty list stands for the whole vocabulary. If a set has more than half of the vocabulary, the excluded ids are
-stored instead, as -1 - id: the list -1 -4 stands for all ids except 0 and 3.
+An empty list stands for the whole vocabulary. A set of more than half of the vocabulary is stored as its excluded ids,
+each as -1 - id: the list -1 -4 stands for all ids except 0 and 3.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class KeptSets:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
+        """[n + 1]: the list of token j is `ids[offsets[j]:offsets[j + 1]]`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
     @staticmethod
     def whole(length: int) -> KeptSets:
-        """Return the sets of `length` tokens that were sampled from the whole vocabulary, or were not sampled."""
+        """Return the sets of `length` tokens that were not sampled, or sampled from the whole vocabulary."""
         return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     @staticmethod
@@ -118,9 +118,9 @@ class KeptSets:
 
 
 def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
-    """Return the kept sets of a sample of `length` tokens, given as `KeptSets`, as a list of lists, or as None.
+    """Return the kept sets of a sample, given as `KeptSets`, a list of lists or None.
 
-    Return None if every token was sampled from the whole vocabulary.
+    The sets are None if every token was sampled from the whole vocabulary.
     """
     if values is None:
         return None

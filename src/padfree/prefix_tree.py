@@ -5,10 +5,9 @@
     paths      0            0 1        0 2               from the root to each node
 
 The letters stand for tokens: the samples are p p p a a and p p p b b b. The queries of a node see all keys of its
-ancestors, and the keys of the node itself causally. There are S nodes. A node stores its tokens once. A sample is a
-path from a root to the node where the sample ends. `first` is the position of a node's first token. Nodes are in
-preorder: parents come before their children, and the descendants of a node directly follow it, so that a subtree is one
-range of the pack. A pack that shares nothing has only roots.
+ancestors, and its own keys causally. Each of the S nodes stores its tokens once. A sample is a path from a root to the
+node where the sample ends. `first` is the position of a node's first token. Nodes are in preorder: the descendants of a
+node directly follow it, so that a subtree is one range of the pack. A pack that shares nothing has only roots.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Indices = NDArray[np.int64]
 
 
 class PathRanges(NamedTuple):
-    """Ranges [begin, end) of a pack, path by path. The ranges of a path are in order from its root to its last node."""
+    """Ranges [begin, end) of a pack, path by path, each path from its root to its last node."""
 
     number: Indices  # [m] index of the path, ascending
     begin: Indices  # [m]
@@ -39,7 +38,7 @@ class PathRanges(NamedTuple):
 
 
 def check_parents(parents: NDArray[Any], count: int) -> Indices:
-    """Check the parents [S] of S = `count` nodes in preorder, and return them as int64."""
+    """Check that the parents [S] of S = `count` nodes are in preorder, and return them as int64."""
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
         raise UserError(
@@ -77,7 +76,7 @@ def subtree_ends(parents: Indices) -> Indices:
 
 
 def paths(parents: Indices) -> list[list[int]]:
-    """For each node, the list of nodes on the path from its root to this node, the node itself included."""
+    """For each node, the nodes on the path from its root to the node itself."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents.tolist()):
         found.append([*(found[parent] if parent >= 0 else ()), node])
@@ -111,7 +110,7 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 class PathPages(NamedTuple):
     """The keys of all paths, stored in pages of the same size. Paths share the whole pages of a prefix.
 
-    A partial page is copied for each path that continues it. Free entries of a path's last page repeat its last token.
+    A path copies the partial page at the end of its prefix. Free entries of its last page repeat its last token.
 
     Three nodes p, a and b, where p is the parent of a and b, in pages of two tokens:
 
@@ -127,8 +126,7 @@ class PathPages(NamedTuple):
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
     """Return the number of pages that each of S nodes adds, [S].
 
-    A node adds the pages that hold its own tokens. The whole pages of its prefix are shared and do not count. `size` is
-    the number of tokens in a page.
+    A node adds the pages that hold its own tokens. `size`: the number of tokens of a page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts
@@ -153,12 +151,12 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """Return the transpose of `prefix_ranges`: for each token of the pack, the indices of its copies in the paths.
+    """For each token of the pack, return the indices of its copies in the paths: the transpose of `prefix_ranges`.
 
-    The paths of all nodes are concatenated, so that a token has one copy for each path that contains it.
+    The paths of all nodes are concatenated. A token has one copy in each path that contains it.
 
-    Returns two arrays for the K copies of the C tokens: `copies` [K] and `begins` [C + 1]. The copies of token i have
-    the indices `copies[begins[i]:begins[i + 1]]`.
+    Returns `copies` [K] and `begins` [C + 1] for K copies of C tokens. The copies of token i have the indices
+    `copies[begins[i]:begins[i + 1]]`.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)

@@ -4,9 +4,9 @@
     uint8                 up to 255 experts; 255 marks an unknown route
     int16                 more experts; -1 marks an unknown route
 
-Row j holds the route of token j as an input of the model, i.e. of the hidden states that predict token j + 1. The
-routes of a token are either all known or all unknown. The last token of a response was sampled but never an input, so
-its route is unknown. The trainer lets its own routers choose the experts of tokens whose routes are unknown.
+Row j holds the route of token j as an input of the model. The last token of a response was sampled but never an input,
+so its route is unknown. The routes of a token are known in all layers or in none. If they are unknown, the trainer's
+own routers choose the experts.
 
     prompt 7 8, response 5 6 0        tokens    7  8  5  6  0
                                       routes    r  r  r  r  -       one input gives the route of one token
@@ -55,7 +55,7 @@ def is_unknown(routes: Routes) -> NDArray[np.bool_]:
 def checked_routes(values: Any, length: int, name: str) -> Routes:
     """Convert the routes of the sample called `name` to an array [n, R, k] of uint8 or int16.
 
-    Integers of another dtype mark unknown routes by -1.
+    If the given integers have another dtype, -1 marks an unknown route.
     """
     array = host_array(values, f"routes of {name}")
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
@@ -76,7 +76,7 @@ def checked_routes(values: Any, length: int, name: str) -> Routes:
 def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
     """Concatenate the routes of consecutive tokens. A part without routes has `lengths[i]` unknown routes.
 
-    Return None if no part has routes.
+    The result is None if all parts lack routes.
     """
     given = [part for part in parts if part is not None]
     if not given:
@@ -101,10 +101,9 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens: the route in `first` if it is known, else the route in `later`.
+    """Return the routes of `length` tokens. A route that `first` does not know is taken from `later`.
 
-    Both may cover fewer tokens. A token that is an input of several turns of an episode keeps its first route, with
-    which the next token was sampled.
+    `first` and `later` may cover fewer tokens. A token that is an input of several turns keeps its first route.
     """
     known, other = (
         None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)
@@ -117,7 +116,7 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Return keys [n] of each sample: two samples have equal keys as far as their tokens and their routes are equal."""
+    """Return keys [n] of each sample. Two samples have equal keys up to the first token or route that differs."""
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []
     for ids, own in zip(tokens, routes, strict=True):
@@ -134,7 +133,7 @@ def encoded_routes(routes: Routes) -> dict[str, Any]:
 
 
 def decoded_routes(value: Any) -> NDArray[Any]:
-    """Return routes from nested lists, or from the result of `encoded_routes`. Raise `UserError` if neither fits."""
+    """Return routes from nested lists or from the result of `encoded_routes`; otherwise raise `UserError`."""
     if not isinstance(value, dict):
         return np.array(value)
     try:

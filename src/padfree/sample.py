@@ -24,8 +24,9 @@ from padfree.kept_sets import KeptSets, kept_array
 from padfree.routes import Routes, checked_routes
 
 TOKEN_ARRAYS = (*ROLLOUT_ARRAYS, "old_logprobs")
-"""All optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer computes before an
-update."""
+"""The optional per-token arrays of a sample: `ROLLOUT_ARRAYS`, and `old_logprobs`, which the trainer adds before an
+update.
+"""
 
 
 def _name(uid: str | int | None) -> str:
@@ -36,8 +37,8 @@ def _name(uid: str | int | None) -> str:
 class Sample:
     """One document or one rollout, on the host.
 
-    `loss_mask[j]` says whether token j is trained on. Without a mask, all tokens are trained on. The first token of a
-    sample is never scored, whatever its mask says, because no position predicts it.
+    `loss_mask[j]` says whether token j is trained on; without a mask, all tokens are. The first token of a sample is
+    never scored, because no position predicts it.
     """
 
     tokens: NDArray[np.integer[Any]]  # [n]
@@ -122,7 +123,7 @@ class Sample:
         return int(np.count_nonzero(self.mask[1:]))
 
     def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
-        """Return a copy of the sample with these `TOKEN_ARRAYS` replaced. Only the new arrays are checked."""
+        """Return a copy of the sample with other `TOKEN_ARRAYS`. Only the new arrays are checked."""
         other = object.__new__(type(self))
         for about in fields(self):
             object.__setattr__(other, about.name, getattr(self, about.name))

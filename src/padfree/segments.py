@@ -6,8 +6,8 @@
 
 Letters: B samples, S segments (S = B, or B + 1 with a pad).
 
-The numbers that a kernel launch needs on the host (`max_seqlen`, the segment offsets) are also stored on the host, so
-that reading them never synchronises with the device.
+Numbers that a kernel launch needs, such as `max_seqlen`, are also on the host, so that nothing synchronises with the
+device to read them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from padfree.prefix_tree import check_parents, first_positions
 class Segments:
     """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
 
-    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. If `pad_length > 0`, the last segment is the pad.
-    If samples share prefixes, the segments are nodes of a prefix tree (`padfree.prefix_tree`), and `num_samples` counts
-    nodes.
+    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0`, the last segment is the pad. If
+    samples share prefixes, segments are nodes of a prefix tree (`padfree.prefix_tree`), and `num_samples` counts nodes.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -58,8 +57,8 @@ class Segments:
     ) -> Segments:
         """Make segments of these lengths, followed by a pad: lengths `[5, 3]` and pad 3 give cu_seqlens `0 5 8 11`.
 
-        If `parents` [B] is given, the segments are nodes of a prefix tree: with `-1 0 0`, the first node is the
-        parent of the second and the third.
+        `parents` [B]: the segments are nodes of a prefix tree. With `-1 0 0`, the first node is the parent of the other
+        two.
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
@@ -99,14 +98,14 @@ class Segments:
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S]: 0, or the number of tokens of a node's ancestors."""
+        """The position of the first token of each segment, [S]: 0, or in a prefix tree the tokens before it."""
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)
 
     @property
     def num_positions(self) -> int:
-        """The length of the longest sample or of the pad, whichever is longer."""
+        """The length of the longest segment, the pad included."""
         return self.max_seqlen if self.parents is None else self.path_length
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:

@@ -3,14 +3,13 @@ config.
 
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
-FLOPs (`padfree.packing.cost`), memory (`padfree.estimate`) and calibration (`tools.planner`) all read sizes here. The
-model is built on the meta device, without storage. This takes one second for 80 layers and is done once per config.
-Because sizes come from the modules, a new architecture needs no entry here. The config supplies only what the shapes of
-modules do not show: heads, windows, and the number of experts per token.
+All estimates (FLOPs, memory, calibration) read sizes here. The model is built on the meta device, without storage; for
+80 layers this takes one second, once per config. Sizes come from the modules, so that a new architecture needs no entry
+here. The config supplies only what modules do not show: heads, windows, and the number of experts per token.
 
 A config is a transformers config, another object with the same fields, or a dict. An object or a dict must have a
-`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. Of a multimodal model, the
-language model is measured.
+`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal model,
+only the language model is measured.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The size of an attention head. If it differs between full and windowed attention, the larger size.
+        """The size of an attention head: the larger one, if full and windowed attention differ.
 
-        The properties `query`, `key`, `value` and `output` do the same.
+        The properties `query`, `key`, `value` and `output` also return the larger size.
         """
         return max(self.attention.head, self.windowed_attention.head)
 
@@ -139,7 +138,7 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 class _SizeKey:
-    """A key of the cache of sizes. Two configs with equal values are equal keys."""
+    """A key of the cache of sizes. Configs with equal values have equal keys."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._text = config, f"{type(config)}{config.to_json_string(use_diff=False)}"
@@ -222,8 +221,8 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
     """Return the widths of a layer's attention projections; None if the layer has no attention.
 
-    If one projection computes q, k and v together, keys and values have the same width: (output width of the projection
-    − width of the queries) / 2.
+    A projection that computes q, k and v together has keys and values of equal width: (its output width − width of the
+    queries) / 2.
     """
     modules = [each for each in _attentions(layer) if _linear(each)]
     if not modules:
@@ -245,7 +244,7 @@ def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | N
 
 
 def _widest(found: list[AttentionSizes]) -> AttentionSizes:
-    """Return the sizes of the layer with the widest queries; among layers with equal queries, the widest keys decide.
+    """Return the attention sizes of the layer with the widest queries and, among such layers, the widest keys.
 
     A layer that reuses the keys of another layer has key width 0.
     """
@@ -258,7 +257,7 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
     """Return a tuple for each linear layer in a module, in order.
 
-    The tuple holds the last part of the layer's name, the layer itself, its input width and its output width.
+    A tuple has the last part of the layer's name, the layer, its input width and its output width.
     """
     found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():
@@ -310,8 +309,8 @@ def _language_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]
 def _met_weights(model: PreTrainedModel, met: float) -> float:
     """Return the number of weights that one token is multiplied with in matmuls.
 
-    Each weight of a routed expert counts as `met`, the fraction of the experts that a token is routed to. The tower of
-    a vision-language model does not count.
+    `met`: the fraction of the experts that a token is routed to, with which the weights of routed experts are
+    multiplied. The tower of a vision-language model does not count.
     """
     found = 0.0
     for name, module in _language_modules(model):

@@ -10,17 +10,16 @@
     warnings      SIGUSR1 SIGUSR2 SIGXCPU       sent by schedulers before a time limit: they only request a stop
     not handled   SIGQUIT                       ends the process at once, which is the system's default
 
-A signal that is ignored when the block begins stays ignored (`nohup`, background jobs of a shell script). A handler
-that other code has installed for SIGHUP or for a warning stays in place.
+A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). So does a handler
+of other code for SIGHUP or for a warning.
 
-For each signal, one message is printed at once, whatever the main thread is doing. Python runs signal handlers only
-between two bytecode instructions, so no handler runs while a step waits for a GPU, other ranks or a slow function. A
-thread therefore reads the signals from a pipe. A launcher may forward a signal that the process has already received.
-Therefore a second request within `SAME_REQUEST_SECONDS` of the first counts as the same request.
+Each signal prints one message at once. Python runs a handler only between two bytecode instructions, so a handler would
+be late while a step waits for a GPU or other ranks. Therefore a thread reads the signals from a pipe. A launcher may
+forward a signal that the process has already received. A second request within `SAME_REQUEST_SECONDS` of the first
+therefore counts as the same request.
 
-The exception `StopRequested` can be lost, because some packages catch all exceptions while they are imported. Therefore
-`deferred` raises it again, and the thread ends the process `PATIENCE` seconds after a signal that should have ended the
-block.
+`StopRequested` can be lost, because some packages catch all exceptions while they are imported. `deferred` therefore
+raises it again. If it is still lost, the thread ends the process `PATIENCE` seconds after the signal.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _exit = os._exit  # kept because a run replaces `os._exit`
 
 
 class StopRequested(KeyboardInterrupt):
-    """Raised when a signal requests a stop outside of `StopSignals.deferred`, where nothing needs to be saved."""
+    """Raised when a signal requests a stop while nothing needs to be saved (outside of `StopSignals.deferred`)."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -91,7 +90,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """Context manager: signals do not interrupt its block, they are only recorded.
+        """Context manager: signals do not interrupt its block but are recorded.
 
         `then` completes the message that is printed for a signal, "SIGTERM: the run ...".
         """
@@ -105,7 +104,7 @@ class StopSignals:
 
     @contextmanager
     def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
-        """Context manager: in its block `handler` handles the signal `number`, which then does not request a stop."""
+        """Context manager: in its block `handler` handles signal `number`, which then requests no stop."""
         self._lent.add(number)
         before = signal.signal(number, handler)
         try:
@@ -174,9 +173,7 @@ class StopSignals:
 
 
 _INSTALLED: list[StopSignals] = []
-"""The `StopSignals` objects whose handlers are installed, the innermost last. Signal handlers are global to the
-process.
-"""
+"""The `StopSignals` objects whose handlers are installed, the innermost last."""
 
 
 def _is_ours(number: signal.Signals) -> bool:

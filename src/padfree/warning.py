@@ -2,9 +2,8 @@
 
     warnings.warn("quack-kernels 0.5 cannot be used", PadfreeWarning, stacklevel=2)
 
-The module that Python reports for a warning does not identify its origin: a warning from torch's C++ code is reported
-for the Python code that called torch. The category identifies the origin, so a run can show only the warnings of
-padfree (`cli/main.py`).
+Python's module of a warning does not show where it comes from: a warning of torch's C++ code gets the module that
+called torch. This category does, so that a run can show only the warnings of padfree (`cli/main.py`).
 """
 
 from __future__ import annotations

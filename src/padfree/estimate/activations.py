@@ -1,9 +1,9 @@
 """Count the bytes per token of the activations that the forward pass keeps for the backward pass, from the model's
 sizes.
 
-Elements have e bytes (4 or 2). D is the hidden size, I the width of the MLP, and q, k, v, g and o are the widths of
-queries, keys, values, attention gates and attention outputs, summed over the heads. Per token, a typical decoder layer
-keeps this many bytes:
+The table shows the bytes per token that a typical decoder layer keeps. Elements have e bytes (4 or 2). D is the hidden
+size, and I the width of the MLP. q, k, v, g and o are the widths of queries, keys, values, attention gates and
+attention outputs, summed over the heads.
 
     each norm over w elements   (4 + e) w                          float32 input, and scaled result; LayerNorm: e w
     inputs of projections       2 e D
@@ -130,8 +130,8 @@ def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ..
 def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:
     """The bytes per token that `layer` keeps on the device at this level.
 
-    Selective checkpointing keeps the results of matmuls, but in a compiled layer it keeps the output and the
-    log-sum-exp of attention instead.
+    Selective checkpointing keeps the results of matmuls. In a compiled layer, it keeps the output and the log-sum-exp
+    of attention instead.
     """
     sizes = ModelSizes.of(model.config)
     if level == "none":
@@ -157,8 +157,8 @@ def offloaded_bytes(model: PreTrainedModel, size: int, checkpointing: str = "hos
 def host_layer_bytes(sizes: ModelSizes, size: int) -> int:
     """The bytes per token that a layer keeps for backward at the checkpointing levels "host" and "attention".
 
-    At both levels it keeps its input, the results of the matmuls around attention, and attention's output: at "host"
-    in host memory, and at "attention" on the device.
+    A layer keeps its input, the results of the matmuls around attention, and attention's output. With "host" they are
+    in host memory, with "attention" on the device.
     """
     matmuls = sizes.query + sizes.key + sizes.value + sizes.hidden
     return size * (sizes.hidden + matmuls + sizes.output) + FLOAT32 * sizes.heads
@@ -196,10 +196,7 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """Like `layer_bytes`, for a compiled layer.
-
-    The compiler keeps the inputs of matmuls and recomputes everything else.
-    """
+    """The bytes per token that a compiled layer keeps: inputs of matmuls. The compiler recomputes all else."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
@@ -211,7 +208,7 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
 
 
 def attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
-    """The attention sizes of `layer`. Its `layer_idx` tells whether it has a sliding window, and so other sizes."""
+    """The attention sizes of `layer`, which differ between layers with and without a sliding window."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
     if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":
@@ -220,7 +217,7 @@ def attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
 
 
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
-    """The bytes per token that attention and mixers keep. A layer may have either, both or neither."""
+    """The bytes per token that attention and mixers keep. A layer may have one of them, both or neither."""
     kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers_of(layer))
     if attends(layer):
         heads = attention_of(sizes, layer)
@@ -240,7 +237,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
     """The elements per token that the norm `name` normalises. Its weight has `width` elements.
 
-    A norm of q or k whose weight has the size of one head is applied to all heads, so its input is wider.
+    A norm of q or k with a weight of one head's size is applied to all heads, so its input is wider.
     """
     last = name.rpartition(".")[2]
     if width == heads.head and last.startswith("q"):

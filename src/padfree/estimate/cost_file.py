@@ -28,10 +28,7 @@ def read_cost(path: str | Path) -> CostModel:
 
 
 def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
-    """Raise `UserError` if the cost does not grow with the number of tokens, because it then cannot balance any work.
-
-    Noise in the measurements may produce such a cost.
-    """
+    """Raise `UserError` if the cost does not grow with the number of tokens. Noisy measurements can cause this."""
     if not cost.linear and not cost.quadratic:
         subject = "the measured cost" if path is None else f"the cost in {path}"
         raise UserError(setting, f"{subject} does not grow with tokens", "measure again on an idle device")

@@ -5,9 +5,9 @@
     tflops_per_device = FLOPs / seconds / devices / 1e12
     mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 
-Only the FLOPs that training requires are counted, not all FLOPs that are executed. Recomputation (activation
-checkpointing), old and reference log-probabilities, and padding do not count. A prefix that samples share counts once,
-and so does an image of a pack. A matmul with a frozen weight needs two thirds of the FLOPs, because there is no weight
+Only FLOPs that training requires are counted, not all FLOPs that are executed. Not counted are recomputation
+(activation checkpointing), old and reference log-probabilities, and padding. A prefix that samples share counts once,
+and so does an image of a pack. A matmul with a frozen weight needs two thirds of the FLOPs, because it has no weight
 gradient. With adapters, all of the model's own weights are frozen.
 """
 
@@ -27,8 +27,8 @@ from padfree.packing.cost import FORWARD_AND_BACKWARD
 from padfree.sizes import ModelSizes
 
 # Dense bfloat16 TFLOP/s with float32 accumulation at the boost clock, from the vendors' data sheets. If a data sheet
-# gives only the figure with sparsity, half of it is used. All words of an entry must be in the device's name; the first
-# match is used, so more specific entries come first.
+# gives only the figure with sparsity, half of it is used. An entry applies if all of its words are in the device's
+# name. The first such entry is used, so more specific ones come first.
 PEAKS: tuple[tuple[str, float], ...] = (
     ("A100", 312.0),
     ("A800", 312.0),
@@ -73,23 +73,23 @@ def peak_tflops(device_name: str) -> float | None:
 def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
     """A cost model in FLOPs of forward and backward, from a Hugging Face config.
 
-    If `adapters` is True, the model's own weights are frozen.
+    `adapters`: the model's own weights are frozen.
     """
     cost = CostModel.from_config(model_config)
     return replace(cost, linear=frozen_flops(cost.linear)) if adapters else cost
 
 
 def frozen_flops(flops: float) -> float:
-    """The FLOPs of a matmul, forward and backward, if its weight is frozen.
+    """The FLOPs of a matmul with a frozen weight, forward and backward.
 
-    `flops` is the number of FLOPs of the same matmul if its weight is trained.
+    `flops`: the FLOPs of the same matmul if its weight is trained.
     """
     return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """How much shared prefixes save: the reductions in tokens and in the sum of squared sample lengths."""
+    """The FLOPs that shared prefixes save, as reductions in tokens and in the sum of squared sample lengths."""
 
     tokens: float
     pairs: float
@@ -119,8 +119,8 @@ class Flops:
     ) -> Flops:
         """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype.
 
-        `frozen` is the share of the matmul weights below the head that are frozen, and `frozen_head` says whether the
-        head is. With `adapters`, all weights of the model are.
+        `frozen`: the share of the matmul weights below the head that are frozen. `frozen_head`: whether the head is
+        frozen. With `adapters`, all weights of the model are frozen.
         """
         frozen, frozen_head = (1.0, True) if adapters else (frozen, frozen_head)
         sizes = ModelSizes.of(model_config)
@@ -142,9 +142,9 @@ class Flops:
     def step(
         self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None, image_features: Sequence[int] = ()
     ) -> float:
-        """The FLOPs of a step over samples with these lengths. `num_labels` of their tokens are scored.
+        """The FLOPs of a step over samples with these lengths, of which `num_labels` tokens are scored.
 
-        `image_features` are the numbers of features of the images that the step encodes.
+        `image_features`: the number of features of each image of the step.
         """
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()

@@ -1,7 +1,7 @@
 """The bytes and the cost of each level for each layer of a model: the input of `padfree.estimate.levels`.
 
-The cost of a level is the work that the backward pass repeats, in FLOPs per token. Kernels between matmuls are limited
-by memory bandwidth. Their cost is the number of FLOPs that matmuls would compute in the same time (`FLOPS_PER_BYTE`).
+The cost of a level is the work that the backward pass repeats, in FLOPs per token. Memory bandwidth limits the kernels
+between matmuls. Such a kernel costs as many FLOPs as matmuls would compute in its time (`FLOPS_PER_BYTE`).
 
     level        repeated                                                      by PyTorch, without compiled layers
     none         nothing                                                       nothing
@@ -10,9 +10,9 @@ by memory bandwidth. Their cost is the number of FLOPs that matmuls would comput
     selective    the same, and the projections around attention                kernels between matmuls, and attention
     full         everything but the last matmul                                everything
 
-The costs are computed and not measured, so that every run of the same settings on the same kind of device chooses the
-same levels. The choice depends only on the ratios of these costs, and on the ratio between the speed of computing and
-the speed of copying to the host (`FLOPS_PER_COPIED_BYTE`).
+The costs are computed and not measured, so that every run of the same settings chooses the same levels. The choice
+depends only on the ratios of these costs, and on how fast copies to the host are compared with computation
+(`FLOPS_PER_COPIED_BYTE`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ from padfree.model.structure import layers_of
 from padfree.sizes import ModelSizes
 
 FLOPS_PER_COPIED_BYTE = 11_500
-"""FLOPs of the forward pass in the time in which one byte is copied to host memory: 570 TFLOP/s in compiled layers
-with bfloat16, and 50 GB/s, measured on an H200.
+"""FLOPs of the forward pass in the time of copying one byte to host memory. On an H200: 570 TFLOP/s in compiled layers
+with bfloat16, and 50 GB/s.
 """
 
 FLOPS_PER_BYTE = 140
-"""FLOPs of matmuls in the time in which a kernel of the backward pass writes one byte of recomputed activations:
-570 TFLOP/s and 4 TB/s on an H200.
-"""
+"""FLOPs of matmuls in the time of writing one byte of recomputed activations. On an H200: 570 TFLOP/s and 4 TB/s."""
 
 ATTENDED_KEYS = 1024
-"""Assumed average number of keys of a query."""
+"""The number of keys per query, on average, that the costs assume."""
 
 COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
-"""The levels of compiled layers. If two choices cost the same, earlier levels in this list go to earlier layers."""
+"""The levels of compiled layers. At equal cost, earlier levels in this list go to earlier layers."""
 
 PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")
 """The levels of layers that are not compiled."""
@@ -72,7 +70,7 @@ def layer_options(
 
 
 def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device: float, host: float) -> Limits:
-    """The limits for the layers, if the whole run may take `device` bytes on the device and `host` on the host."""
+    """The limits for the layers, if the run may use `device` bytes on the device and `host` bytes in host memory."""
     outside = memory.tokens * outside_bytes(model, size)
     others = memory.device - memory.activations - memory.working + outside
     copied = memory.tokens * host_layer_bytes(ModelSizes.of(model.config), size)
@@ -89,7 +87,7 @@ def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device:
 
 
 def repeated_share(model: PreTrainedModel, memory: MemoryEstimate, size: int, levels: Sequence[LayerLevel]) -> float:
-    """The work that the backward pass repeats at these levels, as a share of the work of the layers without it."""
+    """The work that the backward pass repeats at these levels, as a share of all other work of the layers."""
     layers = layers_of(model)
     repeated = sum(
         level_flops(model, layer, level, size, memory.compiled) for layer, level in zip(layers, levels, strict=True)

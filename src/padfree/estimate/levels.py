@@ -7,15 +7,14 @@
 
     levels, device bytes per token from least to most:  full, host < selective < attention < none
 
-A layer has one option per level, with the bytes that it keeps on the device and in host memory, the further bytes that
-its backward pass needs, and the cost of recomputing the rest. A copy to host memory costs nothing if it ends
-before the backward pass begins. Therefore all copies together must take no longer than the forward pass, and a tensor
-takes device memory until its copy has ended.
+A layer has one option per level. An option has the bytes kept on the device and in host memory, the further bytes that
+the backward pass needs, and the cost of recomputing the rest. A tensor occupies device memory until its copy to host
+memory has ended. The copies cost nothing if all of them together take no longer than the forward pass.
 
-`choose_levels` finds the cheapest feasible choice for any kinds of layers. It goes through the layers from the first to
-the last. Of all choices for the layers so far, it keeps a choice only if no other choice is at least as good in device
-bytes, host bytes and cost. It prefers levels that keep less for the first layers: their activations are needed last, so
-that there is most time for their copies. For 36 equal layers it takes 0.3 s.
+`choose_levels` finds the cheapest choice within the limits. It goes through the layers in order. Of all choices so far,
+it drops each for which another is at least as good in device bytes, host bytes and cost. Levels that keep less go to
+the first layers: their activations are needed last, so their copies have most time. For 36 equal layers this takes 0.3
+s.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits that a choice of levels must observe."""
+    """The limits of memory and time for all layers of a model together."""
 
     device: int  # bytes
     at_end: int  # bytes that are needed on the device after the forward pass, while all layers keep their activations
@@ -53,13 +52,13 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""The maximum number of different host bytes among the choices for which all choices are compared with each other."""
+"""Up to this many different numbers of host bytes, every choice is compared with every other."""
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
-    """The cheapest options of all layers within the limits, one per layer. None if there are none.
+    """The cheapest options within the limits, one per layer. None if no options meet the limits.
 
-    Earlier options of a layer are preferred for earlier layers, if the cost is the same.
+    At equal cost, earlier options of a layer go to earlier layers.
     """
     host = min(limits.host, limits.copied[-1])
     states = _States.start()
@@ -86,7 +85,7 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """Choices for the layers so far, n of them, sorted by the indices of their options."""
+    """n choices of options for the layers so far, sorted by the indices of their options."""
 
     kept: Indices  # [n] bytes on the device
     offloaded: Indices  # [n] bytes in host memory
@@ -97,7 +96,9 @@ class _States:
         return _States(*(np.zeros(1, np.int64) for _ in range(3)))
 
     def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
-        """All choices with one more layer, and for each the index of the choice before it and of its option."""
+        """All choices with one more layer. For each: the index of the choice before it, and of the option of the new
+        layer.
+        """
         added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
         own = (self.kept, self.offloaded, self.cost)
         found = ((each[:, None] + added[None, :, column]).reshape(-1) for column, each in enumerate(own))
@@ -108,9 +109,9 @@ class _States:
         return _States(self.kept[indices], self.offloaded[indices], self.cost[indices])
 
     def best(self) -> Indices:
-        """The indices of the choices that no other choice equals or beats in device bytes, host bytes and cost.
+        """The indices of the best choices: no other is at least as good in device bytes, host bytes and cost.
 
-        If there are many different numbers of host bytes, only choices with the same host bytes are compared.
+        With many different numbers of host bytes, only choices with equal host bytes are compared.
         """
         order = np.lexsort((np.arange(len(self.kept)), self.cost, self.kept, self.offloaded))
         sorted_ = self.at(order)
@@ -127,7 +128,7 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Leave out a choice if one with fewer host bytes equals or beats it. `ends` divides `order` by host bytes."""
+        """Leave out a choice if one with fewer host bytes is at least as good. `ends` divides `order` by host bytes."""
         remaining = []
         front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall
         for part in np.split(order, ends):

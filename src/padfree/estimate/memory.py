@@ -23,8 +23,8 @@
 
 `padfree.estimate.activations` counts the activations.
 
-Not included: memory fragmentation, buffers of collectives, and the CUDA context. With parallel.expert, a rank whose
-experts are chosen more often than the mean needs more memory for activations than estimated.
+Not included: memory fragmentation, buffers of collectives, and the CUDA context. With `parallel.expert`, a rank whose
+experts are chosen more often than the mean needs more memory than estimated.
 """
 
 from __future__ import annotations
@@ -134,11 +134,10 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a run with these settings.
 
-    `model` is the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed.
-    `longest` is the number of tokens on a device in its longest micro-batch, if that may exceed `batch.max_tokens`.
-    `prompt_tokens` is the length of the longest prompt that responses are generated for. `copied_keys` is the number of
-    keys per token that attention copies, if data rows have several samples that share prefixes. `image_share` is the
-    largest share of a sample's tokens that stand for images.
+    `model`: the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed. `longest`:
+    the tokens on a device in its longest micro-batch, if they may exceed `batch.max_tokens`. `prompt_tokens`: the
+    length of the longest prompt. `copied_keys`: the keys per token that attention copies, if samples of a data row
+    share prefixes. `image_share`: the largest share of a sample's tokens that stand for images.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -186,9 +185,8 @@ def estimate_memory(
         cache = _cache(config, model, size, processes=processes, device_type=device_type, prompt_tokens=prompt_tokens)
         sampling = _responses(config, processes) * _decode_bytes(config, model, size)
     tokens = max(config.batch.max_tokens, longest)
-    # With several context ranks, attention breaks the graph of a compiled layer, so that the layer keeps more for its
-    # backward pass. Divided experts and replayed routers also break the graph. Such layers are counted as if they were
-    # not compiled.
+    # Context parallelism, divided experts and replayed routers break the graph of a compiled layer. The layer then
+    # keeps more for its backward pass. It is counted like a layer that is not compiled.
     context = config.parallel.most_context(processes)
     whole = context == 1 and expert == 1 and config.rollout.routing == "recompute"
     compiled = config.parallel.compile != "none" and whole
@@ -242,9 +240,9 @@ def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: 
 def _cache(
     config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
 ) -> int:
-    """The bytes of the KV cache of the in-process sampler; 0 if the run does not use this sampler.
+    """The bytes of the KV cache of the in-process sampler; 0 for other samplers.
 
-    On a GPU, the keys and values of a prompt are stored once for all its responses.
+    On a GPU, all responses to a prompt share the keys and values of the prompt.
     """
     if config.rollout.engine != "in_process":
         return 0
@@ -265,14 +263,15 @@ def _responses(config: Config, processes: int) -> int:
 def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
     """The temporary bytes of a response in a decode step.
 
-    Its logits; if they are truncated, also their scaled values, weights, order and masks, with copies of the last two.
+    A response needs its logits. If logits are truncated, it also needs their scaled values, weights, order and masks,
+    and copies of the last two.
     """
     truncated = FLOAT32 * 6 + 4 if _is_truncated(config) else 0
     return ModelSizes.of(model.config).vocabulary * (size + truncated)
 
 
 def _is_truncated(config: Config) -> bool:
-    """Whether labels have kept sets (`padfree.kept_sets`)."""
+    """Whether labels have kept sets: the ids among which a truncated softmax sampled (`padfree.kept_sets`)."""
     return any(getattr(config.rollout, name) != default for name, default in TRUNCATION.items())
 
 
@@ -293,7 +292,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The number of ranks that shard one set of weights, and the number of them that divide the experts."""
+    """Two numbers: the ranks that shard one set of weights, and the ranks that divide the experts."""
 
     ranks: int
     expert: int = 1
@@ -305,8 +304,9 @@ class Shards:
         return {parameter for module in stacked_experts(model) for parameter in module.parameters(recurse=False)}
 
     def share(self, parameter: nn.Parameter, divided: set[nn.Parameter]) -> int:
-        """Elements in the largest shard: FSDP2 shards a parameter along its first dimension, and the first shards are
-        the largest. Divided experts are sharded evenly."""
+        """The number of elements in the largest shard. FSDP2 shards a parameter along its first dimension, and its
+        first shards are the largest. Divided experts are sharded evenly.
+        """
         if not parameter.ndim:
             return parameter.numel()
         if parameter in divided:
@@ -331,9 +331,9 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
     """Bytes of unsharded weights and gradients while FSDP2 computes. With split weights, only gradients are counted.
 
-    The unsharded weights belong to the root unit and to two layers: the current one and the next. Without `reshard`,
-    they belong to the root unit and to all layers. The unsharded gradients belong to the embeddings and to one layer,
-    in float32 for the reduction.
+    The unsharded weights are those of the root unit and of two layers: the current one and the next. Without `reshard`,
+    they are those of the root unit and of all layers. The unsharded gradients are those of the embeddings and of one
+    layer, in float32 for the reduction.
     """
     divided = shards.divided(model)
 
@@ -361,11 +361,11 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
 def key_copies(config: Config, prompt_tokens: int) -> float:
     """The number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
 
-    If the run generates the responses, G responses of R tokens share a prompt of P tokens. Attention then copies
-    P + G (P + R) keys for P + G R tokens. For other data, the prefixes are unknown before samples are compared. The
-    estimate then assumes groups of eight samples that share the first half of each sample. For SFT the result is 0
-    unless `batch.share_prefixes` is true, because otherwise SFT compares only samples from the same data row. The keys
-    of such samples are passed to `estimate_memory` as `copied_keys`.
+    If the run generates G responses of R tokens to a prompt of P tokens, attention copies P + G (P + R) keys for P + G
+    R tokens. For other data, the estimate assumes groups of eight samples that share the first half of each sample.
+
+    For SFT without `batch.share_prefixes=true` the result is 0. Then only samples of one data row share prefixes, and
+    their keys are passed to `estimate_memory` as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -377,10 +377,10 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
-    """The highest temporary memory, in addition to the activations of all layers.
+    """The highest temporary memory, on top of the activations of all layers.
 
-    `kept`: the bytes that each layer keeps. `offloaded`: the bytes of an offloaded layer. During the backward pass of
-    an offloaded layer, its tensors and the tensors of the layer below are on the device.
+    `kept`: the bytes that each layer keeps. `offloaded`: the bytes of an offloaded layer. In the backward pass of such
+    a layer, its tensors and those of the layer below are on the device.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):
@@ -440,8 +440,8 @@ def head_bytes(
 ) -> int:
     """The bytes that the fused head needs if all tokens are scored.
 
-    The gradients of the hidden states and of the head's weight are included. `masks`: tokens have kept sets, so that
-    each logit of a tile has a byte of a mask, and a byte of the list from which the mask is made.
+    The gradients of the hidden states and of the head's weight are included. `masks`: tokens have kept sets, which take
+    two more bytes for each logit of a tile.
     """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)

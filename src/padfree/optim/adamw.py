@@ -1,11 +1,10 @@
 """AdamW. Each rank updates its local shards as plain tensors, not as DTensors.
 
-AdamW is elementwise and needs no communication. DTensor's dispatch would cost 20 ms of host time per step for 300
-parameters, so the update uses plain tensors. The kernels read the finite flag and the gradient scale on the device, as
-with AMP's gradient scaler.
+AdamW is elementwise and needs no communication. DTensors would cost 20 ms of host time per step for 300 parameters. The
+kernels read two values on the device: whether the step is finite, and the factor of the gradients.
 
-With `state` float32, torch's fused kernel makes the step. `padfree.optim.rounded_adamw` makes it with the other formats
-of the moments.
+With `optimizer.state=float32`, torch's fused kernel makes the step. With other formats of the moments,
+`padfree.optim.rounded_adamw` does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from padfree.optim.state_format import new_state, state_bytes
 class AdamW:
     """The AdamW update rule. The options of its groups are `betas`, `eps`, `weight_decay`, `state` and `fused`.
 
-    The option `fused` also tells torch, when it loads the optimizer's state, to put the step counter on the device.
+    `fused` also tells torch to keep the step counter on the device when it loads the state.
     """
 
     remembers = "AdamW's two moments"

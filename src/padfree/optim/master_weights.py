@@ -4,16 +4,16 @@
     during computation   layer.weight   copy, bfloat16      the master's own rounding, not a second tensor
     in backward          copy.grad      bfloat16            added to master.grad (float32) as soon as a layer is done
 
-The master weights and their copies are the same memory (`padfree.model.split_weight`), so the copies are always up to
-date. Losses, gradients and updates have the bits that separate float32 weights and bfloat16 copies would give.
+A master weight and its copy share memory (`padfree.model.split_weight`), so the copy is always up to date. Losses,
+gradients and updates are bit-identical to those of separate float32 weights and bfloat16 copies.
 
-FSDP2 keeps float32 shards and gathers bfloat16 copies. A single process has nothing to gather or reduce, and for a
-small model FSDP2's hooks would take more time on the host than the computation takes on the device: for example, with
-28 layers of hidden size 1024 the device would wait for the host.
+FSDP2 would keep float32 weights and make bfloat16 copies too. In a single process, however, FSDP2 has nothing to gather
+or reduce, and for a small model its hooks take longer on the host than the computation on the device (28 layers of
+hidden size 1024, for example).
 
-Outside of forward and backward, the modules hold the master weights, so that all other code sees a plain float32 model.
-Activation recomputation in backward reads the modules' weights again, so `compute_copies` must enclose backward as well
-as forward.
+Outside of forward and backward, the modules hold the master weights, so that all other code sees a float32 model.
+`compute_copies` must enclose backward as well as forward, because recomputation in backward reads the weights of the
+modules.
 """
 
 from __future__ import annotations
@@ -49,9 +49,8 @@ class MasterWeights:
 
     @contextmanager
     def compute_copies(self) -> Iterator[None]:
-        """Context manager: in its block the modules hold the copies instead of the master weights.
-
-        Blocks may be nested. The outermost one exchanges the weights.
+        """Context manager: in its block the modules hold the copies instead of the master weights. Blocks may be
+        nested.
         """
         self._depth += 1
         if self._depth == 1:
@@ -129,9 +128,9 @@ class _Unit:
 
 
 def split_weights(parameters: Iterable[Tensor]) -> None:
-    """Store float32 parameters as `SplitWeight`s in one `SplitStorage` per device. The objects keep their identity.
+    """Store float32 parameters as `SplitWeight`s in one `SplitStorage` per device. The parameter objects stay the same.
 
-    Matrices come before vectors, as in the groups of AdamW, so that the weights of a group are one range of memory.
+    Matrices come before vectors, so that the weights of an AdamW group are one range of memory.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in sorted(parameters, key=lambda each: each.ndim < 2):
@@ -146,8 +145,7 @@ def split_weights(parameters: Iterable[Tensor]) -> None:
 def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
     """Make a model compute in `dtype` from now on, with float32 master weights. `units` are its layers.
 
-    Frozen weights are converted to `dtype`, because every use would round them to `dtype` anyway. The model may be on
-    the meta device and get its weights later.
+    Frozen weights are converted to `dtype`. The model may be on the meta device and get its weights later.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -159,7 +157,7 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn
 def compute_copies(model: nn.Module) -> Iterator[MasterWeights | None]:
     """Context manager around forward and backward: in its block the model computes with copies in the compute dtype.
 
-    It changes nothing for a model without master weights.
+    The block changes nothing for a model without master weights.
     """
     found = getattr(model, ATTRIBUTE, None)
     if isinstance(found, tuple):  # the first use creates the copies

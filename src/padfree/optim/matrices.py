@@ -5,9 +5,9 @@
     rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
     rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
 
-For each matrix, one of the ranks that hold its shards computes the function. Each element is sent twice (to the rank
-that computes, and back) in two all-to-alls. These ranks repeat no work. If the shards are replicated, every replica
-computes the same results. If the shards are whole matrices (E experts [E, out, in] sharded along E), nothing is sent.
+Each matrix is computed by one of the ranks that hold its shards. Two all-to-alls send its elements to this rank and
+back. If the shards are replicated, every replica computes the same results. Nothing is sent if the shards are whole
+matrices, e.g. E experts [E, out, in] sharded along E.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class MatrixSplit(NamedTuple):
 
 
 def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
-    """How the matrices [..., A, B] of a parameter are sharded over ranks. None if every rank holds whole matrices."""
+    """How the matrices [..., A, B] of a parameter are sharded. None if every rank holds whole matrices."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, placements, found = parameter.device_mesh, parameter.placements, None

@@ -5,16 +5,17 @@
     update  = Newton-Schulz(update)                         U S V^T -> about U V^T
     weight  = (1 - lr * weight_decay) * weight - lr * update_rms * sqrt(max(A, B)) * update
 
-A matrix [A, B] with orthonormal rows or columns has elements with root mean square 1 / sqrt(max(A, B)). Every update
-therefore has root mean square lr * `update_rms`, for any shape. AdamW's updates have a root mean square of about 0.2
-lr. So with `update_rms` 0.2, a learning rate and a weight decay tuned for AdamW also suit Muon (Moonshot AI, "Muon is
-scalable for LLM training"). Momentum, coefficients and norms match `torch.optim.Muon` with
-`adjust_lr_fn="match_rms_adamw"`. `padfree.optim.reference_muon` is a plain implementation for one matrix.
+The Newton-Schulz update of a matrix [A, B] has orthonormal rows or columns, so its elements have root mean square 1 /
+sqrt(max(A, B)). The last line scales this to lr * `update_rms` for any shape. AdamW's updates have a root mean square
+of about 0.2 lr. With `update_rms` 0.2, a learning rate and a weight decay tuned for AdamW therefore also suit Muon
+(Moonshot AI, "Muon is scalable for LLM training").
 
-A parameter [..., A, B] holds several independent matrices, e.g. one per expert. Matrices of the same shape form a batch
-[n, A, B]. A sharded matrix is computed by one rank (`padfree.optim.matrices`). The Newton-Schulz iteration runs in
-bfloat16 on a GPU, and in the dtype of the weights on the CPU. The finite flag and the gradient scale are tensors on the
-device, so the host never synchronises.
+Momentum, coefficients and norms match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
+`padfree.optim.reference_muon` is a plain implementation for one matrix.
+
+A parameter [..., A, B] holds several matrices, e.g. one per expert. Matrices of the same shape form a batch [n, A, B].
+One rank computes a sharded matrix (`padfree.optim.matrices`). The Newton-Schulz iteration runs in bfloat16 on a GPU,
+and in the dtype of the weights on the CPU. The host never synchronises.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 MOST_NUMBERS = 1 << 25
-"""The maximum number of elements in this rank's shard of a batch of matrices. A batch always has at least one matrix.
-If matrices are sharded, it has at least one matrix per rank.
+"""The maximum number of elements of a batch of matrices on this rank. A batch has at least one matrix, or one per rank
+if matrices are sharded.
 """
 
 
@@ -79,7 +80,7 @@ class Muon:
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """Orthogonalise n matrices [n, A, B] by Newton-Schulz iterations.
 
-    The result has the same singular vectors, and nonzero singular values of about 1.
+    A result has the singular vectors of its matrix, and singular values of about 1 in place of the nonzero ones.
     """
     a, b, c = COEFFICIENTS
     found = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
@@ -135,8 +136,5 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The device on which a parameter is updated.
-
-    Parameters on the CPU (`parallel.offload`) use the device of their mesh.
-    """
+    """The device on which a parameter is updated: its own, or that of the mesh if it is offloaded to the CPU."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

@@ -8,16 +8,14 @@
                                 embeddings, heads             adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
-The parameters of `optimizer.groups` form separate groups in the same way, with `lr` and `muon.lr` multiplied by the
-group's `lr_scale`.
+Each entry of `optimizer.groups` forms groups of its own, with `lr` and `muon.lr` multiplied by its `lr_scale`.
 
-Weight decay applies to parameters with two or more dimensions, but not to vectors (norms, biases), because pulling the
+Weight decay applies to parameters with two or more dimensions. Vectors (norms, biases) have none, because pulling the
 scale of a norm towards 0 does not regularise. `padfree.model.roles` defines the roles of parameters; adapters are
 hidden matrices.
 
-The schedule multiplies the base learning rate of every group. A step is skipped if the loss or the gradient is not
-finite. The flag `finite` and the gradient-clipping factor are tensors on the device, so that the host does not
-synchronise to read them.
+The schedule multiplies the base learning rate of every group. If the loss or the gradient is not finite, the step is
+skipped. The device decides this, so that the host need not synchronise.
 
 With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there.
 """
@@ -56,8 +54,8 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """The current learning rates by metric name.
 
-        The name is `lr` for the update rule of the first group, and `lr/RULE` for any other update rule. The rates of
-        `optimizer.groups` follow from their scale and are not metrics.
+        The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. Rates of
+        `optimizer.groups` are not metrics.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}
@@ -72,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, finite: Tensor | None = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
         """Make one optimizer step. The gradients are multiplied by the scalar tensor `scale`.
 
-        If the scalar bool tensor `finite` is false, neither parameters nor state change.
+        If the bool tensor `finite` is false, neither parameters nor state change.
         """
         # If parameters are offloaded, the flag is on the GPU and the optimizer on the CPU, so this copy synchronises.
         device = self.param_groups[0]["params"][0].device
@@ -103,9 +101,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """The bytes of the optimizer state of these groups, for float32 parameters.
+    """The bytes of the optimizer state of these groups. All parameters are float32.
 
-    `numbers` returns the number of elements to count for a parameter; by default all elements are counted.
+    `numbers` returns how many elements of a parameter to count; by default all.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)

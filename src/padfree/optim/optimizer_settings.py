@@ -43,7 +43,7 @@ class MuonSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
-    """Parameters with a learning rate and a weight decay of their own: one table of `[[optimizer.groups]]`."""
+    """One table of `[[optimizer.groups]]`: parameters that get their own learning rate and weight decay."""
 
     match: str = setting(
         about="The parameters: tower, projector, language_model, or a pattern of their names such as model.visual.*.",
@@ -68,8 +68,7 @@ class ParameterGroup:
 class OptimizerConfig:
     """AdamW for all parameters, or Muon for hidden matrices and AdamW for the other parameters.
 
-    AdamW's weight decay applies to parameters with two or more dimensions, embeddings included, and not to norms and
-    biases.
+    AdamW's weight decay applies to parameters with two or more dimensions, embeddings included.
     """
 
     name: OptimizerName = setting(
@@ -136,7 +135,7 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """The same settings for all parameters, for a model whose parameters `groups` does not describe."""
+        """The same settings without `groups`, for another model than the one that `groups` describes."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:

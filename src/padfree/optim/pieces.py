@@ -1,12 +1,12 @@
 """Parameters as plain tensors, for an elementwise update rule. Each rank updates its own shards.
 
-Split weights (`padfree.model.split_weight`) are updated in blocks of at most `BLOCK` elements: a block is joined to
-float32 weights in temporary memory, the rule updates them, and they are split again.
+A split weight (`padfree.model.split_weight`) is stored in two parts. Split weights are updated in blocks of at most
+`BLOCK` elements: a block is joined to float32 weights in temporary memory, updated, and split again.
 
     weights   | w0        | w1 | w2                     |
     blocks    | w0        | w1 | w2[0:8] | | w2[8:16] ..|       the rule gets the pieces of one block
 
-A weight is divided between its matrix rows, so that a block of int8 state (`padfree.optim.state_format`) stays whole.
+A weight is only divided between matrix rows, so that a block of int8 state (`padfree.optim.state_format`) stays whole.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_sp
 from padfree.optim.rule import State, local
 
 BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""For each kind of device, the number of split weights that are joined at a time. On a GPU a block takes 256 MiB, and
-the kernels of a block take longer than their launches.
+"""How many split weights are joined at a time, for each kind of device. On a GPU a block takes 256 MiB, so that its
+kernels take longer than their launches.
 """
 
 ROWS = 8
-"""Split weights are divided at multiples of this number of rows, because 8 weights share a byte of tie bits."""
+"""Split weights are divided at multiples of this number of rows, because 8 weights share a byte."""
 
 
 class ParameterPiece(NamedTuple):
@@ -61,7 +61,7 @@ def update_pieces(
 
 
 class _SplitPiece(NamedTuple):
-    """Some rows of a split weight. `piece.weight` is not joined yet."""
+    """Some rows of a split weight, not joined to float32 yet."""
 
     storage: SplitStorage
     start: int  # in the storage
@@ -77,9 +77,9 @@ def _piece(parameter: Tensor, state: State) -> ParameterPiece:
 
 
 def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
-    """Divide split weights into blocks of at most `most` elements, or of `ROWS` matrix rows.
+    """Divide split weights into blocks of at most `most` elements, but of at least `ROWS` matrix rows.
 
-    A block is one range of a storage.
+    A block is one range of the storage.
     """
     block: list[_SplitPiece] = []
     for parameter in sorted(parameters, key=lambda each: (id(each.storage_), each.start)):

@@ -1,4 +1,4 @@
-"""The reference implementation of AdamW with moments in bfloat16 or int8, and what all implementations get.
+"""The reference implementation of AdamW with moments in bfloat16 or int8, and what all implementations receive.
 
     m, v       = the moments in float32
     m          = m + (1 - beta1) * (gradient - m)
@@ -6,8 +6,8 @@
     weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
     state      = m and v, rounded stochastically
 
-`rate` and `correction` contain the bias corrections of the step. They are computed on the device in float64, because
-the step counter is on the device: it does not count steps that were skipped.
+`rate` and `correction` contain the bias corrections of the step. They are computed on the device in float64: the step
+counter is on the device, because it does not count skipped steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 1 << 20
 
 
 class Step(NamedTuple):
-    """What all parameters of a step share."""
+    """The values that all parameters share in a step."""
 
     finite: Tensor  # bool, on the device
     scale: Tensor | None  # float32, on the device
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Some rows [R, C] of one moment, and with int8 their scales [R, blocks]."""
+    """Some rows [R, C] of one moment. In int8, they come with their scales [R, blocks]."""
 
     values: Tensor
     scales: Tensor | None
@@ -56,7 +56,7 @@ class ParameterRows(NamedTuple):
 
 
 def update_reference(rows: ParameterRows, step: Step) -> None:
-    """Update some rows, in chunks that bound the temporary memory."""
+    """Update some rows, in chunks that limit the temporary memory."""
     count, columns = rows.weight.shape
     most = max(1, CHUNK // columns)
     for begin in range(0, count, most):

@@ -21,7 +21,7 @@ Update = Callable[[ParameterRows, Step], None]
 
 
 class RoundedUpdate:
-    """Updates the parameters of a group whose option `state` is not float32."""
+    """Updates a group of parameters whose moments are not float32 (`optimizer.state`)."""
 
     def __init__(
         self, group: Group, parameters: list[Tensor], state: State, finite: Tensor, scale: Tensor | None

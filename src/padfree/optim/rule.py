@@ -16,14 +16,14 @@ which a checkpoint writes as JSON.
 State = MutableMapping[Tensor, dict[str, Any]]
 """The optimizer state.
 
-It maps each parameter to a dict of tensors that are sharded like the parameter, or of scalars.
+The state of a parameter is a dict of scalars and of tensors that are sharded like the parameter.
 """
 
 
 class UpdateRule(Protocol):
     """The interface of an update rule.
 
-    A rule is stateless: everything that it needs is in the group and in the state.
+    A rule is stateless: the group and the optimizer state hold everything that it needs.
     """
 
     remembers: str
@@ -33,18 +33,15 @@ class UpdateRule(Protocol):
         """Update the group's parameters that have a gradient. Gradients are multiplied by the scalar tensor `scale`.
 
         Collective. If the scalar tensor `finite` is false, neither parameters nor state change. `finite` and `scale`
-        are on the device of the parameters, and the host must not synchronise to read them.
+        are on the device of the parameters, so that the host need not synchronise.
         """
         ...
 
     def state_bytes(self, group: Group, numbers: int, columns: int) -> int:
-        """The bytes of optimizer state for a float32 parameter of the group, or a shard of one.
-
-        It has this number of elements, in matrix rows of `columns` elements.
-        """
+        """The bytes of optimizer state for `numbers` float32 elements, in matrix rows of `columns` elements."""
         ...
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor. It shares the tensor's memory."""
+    """This rank's shard of a tensor. The shard shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -5,25 +5,25 @@
     bfloat16     4                   bfloat16           bfloat16           -
     int8         2 + 8 / 128         int8               uint8              float32, two for each block of 128 weights
 
-A step computes the new moments in float32, updates the weight with them, and only then rounds them for the next step.
-Rounding is stochastic: a value between two representable ones is rounded to either of them, to the closer one with the
-higher probability, so that the mean is the value itself. Rounding to nearest would lose every change that is smaller
-than half a distance: with `betas` of 0.999, exp_avg_sq would never decay.
+A step computes the new moments in float32, updates the weight with them, and only then rounds them. Rounding is
+stochastic: a value is rounded up or down at random, so that the mean is the value itself. Rounding to nearest would
+lose every small change: with `betas` of 0.999, exp_avg_sq would never decay.
 
-In int8, a block is up to `BLOCK` consecutive weights of a matrix row, and its scale is the largest magnitude in it:
+In int8, up to `BLOCK` consecutive weights of a matrix row form a block. Its scale is the largest magnitude in it. A
+code c stands for:
 
     exp_avg       sign * (c / 127)^4 * scale      c = 0 .. 127     4.9, 15.5, 37.9 for c = 60, 80, 100 and scale 98.6
     exp_avg_sq    (c / 255)^8 * scale             c = 0 .. 255     never 0 if the value is positive
 
-Distances shrink towards 0: they are at most 3.2% of the scale, and 18% of a value of a thousandth of the scale. The
-root of exp_avg_sq has the same map as exp_avg with twice as many values, so that a weight with a small gradient does
-not get a divisor of 0, which would make its update huge.
+Small values are stored more finely than large ones: neighbouring levels differ by at most 3.2% of the scale, and by 18%
+of a value that is a thousandth of the scale. exp_avg_sq has twice as many levels, so that a small positive value does
+not become 0, which would make the update huge.
 
-The random numbers are a hash of (step, number of the parameter, index of the element in the whole parameter). Blocks
-never cross matrix rows, and no rank holds a part of a row. Therefore neither depends on how many ranks shard a
-parameter, and a resumed run rounds as the uninterrupted one. Vectors (norms, biases) keep float32.
+Rounding uses a hash of (step, number of the parameter, index of the element in the whole parameter), and no rank holds
+a part of a matrix row. The result therefore does not depend on the number of ranks, and a resumed run rounds as an
+uninterrupted one. Vectors (norms, biases) keep float32.
 
-This file rounds in plain PyTorch. `padfree.optim.triton_adamw` has the same rounding in its kernel.
+This file rounds in plain PyTorch. `padfree.optim.triton_adamw` rounds the same way in its kernel.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ BLOCK = 128
 """The largest number of weights that share a scale."""
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-120, 2.0**120
-"""A smaller largest magnitude counts as 0, and larger values are limited, so that the reciprocal of a scale is finite
-and not subnormal."""
+"""Limits a scale: a smaller magnitude counts as 0 and a larger one is cut, so that the reciprocal is finite and normal.
+"""
 
 MASK = 0xFFFFFFFF
 STRIDE = 0x9E3779B9  # 2^32 / golden ratio: separates keys and the upper halves of indices
@@ -61,11 +61,11 @@ INT8 = {"exp_avg": Rounding(127, 2, torch.int8), "exp_avg_sq": Rounding(255, 3, 
 
 
 class RowRange(NamedTuple):
-    """Which rows of a parameter [..., C] a rank holds. Row r of the rank is row
+    """Which rows of a parameter [..., C] a rank holds. Row r of the rank is this row of the parameter:
 
     first + r // inner * outer + r % inner
 
-    of the parameter. For a matrix whose rows are sharded, inner is at least the number of rows.
+    For a matrix whose rows are sharded, inner is at least the number of rows.
     """
 
     first: int
@@ -73,7 +73,7 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """The range without its first rows. Ranges with gaps (`inner` < `outer`) are not divided."""
+        """The range without its first rows. A range with gaps (`inner` < `outer`) cannot be divided."""
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
 
@@ -127,7 +127,7 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers (stored as int64) whose results look random. No product exceeds 63 bits."""
+    """A bijection of 32-bit numbers (stored as int64) that looks random. No product exceeds 63 bits."""
     x = x ^ (x >> 16)
     x = x * MULTIPLIERS[0] & MASK
     x = x ^ (x >> 15)

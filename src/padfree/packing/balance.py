@@ -10,8 +10,8 @@ The algorithm is deterministic and has two phases:
               exchange helps
 
 The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
-costs. If that also exceeds the cap, `fill` makes the initial assignment. The exchange phase then evens out the costs
-within the cap. If no initial assignment fits, `balance` raises `UserError`.
+costs. If that fails too, `fill` makes it. The exchange phase then evens out the costs. If no initial assignment fits,
+`balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS = 64
 """The maximum number of rounds of the exchange phase. A round handles all pairs of parts once."""
 
 SHIFTS = 8
-"""The exchange phase stops after it has tried this many ways to form pairs without improvement."""
+"""The exchange phase ends after this many ways to pair parts without an improvement."""
 
 
 def balance(
@@ -49,10 +49,11 @@ def balance(
 ) -> list[Indices]:
     """Partition the samples into k parts with nearly equal sums of `costs` [n].
 
-    There are n samples. Returns k arrays of ascending sample indices; every sample is in exactly one array. `cap` is a
-    hard limit on the sum of `lengths` [n] in a part. If `lengths` is not given, `cap` limits the sum of `costs`, which
-    must then be integers. If `equal_count` is True, the sample counts of any two parts differ by at most 1. No part is
-    empty if n >= k. With fewer samples than parts, n parts hold one sample each, and the other parts are empty.
+    Returns k arrays of ascending sample indices; every sample is in exactly one of them. With n >= k samples, no part
+    is empty. With fewer samples, each has a part of its own.
+
+    `cap` limits the sum of `lengths` [n] in a part. Without `lengths`, it limits the sum of `costs`, which must then be
+    integers. With `equal_count`, the sample counts of any two parts differ by at most 1.
     """
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
@@ -107,7 +108,7 @@ def _check_cap(length: Indices, k: int, cap: int) -> None:
 class PartitionProblem:
     """The input of `partition`: n samples that are divided into k parts.
 
-    `partition` minimises the cost of the costliest part. The cost of part p is `offset[p]` plus the cost of its
+    `partition` minimises the cost of the costliest part. The cost of part p is `offset[p]` plus the costs of its
     samples.
     """
 
@@ -122,10 +123,7 @@ Parts = list[Indices]
 
 
 def partition(problem: PartitionProblem) -> Parts | None:
-    """Divide the samples into parts of nearly equal cost. Returns the ascending sample indices of each part.
-
-    Returns None if no assignment within the cap was found.
-    """
+    """Return parts of nearly equal cost, as ascending sample indices; None if no assignment fits the cap."""
     parts = _start(problem)
     if parts is None:
         return None
@@ -141,7 +139,7 @@ def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """Find an initial assignment within the cap: greedily by cost, else balanced by length, else by `fill`.
+    """Find an initial assignment within the cap: greedily by cost, else by length, else by `fill`.
 
     Returns None if no assignment fits.
     """
@@ -204,9 +202,9 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 
 
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
-    """Move one sample to each empty part, as long as some part has at least two samples.
+    """Move one sample to each empty part, while some part has at least two samples.
 
-    The sample is the cheapest one of the costliest part with at least two samples.
+    The costliest part with at least two samples gives its cheapest sample.
     """
     parts = list(parts)
     cost = sums(problem.cost, parts)
@@ -225,11 +223,11 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
 
 
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
-    """Swap samples between costly and cheap parts until the costliest part is near the mean, or at most `goal`.
+    """Swap samples between parts until the costliest part is near the mean, or at most `goal`.
 
-    The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on: k / 2 pairs at
-    once. The samples of a part are one matrix row of `slots` [k, m], followed by at least one empty slot. A swap with
-    an empty slot is a plain move. If no pair can improve, new pairs are formed by shifting the list of cheap parts.
+    The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on. A part is one
+    matrix row of `slots` [k, m]: its samples, then at least one empty slot. A swap with an empty slot moves a sample.
+    If no pair can improve, the list of cheap parts is shifted to form other pairs.
     """
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
@@ -275,8 +273,8 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
     """Split each part into the samples that the exchange phase may move, and the samples that stay.
 
-    In a large part only every i-th sample is movable, so that a round compares at most 2 million pairs of samples. If
-    `equal` is True, every part has the same number of movable samples, so that no slot is empty.
+    In a large part only every i-th sample is movable, so that a round compares at most 2 million pairs of samples. With
+    `equal`, every part has the same number of movable samples.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

@@ -6,11 +6,11 @@
               labels        2 3 4 5 -  11 12 - 21 22 23 24 25 26  -
               cu_seqlens    0 5 8 15
 
-Values that belong to the prediction of a token (its label, weight and advantage) are stored at the position that
-predicts it, one position before the token (`at_predictions`).
+The model predicts token t + 1 at position t. Values of a prediction (label, weight, advantage) are stored at the
+position that predicts, one before the token (`at_predictions`).
 
-Each pack keeps its samples in the order in which they were given. `batch.samples[i].index` is the index of the pack's
-sample i in the list that was packed, so that results can always be restored to this order.
+A pack keeps its samples in the given order. `batch.samples[i].index` is the index of the pack's sample i in the list
+that was packed.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay samples end to end in as few packs as possible.
 
-    If `num_packs` is given, make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps
-    sample lengths to costs; without it, the cost of a sample is its number of tokens. `max_tokens` is a hard cap on the
-    tokens of a pack, including its pad; a longer sample raises `UserError`. Each pack is padded to a multiple of
-    `multiple_of` tokens. `weights` holds one array [n] per sample of n tokens; element t is the weight of the
-    prediction of token t + 1 (see `token_weights`). Without `weights`, every scored token has the same weight, and the
-    weights of all packs sum to 1. For an empty list of samples, the result is an empty list.
+    `num_packs`: make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps sample
+    lengths to costs; by default, the cost is the number of tokens. `max_tokens`: limit on the tokens of a pack with its
+    padding; a longer sample raises `UserError`. Packs are padded to a multiple of `multiple_of` tokens.
+
+    `weights`: one array [n] per sample; element t is the weight of the prediction of token t + 1 (see `token_weights`).
+    By default every scored token has the same weight, and the weights of all packs sum to 1.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")
@@ -79,8 +79,8 @@ def pack(
 def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Split values [T, ...] of packed tokens into one view per sample, without the pad.
 
-    The views are in the order that the samples had before `pack`. The arguments are one batch and one tensor, or the
-    list that `pack` returned and one tensor per batch.
+    The views are in the order that the samples had before `pack`. Pass one batch and one tensor, or the list from
+    `pack` and one tensor per batch.
     """
     if isinstance(batches, PackedBatch):
         batches, values = [batches], [values]  # type: ignore[list-item]
@@ -111,9 +111,9 @@ def collate(
 ) -> PackedBatch:
     """Lay all samples end to end in one pack, without a cap.
 
-    `share_prefixes` says whether the tokens of a prefix that several samples have in common are stored only once
-    (`Entries`). "auto" compares samples of the same `group`, and shares a prefix if this is cheaper according to
-    `cost`. True shares every common prefix.
+    `share_prefixes`: whether a prefix that several samples have in common is stored only once (`Entries`). "auto"
+    compares samples of the same `group`, and shares a prefix if this is cheaper according to `cost`. True shares every
+    common prefix.
     """
     packs = pack(samples, weights=weights)
     if not packs:
@@ -124,9 +124,10 @@ def collate(
 
 
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
-    """Build the prefix tree of the samples. If `share_prefixes` is False, every sample is a root of its own.
+    """Build the prefix tree of the samples. Without `share_prefixes`, every sample is a root.
 
-    Samples share tokens only as far as their routes are equal: a shared token has one hidden state, with one route.
+    Samples with different routes share no tokens from the first difference on, because a route changes the hidden
+    state.
     """
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
@@ -143,9 +144,9 @@ def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: 
 
 
 def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: PrefixTree) -> PackedBatch:
-    """Store the samples of a batch as the nodes of the prefix tree `tree`, so that each shared token is stored once.
+    """Store the samples of a batch as nodes of a prefix tree, so that each shared token is stored once.
 
-    If the samples share no prefix, the batch is returned unchanged.
+    A batch without shared prefixes is returned unchanged.
     """
     if not tree.is_shared:
         return batch
@@ -303,7 +304,7 @@ def _collate(
 
 
 def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> PackedKept | None:
-    """The kept sets of the tokens that the positions `predictions` predict. None if no sample has kept sets."""
+    """The kept sets of the tokens that are predicted at `predictions`. None if no sample has kept sets."""
     if all(sample.kept is None for sample in samples):
         return None
     sets = KeptSets.joined(KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples)
@@ -311,11 +312,11 @@ def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> P
 
 
 Range = tuple[Sample, int, int]
-"""A sample and the range of its tokens that a segment of the pack holds."""
+"""A sample, and which of its tokens a segment of the pack holds."""
 
 
 def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
-    """The routes [T, R, k] of a pack; None if no sample has routes. They belong to tokens, not to predictions."""
+    """The routes [T, R, k] of the tokens of a pack. None if no sample has routes."""
     parts = [None if sample.routes is None else sample.routes[begin:end] for sample, begin, end in ranges]
     routes = joined_routes(parts, [end - begin for _, begin, end in ranges])
     return None if routes is None else torch.from_numpy(routes)
@@ -413,9 +414,9 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
 
 
 def _padded_to_largest(loaded: Sequence[Mapping[str, NDArray[Any]]]) -> list[Mapping[str, NDArray[Any]]]:
-    """Pad `pixel_values` [1, channels, height, width] at the right and at the bottom to the size of the largest image.
+    """Pad `pixel_values` [1, channels, height, width] at the right and bottom to the size of the largest image.
 
-    This concerns towers that cut each image to its `image_sizes` [1, 2] (Pixtral). All other inputs are unchanged.
+    Only towers that cut an image to its `image_sizes` [1, 2] (Pixtral) need padding. Other inputs are unchanged.
     """
 
     def is_cut(inputs: Mapping[str, NDArray[Any]]) -> bool:

@@ -5,8 +5,7 @@
     1                  [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]      s: short samples, packed
 
 The width of a pack is the number of ranks that share it. In each wave every rank runs one micro-batch, alone or with
-its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side, and
-each pack starts at the first rank of a process group of its width.
+its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side.
 
 1. Start with as few waves as the tokens need. The *level* is the total cost divided by the ranks and the waves.
 2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
@@ -14,9 +13,8 @@ each pack starts at the first rank of a process group of its width.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
 4. Packs are assigned to waves by their cost per rank, the costliest first.
 
-Widths are rounded up to the available widths (`sizes`). If the packs then need too many ranks, the level is raised for
-wide packs. If the tokens do not fit, a wave is added. Of all plans found, the cheapest is used. Each wave has a fixed
-cost (`WAVE`), because the weights are gathered once per wave.
+If the packs need too many ranks, the level is raised for wide packs. If the tokens do not fit, a wave is added. Of all
+plans found, the cheapest is used. Each wave has a fixed cost (`WAVE`), because the weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -32,19 +30,19 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""The factors by which the level (the target cost per rank and wave) is raised for wide packs, tried in this order."""
+"""Factors that raise the level (the target cost per rank and wave) for wide packs, tried in this order."""
 
 MORE_WAVES = 6
-"""While the best plan is uneven (`EVEN`), more waves are tried: up to this many more than the tokens need."""
+"""If a plan is uneven (`EVEN`), plans with more waves are tried: up to this many more than the tokens need."""
 
 WAVE = 0.01
 """The fixed cost of one wave, as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
-"""With fewer tokens per rank than this, matmuls do not get faster."""
+"""No sample is cut into parts of fewer tokens just to save time, because matmuls would not get faster."""
 
 EVEN = 1.02
-"""A plan that takes at most this times as long as with perfectly equal costs is accepted without trying others."""
+"""A plan is accepted if it takes at most this times as long as one with equal costs on all ranks."""
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
@@ -82,10 +80,10 @@ def plan_wide(
 ) -> WidePlan:
     """Assign the samples with the indices `candidates` to packs, ranks and waves.
 
-    `length` [n] and `cost` [n] describe all n samples.
+    `length`, `cost` [n] describe all n samples.
 
-    `sizes` are the possible widths of packs: the numbers of ranks that may share a pack. A sample that does not fit
-    even at the largest width gets the largest width.
+    `sizes` are the possible widths: how many ranks may share a pack. A sample that does not fit even at the largest
+    width gets the largest width.
     """
     tokens, total = int(length[candidates].sum()), float(cost[candidates].sum())
     fewest = max(1, -(-tokens // (ranks * max_tokens)))
@@ -109,7 +107,7 @@ def _price(plan: WidePlan) -> float:
 
 
 def imbalance(cost: Floats) -> float:
-    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by the mean over all ranks r of Σⱼ cost[r, j].
+    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by its cost if all ranks had equal costs.
 
     `cost` is [ranks, micro-batches].
     """
@@ -147,7 +145,7 @@ def _attempt(
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
     """Return the width of each of n samples, [n]: the number of ranks that share the sample.
 
-    It is the smallest width at which the part of one rank has at most `max_tokens` tokens and costs at most `level`.
+    The width is the smallest at which one rank's part has at most `max_tokens` tokens and costs at most `level`.
     """
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
@@ -161,9 +159,9 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs, the costliest first, as long as the cost per rank is at most `level`.
+    """Add short samples to wide packs, the costliest first, while the cost per rank is at most `level`.
 
-    `narrow` are the indices of the short samples. Returns the indices of those that were not added.
+    `narrow`: the indices of the short samples. Returns the indices of those that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()
@@ -185,7 +183,7 @@ def _fill_wide(
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
     """Assign packs to waves and ranks. Wide packs are assigned first.
 
-    When a pack is assigned, the number of free ranks of a wave is therefore a multiple of the width of the pack.
+    The number of free ranks in a wave is then always a multiple of the width of the next pack.
     """
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])
@@ -202,8 +200,8 @@ def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int)
     assert not free.any(), "packs and ranks do not match"
     table = np.empty((ranks, waves), dtype=np.int64)
     for wave, chosen in enumerate(members):
-        # In every second wave, packs of equal width are assigned to ranks in reverse order, so that the total costs of
-        # the ranks stay close.
+        # In every second wave, packs of equal width go to the ranks in reverse order, so that the ranks' total costs
+        # are close.
         ordered = sorted(chosen, key=lambda index: (-width[index], each[index] if wave % 2 else -each[index]))
         table[:, wave] = np.repeat(ordered, width[ordered])
     samples = [np.array(sorted(pack.samples), dtype=np.int64) for pack in packs]

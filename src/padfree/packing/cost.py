@@ -4,10 +4,9 @@
     matmuls                   100 a      1000 a      8000 a       every weight is applied to every token once
     attention             10,000 b  1,000,000 b  64,000,000 b     every token attends to every token before it
 
-Therefore two packs with equal numbers of tokens can take different times, if samples are long. The two factors (a and b
-in the table) come from the model's config (`from_config`, in FLOPs of forward and backward), or from times measured on
-the device (`fit`) and stored in a JSON file. Packing uses only ratios of costs, so their unit (FLOPs or seconds) does
-not matter.
+Two packs with equal numbers of tokens can therefore take different times. The factors (a and b in the table) come from
+the model's config (`from_config`, in FLOPs of forward and backward), or from times measured on the device (`fit`).
+Packing uses only ratios of costs, so the unit does not matter.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from padfree.sizes import ModelSizes
 Floats = NDArray[np.float64]
 
 FORWARD_AND_BACKWARD = 3
-"""The cost of forward and backward, relative to forward. The backward pass costs twice the forward pass: it has one
-matmul for the gradient of the input and one for the gradient of the weight.
+"""The cost of forward and backward, relative to forward. Backward costs twice as much as forward: one matmul for the
+gradient of the input, one for the gradient of the weight.
 """
 
 
@@ -65,18 +64,17 @@ class CostModel:
     def from_config(config: Any) -> CostModel:
         """A cost model in FLOPs of forward and backward, from the config (object or dict) of a Hugging Face causal LM.
 
-        Counts the weights of all matmuls applied to one token (for a mixture of experts: the router, the shared
-        experts and the experts the token is routed to), the output head, and causal attention. A layer with a sliding
-        window counts as if every token saw a full window. Its cost is linear, and slightly too high for samples shorter
-        than the window. The cost of a mixer (gated delta net, Mamba, short convolution, lightning attention) is that of
-        its linear layers and its state update, the same for every token.
+        The cost counts the matmuls of each token, the output head and causal attention. A mixture of experts counts the
+        router, the shared experts and the experts that a token is routed to. A layer with a sliding window counts as if
+        every token saw a full window. A mixer (gated delta net, Mamba, short convolution, lightning attention) counts
+        its linear layers and its state update.
         """
 
         sizes = ModelSizes.of(config)
         full, windowed = sizes.attention, sizes.windowed_attention
         in_windows = sizes.windowed_layers * sizes.window * (windowed.query + windowed.output)
-        # Each weight takes one multiplication and one addition per token. Causal attention computes n² / 2 scores, one
-        # per (query, key).
+        # A weight takes one multiplication and one addition per token. Causal attention computes n² / 2 scores, one per
+        # (query, key).
         return CostModel(
             linear=FORWARD_AND_BACKWARD * (2.0 * (sizes.weights + in_windows) + sizes.state_flops),
             quadratic=FORWARD_AND_BACKWARD * 1.0 * sizes.full_layers * (full.query + full.output),
@@ -86,8 +84,8 @@ class CostModel:
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
         """Fit a cost model to measured times, by least squares of the relative error. Coefficients are at least 0.
 
-        `lengths[i]` holds the lengths of all samples of micro-batch i, or the length of its only sample. `seconds[i]`
-        is the measured time of micro-batch i.
+        `lengths[i]`: the lengths of the samples of micro-batch i, or the length of its only sample. `seconds[i]`: its
+        time.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):

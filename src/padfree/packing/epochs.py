@@ -5,16 +5,15 @@
     in order     a b c d | a b c d
     shuffled     c a d b | b c a d     one order per epoch, which depends only on (seed, epoch)
 
-A source may have parts with weights. The weight w is the number of times that an epoch shows each sample of the part,
-on average. A part of n samples is repeated endlessly in one order, and epoch e takes the items from floor(e w n) up to,
-but not including, floor((e + 1) w n) of this sequence:
+A source may have parts with weights. The weight w is how many times, on average, an epoch shows each sample of the
+part. A part of n samples is repeated endlessly in one order, and each epoch takes the next w n items of this sequence.
+Epoch e takes the items from floor(e w n) up to, but not including, floor((e + 1) w n):
 
     5 samples, weight 0.5, sequence 3 0 4 1 2 3 0 ...     epoch 0 takes 3 0, epoch 1 takes 4 1 2, epoch 2 takes 3 0, ...
     2 samples, weight 2,   sequence 0 1 0 1 ...           each epoch takes 0 1 0 1
 
-The samples of an epoch are shown in the order of the source (0 0 1 1 in the second example), or shuffled. After any
-number of epochs the counts of two samples of a part differ by at most one, and E epochs show floor(E w n) samples of a
-part. The order depends only on seed, epoch, sizes and weights.
+An epoch shows its samples in the order of the source (0 0 1 1 in the second example), or shuffled. The counts of two
+samples of a part never differ by more than one. The order depends only on seed, epoch, sizes and weights.
 """
 
 from __future__ import annotations
@@ -31,25 +30,23 @@ from padfree.arrays import SPLITMIX64, splitmix64
 from padfree.packing.fill import Indices
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""Combined with the seed by XOR, so that the order inside a part differs from the orders of epochs."""
+"""XORed with the seed, so that the order inside a part differs from the order of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
-    """A range of consecutive samples of a source, and the number of times that an epoch shows each of them (the
-    weight).
-    """
+    """A range of consecutive samples of a source, and its weight: how many times an epoch shows each of them."""
 
     size: int
     weight: Fraction
 
     def shown(self, epochs: int) -> int:
-        """The number of samples of this part that the first `epochs` epochs show in total, repetitions included."""
+        """The number of samples of this part that the first `epochs` epochs show, repetitions included."""
         return math.floor(epochs * self.weight * self.size)
 
 
 class EpochOrder:
-    """The samples that each epoch shows, in order. The `parts`, one after the other, make up the whole source."""
+    """The samples that each epoch shows, in order. The source consists of the `parts`, one after the other."""
 
     def __init__(self, parts: Sequence[SourcePart], *, shuffle: bool, seed: int) -> None:
         self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
@@ -60,7 +57,7 @@ class EpochOrder:
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:
-        """The epoch that contains this position. Empty epochs, which contain no position, are skipped."""
+        """The epoch that contains this position. Epochs without samples are skipped."""
         low, high = 0, 1
         while self.start(high) <= position:
             low, high = high, 2 * high
@@ -92,8 +89,7 @@ class EpochOrder:
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
     """An order of `length` samples that depends only on seed and epoch.
 
-    Samples are sorted by a hash of (seed, epoch, index). So a resumed run gets the same order, even with other library
-    versions.
+    Samples are sorted by a hash of (seed, epoch, index), so that the order is the same with all library versions.
     """
     hashes = np.arange(length, dtype=np.uint64)
     for part in (epoch, seed):

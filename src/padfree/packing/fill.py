@@ -4,18 +4,17 @@
     histogram 7:1  5:2  3:1  2:2        length:number of samples
     bins      7 | 5 3 | 5 2 | 2          ->  sample indices [5] [0 1] [2 3] [4]
 
-The algorithm is best-fit decreasing: the longest sample first, each into the fullest bin where it fits. It runs on the
-histogram of lengths, not on the samples. Bins with the same number of free tokens are interchangeable, so "put 12,000
-samples of length 300 into the 9,000 bins with 650 free tokens, two each" is one step. The number of steps therefore
-depends on the number of distinct lengths: 10 million samples take hardly more steps than 1 million. Afterwards numpy
-assigns individual samples to individual bins:
+The algorithm is best-fit decreasing: the longest sample first, each into the fullest bin where it fits. It works on the
+histogram of lengths: bins with the same number of free tokens are interchangeable, so "put 12,000 samples of length 300
+into bins with 650 free tokens, two each" is one step. The number of steps depends on the number of distinct lengths: 10
+million samples take hardly more steps than 1 million. Afterwards numpy assigns individual samples to individual bins:
 
     step      `num_bins` bins with `free_tokens` free tokens take `per_bin` samples of one length each
     slot      bins wait in one queue per number of free tokens; a slot is an index in a queue. A step takes num_bins
               slots from the front of its queue and appends them to the queue of the free tokens that remain.
     bin       following a slot back through the steps ends at the slot where its bin was opened.
 
-The result has as many bins as best-fit decreasing on single samples, with the same free tokens in each.
+The result is the same as that of best-fit decreasing on single samples: as many bins, with the same free tokens.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Bins(Sequence[Indices]):
 def fill(lengths: ArrayLike, capacity: int) -> Bins:
     """Assign every sample to a bin of at most `capacity` tokens by best-fit decreasing.
 
-    Bins are in the order in which they were opened (the longest sample first). The result behaves like a list of index
-    arrays but stores only two arrays, even for millions of bins. Samples of length 0 go into the last bin.
+    Bins are in the order in which they were opened. The result behaves like a list of index arrays but stores only two
+    arrays. Samples of length 0 go into the last bin.
     """
     array = checked_lengths(lengths)
     need_whole("capacity", capacity, 1, "give 1 or more tokens")
@@ -98,7 +97,7 @@ def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
 
 
 def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
-    """Return three things: sample indices by falling length, the distinct lengths above 0 (falling), and their counts.
+    """Return sample indices by falling length, the distinct lengths above 0 (falling), and the count of each length.
 
     Samples of equal length keep their order.
     """
@@ -118,7 +117,7 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
 class _Step(NamedTuple):
     """One step of the algorithm: `num_bins` bins with `free_tokens` free tokens take `per_bin` samples each.
 
-    Afterwards each of these bins has `left` free tokens.
+    After the step, each of these bins has `left` free tokens.
     """
 
     free_tokens: int
@@ -130,13 +129,12 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """Return the steps that put samples of these lengths into the best-fitting bins, and the size of each queue.
+    """Return the steps that fill bins with samples of these lengths, and the size of each queue.
 
     `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
 
-    A bin takes as many samples of the current length as fit: best fit would put the next sample into the same bin
-    anyway, because this bin is now the fullest. Bins that hold no sample yet wait in the queue of `capacity` free
-    tokens.
+    A bin takes as many samples of the current length as fit. Best fit would also put the next sample into this bin,
+    because it is now the fullest. Empty bins wait in the queue of `capacity` free tokens.
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
@@ -168,9 +166,8 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     """Return the bin of each sample, in the order of falling sample length.
 
     A queue holds bins with the same number of free tokens, and a slot is an index in a queue (see the module
-    docstring). Here all queues are concatenated, the queue of new bins first. Each slot points to the slot that its bin
-    occupied before. Following these pointers ends in the queue of new bins, where slot i holds the i-th bin that was
-    opened.
+    docstring). Here all queues are concatenated, the queue of new bins first. Each slot points to the slot where its
+    bin was before. The pointers of a bin end at slot i of the queue of new bins, where i is the number of the bin.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)
@@ -189,7 +186,7 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
 def _grouped(order: Indices, bins: Indices) -> Bins:
     """Group samples by bin, with ascending indices in each bin.
 
-    This is one in-place sort of (bin, index) pairs, each packed into one integer.
+    The (bin, index) pairs are packed into one integer each and sorted in place.
     """
     offsets = np.zeros(int(bins.max(initial=-1)) + 2, np.int64)
     np.cumsum(np.bincount(bins), out=offsets[1:])

@@ -8,9 +8,8 @@
 Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
 a response, or at the end of a sample. Equal samples end in the same node.
 
-Sharing has a cost, which `SharingCost` estimates: the keys of a node's tokens are copied for every node below that node
-in the tree, and every node is one more segment for the kernels. A prefix is shared only if sharing saves more time than
-it costs.
+Sharing has a cost, which `SharingCost` estimates. The keys of a node are copied for every node below it in the tree.
+Every node is one more segment for the kernels. A prefix is shared only if this saves more time than it costs.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharingCost:
-    """The cost of sharing a prefix: `key` per copied key, and `node` per node that is added to the prefix tree.
+    """The cost of sharing: `key` per copied key, and `node` per node that is added to the prefix tree.
 
-    The unit is the time to compute one token. In a layer of a 4B model, copying one key in forward and backward moves
-    about 24 KiB, and computing a token takes 0.6 GFLOP. The copy takes about 0.5% of the time of computing the token.
-    `node` accounts for the last tile of queries of a node, which is only half full on average.
+    The unit is the time to compute one token. For `key`: in a layer of a 4B model, copying one key takes about 0.5% of
+    the time to compute a token (24 KiB moved, against 0.6 GFLOP). For `node`: the last tile of queries of a node is
+    only half full on average.
     """
 
     key: float = 0.01
@@ -52,7 +51,7 @@ class SharingCost:
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""A cost of zero, with which every common prefix is shared."""
+"""A cost of zero: every common prefix is shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,15 +83,14 @@ class PrefixTree:
         return bool((self.parents >= 0).any()) or len(self.parents) < int((self.last >= 0).sum())
 
     def cost(self, model: CostModel) -> float:
-        """The cost of the tree: each token is computed once, and each query attends to all keys of its path."""
+        """The cost of the tree: each token is computed once, and a query attends to the keys on its path."""
         pairs = self.end.astype(np.float64) ** 2 - self.begin.astype(np.float64) ** 2
         return float(model.linear * self.num_tokens + model.quadratic * pairs.sum())
 
     @property
     def roots(self) -> Indices:
-        """The root of the path of each of B samples, [B]; -1 for an empty sample.
-
-        Samples with different roots share nothing.
+        """For each of B samples, the root of its path, [B]; -1 for an empty sample. Samples with different roots share
+        nothing.
         """
         root = np.arange(len(self.parents))
         for node in np.flatnonzero(self.parents >= 0).tolist():
@@ -102,7 +100,7 @@ class PrefixTree:
     def restricted(self, samples: NDArray[Any]) -> PrefixTree:
         """The tree of some of the samples. Sample i of the new tree is sample `samples[i]` of this tree.
 
-        These samples still share the same prefixes. A node with a single remaining child is merged with this child.
+        The tree shares the same prefixes. A node with a single remaining child is merged with this child.
         """
         through: dict[int, int] = {}  # node -> a sample whose path contains it
         last = self.last[np.asarray(samples, dtype=np.int64)].tolist()
@@ -145,8 +143,8 @@ def find_prefixes(
 ) -> PrefixTree:
     """Find the prefix tree of samples with these `tokens`, one array [n] per sample.
 
-    Only samples of one group are compared. A sample whose group is None is not compared with others. If `across_groups`
-    is True, all samples are compared. `cost` and `overhead` decide which prefixes are worth sharing.
+    Only samples of one group are compared, and a sample whose group is None with no other. With `across_groups`, all
+    samples are compared. `cost` and `overhead` decide which prefixes are worth sharing.
     """
     model, overhead = cost or CostModel.tokens(), overhead or SharingCost()
     families: dict[Hashable, list[int]] = {}
@@ -160,7 +158,7 @@ def find_prefixes(
 
 
 class _Growth:
-    """Builds a prefix tree, one family of samples at a time."""
+    """Builds a prefix tree, one family (samples that may share tokens) at a time."""
 
     def __init__(self, tokens: Sequence[NDArray[Any]], model: CostModel, overhead: SharingCost) -> None:
         self.tokens, self.model, self.overhead = tokens, model, overhead
@@ -171,10 +169,9 @@ class _Growth:
         return _tree(self.nodes, self.last)
 
     def add(self, members: list[int]) -> None:
-        """Add the nodes of one family, the samples with the indices `members`.
+        """Add the nodes of one family: the samples with the indices `members`.
 
-        The samples are sorted by the bytes of their tokens: samples with a common prefix become neighbours, and a
-        sample precedes its extensions.
+        Samples are sorted by their tokens, so that samples with a common prefix are neighbours.
         """
         ordered = members
         if len(members) > 1:
@@ -213,7 +210,7 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """Add a node and return its index. If the node would have no tokens, return the parent instead."""
+        """Add a node and return its index. A node without tokens is not added; its parent is returned."""
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))

@@ -4,10 +4,10 @@
     families     [0 1 2 3]                  [4 5]                 [6]
     units        [0 1 2 3] [4 5] [6]        each unit is planned like one sample; its shared tokens count once
 
-A family that does not fit into a pack is divided, and each part computes the prefix again. As long as the ranks are
-unbalanced and the step gets cheaper, all families are divided into 2, 4, 8, ... parts. For example, a single group on
-two ranks is divided into two halves. Planning uses the prefix tree of the whole step. A pack uses the tree restricted
-to its samples (`PrefixTree.restricted`), so that it holds exactly the planned tokens.
+A family is a set of samples that share a prefix. A family that does not fit into a pack is divided, and each part
+computes the prefix again. If ranks are unbalanced, all families are divided into 2, 4, 8, ... parts, as long as the
+step gets cheaper. For example, a single group on two ranks is divided into two halves. A pack uses the prefix tree of
+the step, restricted to its own samples (`PrefixTree.restricted`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""If the imbalance of a plan is at most this, families are not divided further: each part computes its prefix again."""
+"""If the imbalance of a plan is at most this, families are not divided further."""
 
 
 def plan_shared_step(
@@ -43,11 +43,12 @@ def plan_shared_step(
 ) -> StepPlan:
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
-    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. If `groups` [n] are
-    given, a group is never divided over several packs. `added` [n] are further costs of samples, such as the cost of
-    their images. `contexts` lists the numbers of ranks that may share a pack. With several `contexts`, samples that
-    share a prefix are divided into parts that fit on one rank. A sample longer than `max_tokens` shares no prefix, and
-    its pack is divided over as many ranks as it needs.
+    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. `groups` [n]: a group
+    is never divided over several packs. `added` [n]: further costs of samples, e.g. of images.
+
+    `contexts`: how many ranks may share a pack. With several `contexts`, samples that share a prefix are divided into
+    parts that fit on one rank. A sample longer than `max_tokens` shares no prefix and is divided over as many ranks as
+    it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -91,10 +92,10 @@ def _whole_groups(groups: Sequence[Hashable]) -> list[Indices]:
 
 
 def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices]:
-    """Group the samples into families: samples whose paths in the prefix tree have the same root.
+    """Group the samples into families: samples that share a prefix.
 
-    The samples of a family are in tree order, so that neighbours share the most. A sample that shares no prefix is a
-    family by itself.
+    The samples of a family are in tree order, so that neighbours share the most. A sample without a shared prefix is a
+    family.
     """
     order = np.argsort(prefixes.last, kind="stable")
     root = prefixes.roots[order]
@@ -107,7 +108,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
 
 
 def _units(prefixes: PrefixTree, family: Indices, parts: int, max_tokens: int) -> list[Indices]:
-    """Divide the samples of a family into `parts` parts, and halve each part that does not fit into a pack."""
+    """Divide a family (samples that share a prefix) into `parts` parts. Halve parts that do not fit into a pack."""
     units: list[Indices] = []
     todo = [part for part in np.array_split(family, min(parts, len(family))) if len(part)][::-1]
     while todo:
@@ -131,7 +132,7 @@ def _plan(
     contexts: Sequence[int],
     added: NDArray[np.float64],
 ) -> StepPlan:
-    """Plan a step in which each unit (samples that stay in one pack) counts as one sample."""
+    """Plan a step of units. A unit is a list of samples that stay in one pack."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
     costs = [tree.cost(model) + float(added[unit].sum()) for tree, unit in zip(trees, units, strict=True)]

@@ -15,8 +15,9 @@ micro-batches j. The plan consists of slots, one for each (rank, j). It is made 
 
 If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
 
-If a single sample costs more than an average slot, the slots that run at the same time as this sample get more work, up
-to `max_tokens`, and the other slots get less. The plan depends only on lengths, ranks, max_tokens and the cost model.
+Slots with the same j run at the same time. If a single sample costs more than an average slot, the other slots with its
+j get as much work, up to `max_tokens`, and the remaining slots get less. The plan depends only on lengths, ranks,
+max_tokens and the cost model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""A plan with at most this `imbalance` is accepted. Otherwise a second plan with uneven slots is tried."""
+"""A plan with at most this `imbalance` is accepted. Otherwise a plan with uneven slots is tried too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -48,10 +49,9 @@ class StepPlan:
     """The plan of one step, made by `plan_step`: `micro_batches[rank][j]` holds ascending sample indices.
 
     Every rank runs J micro-batches. If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of
-    micro-batch j and list the same samples. Otherwise a rank of the plan is a data rank, and the plan does not say how
-    many context ranks share its packs.
+    micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank.
 
-    With fewer samples than slots some micro-batches are empty arrays, so that every rank still runs the same number of
+    If there are fewer samples than slots, some micro-batches are empty arrays. Every rank still runs the same number of
     backward passes.
     """
 
@@ -93,32 +93,29 @@ class StepPlan:
     def tokens(self) -> Indices:
         """The number of tokens of the samples of each micro-batch, [ranks, J].
 
-        If several ranks share a pack, its tokens are counted only for the first of these ranks.
+        A pack that several ranks share is counted only for the first of them.
         """
         tokens = [[self.lengths[batch].sum() for batch in batches] for batches in self.micro_batches]
         return np.array(tokens, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
-        """Whether each rank is the first, or the only one, of the ranks that share its pack, as bools [ranks, J]."""
+        """Whether each rank is the first of the ranks that share its pack, or the only one, as bools [ranks, J]."""
         if self.widths is None:
             return np.ones((self.ranks, self.num_micro_batches), dtype=np.bool_)
         first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """For each of the J packs of a rank: its samples, and the number of ranks that share it.
-
-        This number is None if the plan has no `widths`.
-        """
+        """For each of the J packs of a rank: its samples, and how many ranks share it (None without `widths`)."""
         widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """The number of tokens of all packs, including padding.
+        """The number of tokens of all packs, including padding. `context`: how many ranks share a pack, without
+        `widths`.
 
-        All ranks of a pack hold the same number of tokens, at least one. If the plan has no `widths`, `context` ranks
-        share each pack.
+        All ranks of a pack hold the same number of tokens, at least one.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
@@ -130,10 +127,7 @@ class StepPlan:
 
     @property
     def sharing(self) -> float:
-        """The number of tokens of all samples divided by the number of computed tokens.
-
-        The ratio is 1 if samples share no prefixes.
-        """
+        """The number of tokens of all samples, divided by the number of computed tokens; 1 without shared prefixes."""
         computed = int(self.computed_tokens.sum())
         return int(self.tokens.sum()) / computed if computed else 1.0
 
@@ -151,7 +145,7 @@ class StepPlan:
     def fill(self) -> float:
         """The number of planned tokens divided by the number of tokens that the micro-batches could hold.
 
-        An overlong sample counts as at most `max_tokens` tokens per rank.
+        A sample longer than `max_tokens` counts as at most `max_tokens` tokens per rank.
         """
         held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
@@ -171,17 +165,16 @@ def plan_step(
 ) -> StepPlan:
     """Plan one step over n samples with these `lengths` [n]: assign each sample to a rank and a micro-batch.
 
-    Without a cost model, the cost of a sample is its number of tokens. `max_tokens` limits the tokens of a micro-batch
-    on one rank. `contexts` lists the allowed group sizes: how many neighbouring ranks may share a pack. Each size
-    divides the next, and all sizes divide `ranks`. If there are several sizes, the plan chooses one for every pack.
+    The cost of a sample is given by the cost model, by default its number of tokens. `max_tokens` limits the tokens of
+    a micro-batch on one rank. `contexts`: how many neighbouring ranks may share a pack, e.g. (1, 2, 4). Each size
+    divides the next, and all divide `ranks`. With several sizes, the plan chooses one for every pack.
 
-    Samples with the same entry in `groups` [n] go into one micro-batch and are planned like one sample. `costs` [n]
-    gives the costs of the samples, if they do not follow from the lengths. `added` [n] are further costs of samples,
-    such as the cost of their images.
+    `groups` [n]: samples with equal entries go into one micro-batch. `costs` [n]: costs of samples that do not follow
+    from their lengths. `added` [n]: further costs, e.g. of images.
 
-    `overlong` says what happens to a sample longer than `max_tokens`: it raises an error ("error"), is cut
-    ("truncate"), is left out ("drop"), or gets its own micro-batch ("alone"). The plan lists the overlong samples. If
-    there are at least as many samples as micro-batches of all ranks together, no micro-batch is empty.
+    `overlong` decides about a sample longer than `max_tokens`: raise an error ("error"), cut it ("truncate"), leave it
+    out ("drop"), or give it a micro-batch of its own ("alone"). The plan lists the overlong samples. With at least as
+    many samples as micro-batches, no micro-batch is empty.
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
@@ -220,7 +213,7 @@ def _plan_groups(
     contexts: Sequence[int],
     extra: Floats | None = None,
 ) -> StepPlan:
-    """Plan whole groups in place of samples. The length and cost of a group are the sums over its samples."""
+    """Plan whole groups as if each were one sample. Its length and cost are the sums over its samples."""
     if len(groups) != len(length):
         raise UserError("groups", f"has {len(groups)} entries for {len(length)} samples", "give one group per sample")
     if overlong == "truncate":
@@ -259,10 +252,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan a step over n samples of `length` [n].
+    """Plan a step over n samples of `length` [n], which is changed in place.
 
-    The array `length` is changed in place: truncated samples get their new length, and dropped samples 0. `cost` is a
-    function that maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
+    Truncated samples get their new length, and dropped samples 0. `cost` is a function that maps lengths to costs, and
+    `constant` is the fixed cost of a micro-batch.
     """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
@@ -301,7 +294,7 @@ def _slots(
 ) -> tuple[MicroBatches, Floats]:
     """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J].
 
-    `length` and `cost` [n] describe all samples. Each of the samples `alone` gets a slot for itself.
+    `length`, `cost` [n] describe all samples. Each of the samples `alone` gets a slot for itself.
     """
     problem = PartitionProblem(cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
@@ -321,9 +314,9 @@ def _slots(
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
     """Divide the samples of `problem` into few slots. A slot is one micro-batch of one rank.
 
-    The number of slots plus `num_alone` (overlong samples, which have their own slots) is a multiple of `ranks`. The
-    number of slots is found by binary search. The lower limit is the number that the tokens need at least. The upper
-    limit is the number of bins that `fill` makes, which always suffices; `partition` may succeed with fewer.
+    The number of slots, together with `num_alone` slots of overlong samples, is a multiple of `ranks`. A binary search
+    finds it. The lower limit is the number that the tokens need at least. The upper limit is the number of bins of
+    `fill`, which always suffices.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
@@ -347,10 +340,10 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
 
 
 def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatches, Floats]:
-    """Assign slots to ranks and micro-batches j: the `ranks` costliest slots get j = 0, the next get j = 1, and so on.
+    """Assign slots to ranks and micro-batches: the `ranks` costliest slots get j = 0, the next get j = 1, and so on.
 
-    Returns the micro-batches and their costs [ranks, J]. For every second j the ranks are assigned in reverse, so that
-    the total costs of the ranks stay close.
+    Returns the micro-batches and their costs [ranks, J]. For every second j the order of ranks is reversed, so that the
+    ranks' total costs are close.
     """
     cost = sums(sample_cost, slots) if slots else np.zeros(0)
     grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)
@@ -359,10 +352,10 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """The target cost of the slots of each of J micro-batches, [J].
+    """The target cost of the slots of each of J micro-batches, [J]. Without costly single samples, all targets are
+    equal.
 
-    It is the cost of the costliest single sample that must run in the micro-batch. If no single sample stands out, all
-    micro-batches have the same target.
+    The target of a micro-batch is at least the cost of the costliest sample that must run in it.
 
     For example, samples with costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches cost 12 per rank. The sample of cost 9
     makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3], in which |

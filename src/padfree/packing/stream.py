@@ -6,15 +6,13 @@
              8 9 10 11 12 ... 17                 8 9 10             27
              11 12 13 ... 20                     11 12              23
 
-One rule forms a batch. The buffer is filled until it holds `buffer_size` samples and at least `budget` tokens. Its
-samples are visited from the oldest to the newest, and each sample that still fits is taken. The oldest is always taken,
-so that no sample waits forever. At the end of the source, the remaining samples of the buffer form the last batches, so
-that every sample is returned once.
+A batch is formed by one rule. The buffer is filled until it holds `buffer_size` samples and at least `budget` tokens.
+Then each sample that still fits is taken, from the oldest to the newest. The oldest is always taken, so that no sample
+waits forever. At the end of the source, the rest of the buffer forms the last batches.
 
-A batch depends on the data, the seed and the number of batches before it, never on the number of ranks. The state of a
-stream can be saved as JSON. It consists of a few integers: how many samples were read, and which of them wait in the
-buffer. A resumed stream reads the waiting samples again, by `source[i]`. An iterable without `len` and `[i]` is read
-once, in order; to return to a position, it is read again from its start.
+A batch depends on the data, the seed and the batches before it, but not on the number of ranks. The state of a stream
+is a few integers, saved as JSON: how many samples were read, and which of them wait in the buffer. A resumed stream
+reads the waiting samples again, by `source[i]`. An iterable without `len` and `[i]` is read again from its start.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ T = TypeVar("T")
 
 
 class EpochReader(Generic[T]):
-    """Reads a source in order.
-
-    `position` counts the samples read, over all epochs, and `peek` returns the next sample.
-    """
+    """Reads a source in order. `position`: number of samples read, over all epochs. `peek` returns the next sample."""
 
     def __init__(
         self,
@@ -98,7 +93,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """A number R such that any R consecutive positions show every sample of the source at least once."""
+        """R such that any R consecutive positions of the stream show every sample of the source at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))

@@ -20,8 +20,8 @@
     export          the trained model is in the folder
     failed          the error that ended the run
 
-`step` is the number of optimizer steps done before the event. `metrics.jsonl` looks as if the run had never been
-interrupted; `events.jsonl` records the interruptions.
+`step`: the number of optimizer steps done before the event. `events.jsonl` records interruptions of the run;
+`metrics.jsonl` looks as if there had been none.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Events:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
-        """Append one event of this kind with `fields`. If a killed run left an incomplete last line, end it first."""
+        """Append one event with `fields`. If a killed run left an incomplete last line, end this line first."""
         if not self._writes:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -2,7 +2,7 @@
 
     {"step": 3, "loss": 2.1, "gradient_norm": 0.8, "lr": 1e-05, "tokens": 4096, "tokens_per_second": 9100.0, ...}
 
-A resumed run drops the lines of steps that it will repeat. The file thus equals the file of an uninterrupted run.
+A resumed run drops the lines of steps that it will repeat. The file then equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class MetricsFile:
 
 
 def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """Return the integer `field` of a line of a JSON Lines file. `line`: its text. `number`: its line number in `path`.
+    """Return the integer `field` of line `number` of the JSON Lines file `path`. `line` is its text.
 
-    Raise a `UserError` if the line has no such field, because then the file was not written by a run.
+    Raise a `UserError` if the field is missing, because then no run wrote the file.
     """
     try:
         value = json.loads(line)[field]
@@ -73,7 +73,7 @@ def line_number(path: Path, number: int, line: str, field: str) -> int:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as rollout rows, one per line, for inspection or for training on them."""
+    """Write samples as rollout rows, one per line, which users can read or train on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:

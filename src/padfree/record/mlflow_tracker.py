@@ -6,12 +6,11 @@
     metrics            metrics with the step of `metrics.jsonl`
 
 MLflow reads its own environment variables: MLFLOW_TRACKING_URI names a server or a database
-(`sqlite:////data/mlflow.db`). A folder is refused, because MLflow would store the metric `loss` in a file of this name.
-It could then not store `loss/entropy`, for which `loss` would have to be a folder.
+(`sqlite:////data/mlflow.db`). A folder is refused, because MLflow stores each metric as a file: `loss` would be a file,
+and for `loss/entropy` it would have to be a folder.
 
-MLflow's client waits for an answer, and repeats a request for minutes if the server is unreachable. A thread therefore
-sends the metrics, and a step only appends to the list of this thread. Metrics that could not be sent stay in the list
-and are sent with the next metrics.
+MLflow's client waits for each answer, and retries for minutes if the server is unreachable. Therefore a thread sends
+the metrics, and a step only appends to its list. Metrics that could not be sent stay in the list.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from urllib.parse import urlsplit
 from padfree.errors import UserError
 
 MOST_UNSENT = 200_000
-"""Maximum number of values that are kept while the server is unreachable; older values are dropped."""
+"""Maximum number of values that wait while the server is unreachable. Older values are dropped."""
 
 CLOSE_SECONDS = 30.0
-"""Seconds that the end of a run waits for values that have not been sent."""
+"""Seconds that the end of a run waits until the remaining values are sent."""
 
 BATCH = 1000  # values in a request: MLflow's limit
 LONGEST_NAME = 250  # MLflow's limits
@@ -39,12 +38,11 @@ LONGEST_VALUE = 6000
 
 
 class MlflowTracker:
-    """A run at MLflow. `log` and `close` raise the errors of earlier requests; their caller catches these errors."""
+    """A run at MLflow. `log` and `close` raise the errors of earlier requests, which the caller catches."""
 
     def __init__(self, experiment: str, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
-        """`run_id`: the MLflow run to continue.
-
-        A new run is started if that run was deleted, or belongs to another experiment or store.
+        """`run_id`: the MLflow run to continue. A new run is started if that run was
+        deleted, or belongs to another experiment or store.
         """
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.exceptions import MlflowException
@@ -161,6 +159,6 @@ def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _valid_name(name: str) -> str:
-    """Return a metric name in the form that MLflow accepts: `source//data/a+b/loss` -> `source/data/a_b/loss`."""
+    """Return a metric name that MLflow accepts: `source//data/a+b/loss` -> `source/data/a_b/loss`."""
     parts = (part for part in re.sub(r"[^\w.\- :/]", "_", name).split("/") if part not in ("", ".", ".."))
     return "/".join(parts)[:LONGEST_NAME]

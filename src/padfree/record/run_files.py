@@ -31,7 +31,7 @@ def open_run_files(
 ) -> RunFiles:
     """Open the files of a run that continues after `step` steps.
 
-    `evaluated`: whether the evaluation after these `step` steps was already made.
+    `evaluated`: whether the model after `step` steps was already evaluated.
 
     `resumed`: fields of the resume event; None if the run does not resume a checkpoint.
     """

@@ -4,15 +4,15 @@
     run.lock           locked by the process that writes; the system releases the lock when the process ends or dies
     run.holder.json    the process that holds the lock: {"pid": ..., "host": ..., "since": ...}
 
-A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything: a
-model folder, a data folder, or the parent of a model folder that the export would replace. Log files (`.log`, `.out`,
-`.err`), which launchers open before a run begins, are ignored. A folder from a padfree version that did not write
-`run.json` is recognised by its `config.json`, which has the sections of a run's settings, and gets a `run.json`.
+A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything,
+e.g. a folder of a model or of data. Log files (`.log`, `.out`, `.err`) are ignored, because launchers open them before
+a run begins. Early versions of padfree did not write `run.json`: their folders are recognised by a `config.json` with
+the sections of a run's settings, and get a `run.json`.
 
-Only one process can write at a time: rank 0 of a run takes the lock. It is a lock of the operating system, so a killed
-run does not block its successor. If the file system has no locks, `run.holder.json` decides: a run is refused
-while the process named in this file is alive on this machine. If the file names another machine, a run is refused until
-the user removes the file.
+Only one process can write at a time: rank 0 of a run takes a lock of the operating system. A killed run therefore does
+not block its successor. On a file system without locks, `run.holder.json` names the process that writes. While this
+process is alive on this machine, another run is refused. If it is on another machine, runs are refused until the user
+removes the file.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
-"""Sections that the `config.json` of every version has."""
+"""The `config.json` of every padfree version has these sections."""
 
 SHOWN_SECONDS = 20.0
-"""Maximum seconds to wait until a host sees a file that another host has written to a shared folder."""
+"""Maximum seconds until a host sees a file that another host has written to a shared folder."""
 
 LOCK_SECONDS = 1.0
 """Seconds to wait for the lock: a process that has just been killed may take a moment to end."""
@@ -264,7 +264,7 @@ def _read_holder(folder: Path) -> Holder | None:
 
 
 def _made_by_older_version(folder: Path) -> bool:
-    """Whether a version of padfree that did not write `run.json` has made this folder."""
+    """Whether an early version of padfree, which did not write `run.json`, has made this folder."""
     settings = read_json(folder / CONFIG) or {}
     if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
         return False
@@ -272,7 +272,7 @@ def _made_by_older_version(folder: Path) -> bool:
 
 
 def _identity_of_rank_0(identity: Identity | None) -> Identity:
-    """Broadcast the run's identity from rank 0, and return it on every rank. Other ranks pass None."""
+    """Broadcast the run's identity from rank 0 to every rank. Other ranks pass None."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         assert identity is not None
         return identity
@@ -283,7 +283,7 @@ def _identity_of_rank_0(identity: Identity | None) -> Identity:
 
 
 def _not_shared(folder: Path, identity: Identity) -> str | None:
-    """Return an error message if this rank's host does not see the folder of rank 0; otherwise None."""
+    """Return an error message if this rank's host sees another folder than rank 0; otherwise None."""
     deadline = time.monotonic() + SHOWN_SECONDS
     while (read_json(folder / MARKER) or {}).get("run") != identity.run:
         if time.monotonic() > deadline:

@@ -6,11 +6,11 @@
     track.mlflow = "experiment"     MLflow's server or database  one MLflow run, resumed with the id in trackers.json
 
 `metrics.jsonl` is always written and holds the same numbers. W&B reads its own environment variables: with
-WANDB_MODE=offline everything stays local. W&B, trackio and MLflow cannot delete points, so steps that a resumed run
-repeats appear twice. `step` is also logged as a metric, which is W&B's x-axis.
+WANDB_MODE=offline everything stays local. Steps that a resumed run repeats appear twice in W&B, trackio and MLflow,
+which cannot delete points. `step` is also logged as a metric, which is W&B's x-axis.
 
-A tracker that cannot be started is refused before the first step. A tracker that fails later does not end the run: the
-first error is shown as a warning, and the tracker gets the metrics of the following steps.
+A tracker that cannot start is refused before the first step. A tracker that fails later does not end the run: its first
+error becomes a warning, and later metrics are still sent to it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def require_trackers(config: TrackConfig) -> None:
     """Raise a `UserError` if the settings name a tracker whose package is not installed."""
     for name, package in PACKAGES.items():
         found = find_spec(name) if getattr(config, name) else None
-        # find_spec also finds a plain folder with the name of the package, such as the folder wandb that W&B writes.
-        # The spec of a folder has no origin.
+        # find_spec also finds a plain folder with the name of the package, e.g. the folder wandb of W&B. Its spec has
+        # no origin.
         if getattr(config, name) and (found is None or found.origin is None):
             raise UserError(
                 f"track.{name}",
@@ -96,7 +96,7 @@ class Trackers:
         self._targets.clear()
 
     def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Call a tracker. If its package raises any exception, the run continues."""
+        """Call a tracker. Any exception of its package becomes a warning, so that the run continues."""
         try:
             call(*arguments)
         except Exception as error:
@@ -161,7 +161,7 @@ def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """Return the name or id of this run at a tracker. The first start of the run makes it; later starts read it."""
+    """Return the name or id of this run at a tracker. The first start of the run stores it for later starts."""
     names = _read_names(folder / FILE)
     if tracker not in names:
         # A folder name may contain characters that W&B does not allow in an id.

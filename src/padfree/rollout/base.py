@@ -3,17 +3,16 @@
     SamplingRequest   tokens 7 8      max_new_tokens 3     key 912…      one request per response
     Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40      versions 40 40 41
 
-`versions` holds the policy version that sampled each token, and `version` the oldest of them.
+`versions` has the policy version that sampled each token, and `version` is the oldest of them.
 
-A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages, metrics and resuming are
-built on top of this interface and do not depend on the engine (`rollout.engine`).
+A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages and metrics are computed
+outside of the sampler, so they do not depend on the engine (`rollout.engine`).
 
-Requests for the same prompt are adjacent and hold the same array object and the same images. If `prompt_key` of two
-requests is equal, the sampler can prefill the prompt once for both.
+Requests for the same prompt are adjacent and have the same `prompt_key`, so that the sampler can prefill the prompt
+once for all of them.
 
-An `AsyncSampler` keeps sampling while the policy is trained. A weight sync interrupts the responses in progress. The
-tokens sampled so far are kept and the new weights continue from there, so each token and its log-probability belong to
-exactly one policy version.
+An `AsyncSampler` keeps sampling while the policy is trained. A weight sync interrupts the responses in progress: their
+tokens are kept, and the new weights continue them. Each token therefore has one policy version.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
 """Function of samples and a temperature that returns the trainer's log-probabilities [n] of each sample. Collective."""
 
 OnResponse = Callable[[int, "Response"], None]
-"""Called with the index of a request and its response, which is partial if a weight sync interrupted it."""
+"""Called with the index of a request and its response. A response that a weight sync interrupted is partial."""
 
 OnProgress = Callable[[int], None]
 """Called from time to time with the number of responses finished so far."""
 
 OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
-"""Called with finished responses, each with the index of its request: one by one, or several at once."""
+"""Called with finished responses, one or several at once, each with the index of its request."""
 
 Gather = Callable[[Any], list[Any]]
 """Function that gathers an object from every rank and returns the list of them. Collective."""
@@ -59,7 +58,7 @@ class SamplingRequest:
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
-    # Random key, from `sampling_rng.response_keys`. Servers use it as the seed. `sampling_rng.GREEDY` (0) means greedy
+    # Random key, from `sampling_rng.response_keys`. Servers use it as the seed. 0 (`sampling_rng.GREEDY`) means greedy
     # decoding.
     key: int
     partial: Response | None = None  # the beginning of the response, sampled by earlier weights
@@ -68,7 +67,7 @@ class SamplingRequest:
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:
-        """A key of the prompt: which array its tokens are, and its images."""
+        """A key that is equal for requests with the same prompt: the token array and the images."""
         return id(self.tokens), tuple(image.digest for image in self.images)
 
 
@@ -76,8 +75,8 @@ class SamplingRequest:
 class Response:
     """A sampled response.
 
-    `ended`: whether the last token is a stop token. If not, the response reached its token limit, or is partial because
-    a weight sync interrupted it.
+    `ended`: whether the last token is a stop token. A response that has not ended reached its token limit, or a weight
+    sync interrupted it.
     """
 
     tokens: NDArray[np.int64]  # [m]
@@ -114,7 +113,7 @@ class Response:
         )
 
     def _routes_followed_by(self, rest: Response) -> Routes | None:
-        """The routes of the prompt, this response and `rest`. `rest.routes` also begins with routes of the prompt."""
+        """Return the routes of the prompt, this response and `rest`. `rest.routes` includes the prompt again."""
         if self.routes is None:
             return None
         return merged_routes(self.routes, rest.routes, len(self.routes) + len(rest.tokens))
@@ -135,8 +134,7 @@ class Sampler(Protocol):
     ) -> list[Response]:
         """Return the responses to this rank's requests, in order.
 
-        `on_progress` receives the number of finished responses from time to time. `on_finished` receives each response
-        once.
+        `on_progress` is called with the number of finished responses. `on_finished` is called once for each response.
         """
 
     def metrics(self) -> Mapping[str, float]:
@@ -155,7 +153,7 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait because no reachable server has the current weights. If so, call `renew`."""
+        """Whether requests wait because no server with the current weights can be reached. If so, call `renew`."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
         """Append `requests` to the queue and return without waiting. Other threads call `on_response`."""

@@ -8,9 +8,9 @@ Several modules fill in a group:
                     name="rows.jsonl:4 (time 2)", episodes=(...)      the second group of the prompt in line 4
     samples         one for each leaf of each episode                 their `Sample.group` is the `name` of the group
 
-A leaf is a complete token sequence of an episode. An episode that branches has several leaves. `RolloutGroup` is a
-sequence that contains its prompt `size` times. Plans and batchers therefore count a group as `size` samples. Advantages
-compare the samples of a group.
+A leaf is a complete token sequence of an episode; an episode that branches has several. A `RolloutGroup` is a sequence
+that contains its prompt `size` times, so that plans and batchers count it as `size` samples. Advantages compare the
+samples of a group.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from padfree.sample import Sample
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A path of an episode's tree that becomes a sample. It is picklable, so that it can be sent to other ranks."""
+    """A path of an episode's tree that becomes a sample. It is picklable, to be sent to other ranks."""
 
     tokens: NDArray[np.int64]  # [n]
     sampled: NDArray[np.bool_]  # [n]
@@ -51,13 +51,13 @@ class Leaf:
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    """Return the fields of a leaf for its kept sets."""
+    """Return the kept sets as fields of a leaf."""
     return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Played:
-    """The result of an episode: its leaves, i.e. the sequences that become samples. A failed episode has none."""
+    """The result of an episode: its leaves, which become samples. A failed episode has none."""
 
     number: int
     leaves: tuple[Leaf, ...] = ()
@@ -77,7 +77,7 @@ class Played:
 
     @property
     def num_tokens(self) -> int:
-        """Number of sampled tokens of all leaves. A token that two leaves share counts twice."""
+        """Number of sampled tokens of all leaves. Tokens that two leaves share count twice."""
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property
@@ -92,7 +92,7 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. When they are played, `named` stores them in `episodes`, in order."""
+    """A prompt with `size` episodes. `named` stores the played episodes in `episodes`, in order."""
 
     prompt: Prompt
     size: int
@@ -160,9 +160,9 @@ class Watcher:
     """Called with the number of responses finished so far."""
 
     on_responses: Callable[[Sequence[tuple[int, Response]]], None] = lambda responses: None
-    """Called with (episode number, response) pairs. A response is partial if a weight sync interrupted it.
+    """Called with (episode number, response) pairs. A response that a weight sync interrupted is partial.
 
-    Not called for episodes of an environment, because a partial episode cannot be continued.
+    Episodes of an environment do not call it, because a partial episode cannot be continued.
     """
 
     on_played: Callable[[Played], None] = lambda played: None
@@ -199,7 +199,7 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
     """Return the penalty for a leaf with `length` tokens after its prompt.
 
-    The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. From there it grows linearly, to
+    The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. Then it grows linearly, to
     `rollout.overlong_penalty` at `max_new_tokens`.
 
     max_new_tokens 8, buffer 4, penalty 1        length    1 2 3 4 5    6   7    8

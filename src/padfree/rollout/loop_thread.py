@@ -1,6 +1,6 @@
-"""An asyncio event loop in its own thread, for episodes and server requests that run while other threads compute.
+"""An asyncio event loop in its own thread, which plays episodes and sends requests while other threads compute.
 
-This thread and the threads of `asyncio.to_thread` are daemons: a call that never returns does not keep the process
+The thread of the loop and those of `asyncio.to_thread` are daemons: a call that never returns does not keep the process
 alive.
 """
 
@@ -64,8 +64,8 @@ class LoopThread:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop until `close`, even if an episode stops it or a task calls `sys.exit()`.
 
-        If a task raises SystemExit or KeyboardInterrupt, `run_forever` raises the same exception. It can be ignored
-        here, because the code that awaits the task gets it too.
+        SystemExit or KeyboardInterrupt of a task also ends `run_forever`. It is ignored here, because the code that
+        awaits the task receives it too.
         """
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -87,9 +87,9 @@ class LoopThread:
         self.loop.call_soon_threadsafe(function, *args)
 
     def seconds_blocked(self) -> float:
-        """Return a lower bound of the seconds for which the loop has been blocked.
+        """Return a lower bound on how long the loop has been blocked, in seconds.
 
-        Call this repeatedly: each call may send a probe to the loop, and later calls see whether it was answered.
+        Call this repeatedly: a call sends a probe to the loop, and later calls see whether it was answered.
         """
         sent = self._probe_sent
         if sent is None:

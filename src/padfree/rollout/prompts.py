@@ -4,15 +4,15 @@
     Prompt(tokens=[...], max_new_tokens=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
 
 A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
-`padfree.data.formats`. Depending on `prompt_format`, a prompt is rendered by the chat template with the generation
-prompt, or used unchanged. With `images` in the settings, the prompt may show images (`padfree.data.image_reader`),
-which are decoded again when a pack needs them. `Prompt.row` keeps all columns of the row, because the reward may need
-any of them. A column that is mapped to a field is stored under both names, such as `question` and `prompt` above.
+`padfree.data.formats`. With `prompt_format`, the chat template renders the prompt, or its text is used unchanged. A
+prompt may show images (`padfree.data.image_reader`).
 
-The `max_new_tokens` of a prompt is the setting `rollout.max_new_tokens`. If a prompt and its longest response exceed
-`max_length`, the setting `overlong` decides. With "truncate", `max_new_tokens` is lowered to `max_length` minus the
-length of the prompt; a prompt of `max_length` tokens or more is dropped. With "drop", the prompt is dropped, and with
-"error" the run ends with an error.
+`Prompt.row` keeps all columns of the row, because the reward may need them. A column that is mapped to a field is
+stored under both names, such as `question` and `prompt` above.
+
+If a prompt and its longest response exceed `max_length`, the setting `overlong` decides. With "truncate", the response
+may only have the tokens that the prompt leaves; a prompt that leaves none is dropped. With "drop", the prompt is
+dropped. With "error", the run ends.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A prompt to sample responses for. `len`: number of tokens of the prompt plus `max_new_tokens`."""
+    """A prompt to sample responses for. `len`: tokens of the prompt plus `max_new_tokens`."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     max_new_tokens: int  # maximum length of a response
@@ -62,7 +62,7 @@ class Prompt:
         return len(self.tokens) + self.max_new_tokens
 
     def rotary_positions_of(self, length: int) -> NDArray[np.int64] | None:
-        """Return the positions [P, length] of the prompt and its response. Those of text go up by 1 per token."""
+        """Return the positions [P, length] of the prompt and its response. In text they go up by 1 per token."""
         if self.rotary_positions is None:
             return None
         steps = np.arange(1, length - len(self.tokens) + 1)
@@ -246,7 +246,7 @@ class _CollectedPrompts:
             )
 
     def _tokens_left(self, length: int, file: str, line: int) -> int:
-        """Return the maximum length of a response to a prompt of `length` tokens, or 0 if the prompt is dropped."""
+        """Return the maximum length of a response to a prompt of `length` tokens; 0 if the prompt is dropped."""
         limit, wanted = self._settings.max_length, self._max_new_tokens
         if limit is None or length + wanted <= limit:
             return wanted

@@ -1,21 +1,21 @@
-"""The response log: responses sampled since the last checkpoint, on disk. After a kill, they are not sampled again.
+"""The response log: responses sampled since the last checkpoint, on disk. A killed run need not sample them again.
 
     checkpoint       10                                20
     training         |  11   12   13 ...               |  21 ...
     response_log/    step-00000010.rank-00000.jsonl    step-00000020.rank-00000.jsonl
                      batches 11 12 13 ...              batches 21 ...
 
-A new part of the log starts with every checkpoint. Once the checkpoint is complete, earlier parts that it covers are
-removed. Parts are append-only, with one line per response, or per set of responses that finished together:
+A new part of the log starts with every checkpoint. When the checkpoint is complete, the parts that it covers are
+removed. A part has one line per response, or per set of responses that finished together:
 
     9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}       the first line: the origin of the part
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
-Each line starts with its checksum. A line that was cut off when the run was killed is skipped. A resumed run reads only
-parts that belong to it: the part whose origin (`Origin`) has the weights and settings of the run, and the parts before
-and after this part. The next steps are then trained on the same responses as before, which gives the same weights.
+Each line starts with its checksum, so that a line that a kill cut off is skipped. A resumed run reads the part whose
+origin (`Origin`) has its weights and settings, and the parts before and after it. The next steps then train on the same
+responses as before, and give the same weights.
 
-Rewards are not stored. They are computed again.
+Rewards are computed again, because they are not stored.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Location of a response: the offset of its line in a file, and its index in the line."""
+    """Where a response is: the offset of its line in a file, and its index in the line."""
 
     path: Path
     offset: int
@@ -72,7 +72,7 @@ class _Location:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part of the log that is still needed."""
+    """A part of the log that a resumed run may need."""
 
     weights: str
     highest: int = 0  # the last batch whose responses this part may contain
@@ -105,10 +105,9 @@ class ResponseLog:
     # Parts
 
     def purge(self, origin: Origin | None) -> int:
-        """Remove the files that the run cannot reuse, and return their number. Only one rank calls this.
+        """Remove the files that the run cannot reuse, and return their number. Call this on one rank only.
 
-        `origin` describes the checkpoint from which the run resumes. If it is None, the run is new, and all files are
-        removed.
+        `origin`: the checkpoint from which the run resumes. None: the run is new, and all files are removed.
         """
         kept = set() if origin is None else {path for path, _ in _belonging(self._files(), origin)}
         removed = [path for path in self._files() if path not in kept]
@@ -117,9 +116,9 @@ class ResponseLog:
         return len(removed)
 
     def begin(self, origin: Origin, *, after: int) -> int:
-        """Start the part of the log that begins at `origin`, and find the stored responses that this run can reuse.
+        """Start the part of the log that begins at `origin`, and find stored responses that this run can reuse.
 
-        Return the number of stored responses of batches later than `after`. Every rank calls this, after `purge`.
+        Return how many of them belong to batches later than `after`. Call this on every rank, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -134,8 +133,8 @@ class ResponseLog:
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
         """Start a new part for a checkpoint that covers all batches up to `after`.
 
-        `origin`: the state of the run at the checkpoint. `highest`: the last batch requested so far. Call this before
-        the state of the checkpoint is collected.
+        `origin`: the run at the checkpoint. `highest`: the newest requested batch. Call this before the state of the
+        checkpoint is collected.
         """
         assert self._open is not None
         with self._lock:
@@ -145,7 +144,7 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """Remove the parts that the checkpoint of step `step`, now complete, replaces. Only one rank calls this."""
+        """Remove the parts that the complete checkpoint of step `step` replaces. Call this on one rank only."""
         covered = self._covered.get(step)
         if covered is None:
             return
@@ -167,7 +166,7 @@ class ResponseLog:
             self.folder.rmdir()  # if it is empty
 
     def remove(self) -> None:
-        """Remove the files of all ranks. Only one rank calls it, after `close`."""
+        """Remove the files of all ranks. Call this on one rank only, after `close`."""
         self.purge(None)
         with suppress(OSError):
             self.folder.rmdir()  # if it is empty
@@ -182,7 +181,7 @@ class ResponseLog:
             self._create()
 
     def _create(self) -> None:
-        """Open the file. An existing file is continued if it has the same origin; otherwise it is replaced."""
+        """Open the file. A file with the same origin is continued; any other is replaced."""
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +237,7 @@ class ResponseLog:
                 os.fsync(self._open.file)
 
     def find(self, batch: int, number: int, tokens: Tokens) -> Response | None:
-        """Return the stored response, complete or partial, with this number and these prompt tokens, or None."""
+        """Return the stored response with this number and these prompt tokens, complete or partial, or None."""
         location = self._index.get((batch, number, _checksum(tokens)))
         if location is None:
             return None
@@ -271,9 +270,8 @@ def _step_of(path: Path) -> int:
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
     """Return the files that belong to a run resumed at `origin`, each with its first line; oldest first.
 
-    The first line of a part gives the origin of the part and lists the origins of the parts before it. A part belongs
-    to the run if it has the settings of the run and if one of three conditions holds: the part begins at `origin`, it
-    is before the part that begins at `origin`, or it is after that part.
+    The first line of a file has the origin of its part and the origins of the parts before it. A part belongs to the
+    run if it has the settings of the run, and begins at `origin`, before it or after it.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

@@ -11,9 +11,8 @@ A time limit in the calling thread:
     called in the main thread    SIGALRM interrupts the function, e.g. while it sleeps or matches a regular expression
     called in another thread     a new daemon thread runs the function, and is abandoned when the limit is exceeded
 
-In the main thread, a reward function is not moved to a new thread, because libraries that grade answers set alarms
-themselves (`signal.alarm`), which is possible in the main thread only. The alarm of such a library replaces the alarm
-of this module.
+In the main thread, the function is called directly and not in a new thread: libraries that grade answers set alarms
+(`signal.alarm`), which is possible in the main thread only. Such an alarm replaces the alarm of this module.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from padfree.rollout.prompts import Prompt
 Result = TypeVar("Result")
 
 AGAIN = 1.0
-"""Seconds between repeated alarms. The alarm repeats, because the function may catch the exception of the first one."""
+"""Seconds between alarms. The alarm repeats, because the function may catch the exception of the first one."""
 
 
 class _AlarmError(BaseException):
-    """Raised by the alarm. It is not an `Exception`, so that `except Exception` in a reward does not catch it."""
+    """Raised by the alarm. It is not an `Exception`, so that a reward with `except Exception` does not catch it."""
 
 
 RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
@@ -53,7 +52,7 @@ RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
 
 
 class RewardWorkers:
-    """Calls a reward function from an event loop: in `processes` processes or, if `processes` is 0, in threads."""
+    """Calls a reward function from an event loop, in `processes` processes or, if this is 0, in threads."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
         self._reward, self.name, self.processes = reward, reward.name, processes
@@ -61,7 +60,7 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
-        """Return the reward of a text, computed in the calling thread with a time limit in seconds (`call_within`).
+        """Return the reward of a text, computed in the calling thread within a time limit in seconds (`call_within`).
 
         `row`: the data row of the prompt. `uid`: the name of the sample, for messages.
         """
@@ -70,7 +69,7 @@ class RewardWorkers:
     async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
         """Return the reward of a text, computed in a process or a thread. `row` and `uid`: see `within`.
 
-        `seconds`: the time limit in a process, not counting the wait for a free process.
+        `seconds`: the time limit in a process. Waiting for a free process does not count.
         """
         if not self.processes:
             return await asyncio.to_thread(self._reward, text, row, uid)
@@ -179,11 +178,11 @@ def score_by_model(
     *,
     skip_failures: bool,
 ) -> None:
-    """Compute a reward for each leaf in `played` that does not have a reward yet. Collective.
+    """Compute a reward for each leaf of `played` that has none. Collective.
 
     `played`: the episodes of this rank, by number. `prompts`: their prompts.
 
-    Without `skip_failures`, an error on one rank is raised on all ranks.
+    `skip_failures`: do not raise errors. Without it, an error on one rank is raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

@@ -4,8 +4,7 @@
     noise    (key, position, token) -> Gumbel  argmax(logits + noise) is a sample from softmax(logits)
 
 There is no generator state. A response gets the same noise in any batch, on the CPU and on a GPU, in the first run and
-in a resumed one. If logits differ by rounding, the sampled token is the same, unless the two largest sums of logit and
-noise differ by no more than the rounding.
+in a resumed one. Logits that differ only by rounding almost always give the same token.
 
 `GREEDY` is the key of a response without noise: it takes the most likely token at every position.
 
@@ -38,7 +37,7 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
 
 
 def key_behind(key: int, position: int) -> int:
-    """Return the key with which a response continues at `position`, for samplers that use the key as a seed."""
+    """Return the key with which a response continues at `position`, for samplers that use a key as a seed."""
     values = splitmix64(np.array([key], np.int64).view(np.uint64) ^ np.uint64(position))
     return int(splitmix64(values).view(np.int64)[0])
 
@@ -47,7 +46,7 @@ def turn_key(key: int, path: tuple[int, ...]) -> int:
     """Return the random key of a turn of an episode. `key`: the key of the episode's response.
 
     `path`: the branches that lead to the turn, then the number of the turn. The first turn of the root has `key`
-    itself. If `key` is `GREEDY`, so is the key of every turn.
+    itself. With `GREEDY`, all turns have the key `GREEDY`.
     """
     if key == GREEDY or path == (0,):
         return key
@@ -73,24 +72,23 @@ LARGE = 4096
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` ignores a token if its probability is below RARE / CANDIDATES, unless its hash is among the highest:
-a fraction of RARE of all hashes.
+"""`gumbel_argmax` may skip a token if its probability is below RARE / CANDIDATES and its hash is not among the highest:
+the top fraction RARE of all hashes.
 """
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
     """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
 
-    On the CPU the noise of a large vocabulary would take longer to compute than the model. The CPU version therefore
-    hashes all tokens to uniform numbers, but computes noise only for candidates: tokens with a large uniform number or
-    score. For all other tokens, the sum of score and noise has a bound:
+    The CPU would need longer for the noise of a large vocabulary than for the model. Therefore all tokens are hashed to
+    uniform numbers, but noise is computed only for candidates: tokens with a large uniform number or score. For all
+    other tokens, the sum of score and noise has a bound:
 
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    If the largest sum of the candidates is above this bound, it is therefore the largest sum of all tokens. In about
-    one of exp(CANDIDATES) = 5e8 samples it is below the bound; then all V tokens are compared. The result is therefore
-    always exact.
+    A candidate whose sum is above this bound therefore has the largest sum of all tokens. In about one of
+    exp(CANDIDATES) = 5e8 samples no candidate is above it; then all V tokens are compared. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -114,8 +112,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     sums = scores[responses, tokens] + _gumbel(_mixed_on_device(at_position[responses] ^ tokens))
     best, first = _largest(sums.numpy(), responses.numpy(), num_responses)
     sampled = torch.from_numpy(np.append(tokens.numpy(), 0)[first])
-    # If the largest sum of the candidates is below the bound, another token may have a larger sum, so all tokens are
-    # compared. 1e-3 is far larger than the rounding of a sum. NaN scores are also compared in full.
+    # If no candidate is above the bound, or a score is NaN, all tokens are compared. 1e-3 is far larger than the
+    # rounding of a sum.
     unsure = torch.from_numpy(~(best > 1e-3 - math.log(CANDIDATES)))
     if unsure.any():
         noise = gumbel_noise(keys[unsure], _select(position, unsure), vocabulary)
@@ -143,7 +141,7 @@ def _largest(
 
 
 def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return, for each response, the tokens [n] that may have the largest sum of score and noise.
+    """Return the candidates of each response: tokens [n] that may have the largest sum of score and noise.
 
     `scores` [r, V]: log-probabilities. `at_position` [r]: hashes of key and position.
     """
@@ -173,7 +171,7 @@ def _gumbel(hashes: Tensor) -> Tensor:
 def _mixed_on_device(values: Tensor) -> Tensor:
     """Return the `splitmix64` hashes of these values, computed in torch, bit for bit.
 
-    Torch has no unsigned 64-bit multiplication, but the signed one gives the same bits.
+    Torch has no unsigned 64-bit multiplication; the signed one gives the same bits.
     """
     increment, first, second = (_signed(number) for number in SPLITMIX64)
     values = values + increment
@@ -183,7 +181,7 @@ def _mixed_on_device(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Return the values shifted right logically. Torch's own right shift is arithmetic: it repeats the sign bit."""
+    """Return the values shifted right with zeros. Torch's own right shift repeats the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,4 +1,4 @@
-"""Check token ids and responses from user code, agents and servers, at the point where they arrive.
+"""Check token ids and responses when they arrive from user code, agents and servers.
 
     source             invalid input                 consequence                            checked in
     an agent's call    prompt: [1, 2, 999999]        status 400; the episode continues      environment.gateway
@@ -6,12 +6,10 @@
     a user's engine    Response(tokens=[-1], ...)    the run ends with a UserError          engines
     a server           "token_ids": [true]           the request is retried                 engines.servers
 
-Text from agents and environments is checked after it is tokenised (`environment.episode_policy`), because a tokenizer
-may have more tokens than the model has embeddings.
+Text from agents and environments is checked after it is tokenised (`environment.episode_policy`).
 
-A token id outside of the embedding matrix crashes a GPU process without a useful message, so no such id may enter a
-batch. Ids that the tokenizer does not have, but the padded embedding matrix has, are allowed: the policy can sample
-them, and an agent may send them back.
+A token id without an embedding crashes a GPU process without a useful message, so no such id may enter a batch. Ids
+that only the padded embedding matrix has are allowed: the policy can sample them, and an agent may send them back.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much, because samplers compute in low precision."""
+"""A log-probability may exceed 0 by this much, because samplers have low precision."""
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -50,8 +48,8 @@ def tokenizer_size(tokenizer: Any) -> int:
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
     """Return token ids as Python integers.
 
-    Raise a `UserError` unless `ids` is a flat list of integers from 0 to `vocabulary - 1`. `what`: the name of the ids
-    in the error message.
+    Raise a `UserError` unless `ids` is a flat list of integers from 0 to `vocabulary - 1`. `what` names the ids in the
+    message.
     """
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
@@ -79,8 +77,8 @@ def checked_response(
 ) -> Response:
     """Return the response of a user's engine. Raise a `UserError` if the response is invalid.
 
-    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `truncated`: whether it must
-    have kept sets, because the run truncates the softmax. `what`: the name of the engine in the error message.
+    `whole`: whether the response must not be partial, i.e. interrupted by a weight sync. `truncated`: whether it must
+    have kept sets, because the run truncates the softmax. `what` names the engine in the message.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:

@@ -12,11 +12,11 @@ logits are all kept or all left out:
 - top-p keeps an id if the ids with larger logits have a total probability of less than p.
 - min-p keeps an id if its probability is at least p times the largest probability.
 
-`rollout.min_new_tokens` removes the stop tokens before these rules, as long as a response has fewer tokens.
+`rollout.min_new_tokens` comes first: while a response has fewer tokens, the stop tokens are removed.
 
-Every rule keeps the ids whose logit is at or above a threshold. The threshold of top-p is read from the sorted logits
-on the CPU, and from the k largest logits if top-k is set. Otherwise `_searched_threshold` finds it by bisection over
-the float32 numbers, in 32 passes without a sort and without waiting for the device.
+Every rule keeps the ids whose logit is at or above a threshold. On the CPU, or with top-k, the threshold of top-p is
+read from sorted logits. Otherwise `_searched_threshold` finds it by bisection over the float32 numbers, in 32 passes
+without a sort and without waiting for the device.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def kept_mask(
 ) -> Tensor:
     """Return bools [R, V]: whether each id is in the kept set of each response's next token.
 
-    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: the random keys. Top-k, top-p and min-p do
-    not apply to greedy responses. `positions`: the number of tokens that each response has, as an int or [R]. `stops`:
-    the stop tokens, which `min_new_tokens` needs.
+    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: random keys; greedy responses are not
+    truncated by top-k, top-p and min-p. `positions`: how many tokens each response has, as an int or [R]. `stops`: the
+    stop tokens, which `min_new_tokens` needs.
     """
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if truncation.min_new_tokens:
@@ -106,10 +106,10 @@ def truncated_logits(
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return the largest threshold [R, 1] for which the ids with logits at or above it have the weight `needed` [R, 1].
+    """Return the largest threshold [R, 1] at which the ids with logits at or above it have the weight `needed` [R, 1].
 
-    Float32 numbers that are not NaN have the same order as their bits, read as integers, if the bits of negative
-    numbers are reversed.
+    The bits of float32 numbers, read as integers, have the order of the numbers, if the bits of negative numbers are
+    reversed.
     """
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
@@ -121,7 +121,7 @@ def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tens
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Return int32 numbers in the order of float32 values. -0 becomes 0, so that equal values get equal numbers."""
+    """Return int32 numbers in the order of float32 values. Equal values, also -0 and 0, get equal numbers."""
     bits = (values + 0.0).contiguous().view(torch.int32)
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -134,7 +134,7 @@ def _float_of(order: Tensor) -> Tensor:
 def sets_of(mask: Tensor) -> KeptSets:
     """Return for each of R tokens the set of ids for which `mask` [R, V] is True, on the host. Waits for the device.
 
-    If a set has more than half of the vocabulary, its excluded ids are stored instead.
+    A set with more than half of the vocabulary is stored as its excluded ids.
     """
     is_large = mask.sum(1) * 2 > mask.shape[1]
     rows, ids = (mask != is_large[:, None]).nonzero(as_tuple=True)

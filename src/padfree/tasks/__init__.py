@@ -4,7 +4,7 @@
     task                              the interface of a task, and the models that it may use
     reading, micro_batch_loss, measures, batch_advantages    parts that several tasks share
 
-The parts of a task that do not need torch (settings, help text, group size) are its `TaskSettings`
+The parts of a task that do not need torch, such as its settings and help text, are in `TaskSettings`
 (`padfree.config.loss_settings`). `task_of` finds a task by the name of its command.
 """
 

@@ -4,15 +4,18 @@
     rewards      1   0 | 0   0
     grpo        .7 -.7 | 0   0        the advantage of every token of the sample
 
-`grpo`, `dr_grpo` and `rloo` compare the reward of a sample with those of its group. `dr_grpo` does not divide by the
-standard deviation. `reinforce++` uses the reward as the return of every scored token, and `reinforce++_baseline` uses
-the reward minus the group's mean. Both then whiten the returns over all scored tokens of the rollout batch. `given`
-keeps the advantages that the samples already have. `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`)
-use another model. Entry j of an array belongs to token j.
+Entry j of an array belongs to token j. `loss.advantage` has these values:
 
-A group has no learning signal if all its rewards are equal (b above) or if it is a single sample. Its advantages are
-then 0, and the group does not change the model. Every step counts these groups, and rollout files in which no group has
-a signal are refused.
+- `grpo`, `dr_grpo` and `rloo` compare the reward of a sample with the rewards of its group. `dr_grpo` does not divide
+  by the standard deviation.
+- `reinforce++` gives every scored token the reward of its sample. `reinforce++_baseline` subtracts the mean of the
+  group. Both then whiten the values over all scored tokens of the rollout batch.
+- `given` keeps the advantages that the samples already have.
+- `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model.
+
+A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. Its advantages are
+then 0, so that it does not change the model. The metrics of every step count these groups. Rollout files in which no
+group has a signal are refused.
 
 An update may leave samples out, if the loss proves that their gradient is exactly 0 (`may_skip`, `has_advantage`):
 
@@ -20,13 +23,12 @@ An update may leave samples out, if the loss proves that their gradient is exact
     rewards       1 0 0 1 | 1 1 1 1 | 0 0 0 0
     computed      a a a a                           b and c: every advantage is 0
 
-A sample is left out if two conditions hold. The advantages of all its scored tokens are 0, and the objective declares
-`zero_without_advantage`: if a token's advantage is 0, its loss is 0 too. Corrections multiply this loss only by finite
-factors, so it stays 0. A KL, entropy or router term has a gradient for every token, so with such a term no sample is
-left out.
+A sample is left out under two conditions. First, the advantages of all its scored tokens are 0. Second, an advantage of
+0 makes the loss of a token 0, which an objective declares by `zero_without_advantage`. A KL, entropy or router term has
+a gradient for every token, so with such a term no sample is left out.
 
-The token weights are computed from all samples of the update. Leaving out samples therefore only removes zeros from the
-sum that is the gradient.
+Token weights are computed before samples are left out. Leaving them out therefore only removes zeros from the sum of
+gradients.
 """
 
 from __future__ import annotations
@@ -85,12 +87,11 @@ def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
 def teacher_advantages(
     samples: Sequence[Sample], teacher: Sequence[NDArray[Any]], policy: Sequence[NDArray[Any]]
 ) -> list[Sample]:
-    """Return the samples with advantages for on-policy distillation.
+    """Return the samples with advantages for on-policy distillation: log t − log p for each scored token.
 
-    The advantage of a scored token is log t − log p, where t and p are the probabilities that the teacher and the
-    policy give to the token. `teacher`, `policy`: log-probabilities [n] of each sample. If the policy sampled the
-    tokens, the expected advantage at a position is minus the reverse KL divergence KL(p ‖ t), and the policy loss has
-    the gradient of this divergence.
+    t and p are the probabilities that the teacher and the policy give to the token. `teacher`, `policy`:
+    log-probabilities [n] of each sample. If the policy sampled the tokens, the gradient of the policy loss is on
+    average the gradient of the reverse KL divergence KL(p ‖ t).
     """
     return [
         sample.with_numbers(advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
@@ -121,9 +122,9 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count the groups with and without a learning signal. `samples` must contain whole groups.
+    """Count the groups, and those without a learning signal. `samples` must contain whole groups.
 
-    For `reinforce++`, all samples form one group.
+    With `reinforce++`, all samples form one group.
     """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
@@ -164,12 +165,12 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:
-    """Whether, with the loss settings `loss`, samples whose advantages are 0 add nothing to the gradient."""
+    """Whether samples without an advantage add nothing to the gradient, with these loss settings."""
     return isinstance(loss, PolicySettings) and not has_router_term and zero_without_advantage(loss)
 
 
 def run_may_skip(loss: LossConfig) -> bool:
-    """Whether a run with these settings leaves samples out of its updates."""
+    """Whether the updates of a run leave out samples whose gradient is 0."""
     router = bool(loss.load_balancing or loss.router_bias)
     return loss.skip_zero_gradient == "auto" and may_skip(loss.settings(), has_router_term=router)
 
@@ -177,7 +178,7 @@ def run_may_skip(loss: LossConfig) -> bool:
 def has_advantage(samples: Sequence[Sample]) -> NDArray[np.bool_]:
     """For each of B samples, whether any of its scored tokens has an advantage other than 0, as bools [B].
 
-    True for a sample without the array `advantages`, so that the loss sees this sample and reports the error.
+    A sample without the array `advantages` counts as True: the loss then reports the error.
     """
     return np.array(
         [sample.advantages is None or bool(sample.advantages[sample.scored].any()) for sample in samples], np.bool_

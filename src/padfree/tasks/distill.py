@@ -4,9 +4,9 @@
                             ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
 
 T tokens of a pack are divided over cp context ranks. E and D are the hidden sizes of teacher and student. Both models
-use the same pack: its sample boundaries and its division over ranks do not depend on the model. The loss is computed
-while the FSDP root units of both models, which contain their heads, are gathered. The loss also computes the gradient
-of the student's hidden states. Backward therefore does not need the teacher, whose weights are resharded immediately.
+get the same pack. The loss needs both heads, so it is computed while the FSDP root units, which hold the heads, are
+gathered. The loss also computes the gradient of the student's hidden states. Backward therefore does not need the
+teacher, and its weights are resharded immediately.
 """
 
 from __future__ import annotations
@@ -69,9 +69,8 @@ class DistillationMicroBatchLoss(MicroBatchLoss):
 
 
 class Distill(sft.SFT):
-    """The task of `padfree distill`. It reads data and evaluates like SFT.
-
-    With `[rollout]`, it reads prompts instead, which the student answers.
+    """The task of `padfree distill`. It reads the same data as SFT, or, with `[rollout]`, prompts that the student
+    answers.
     """
 
     loss = DistillationMicroBatchLoss

@@ -1,6 +1,6 @@
 """`padfree dpo`: pairs of answers, compared by their log-probabilities (DPO, IPO, hinge, SimPO, ORPO).
 
-Both answers of a pair are in one pack. They may be on different context ranks.
+A pack contains both answers of a pair, possibly on different context ranks.
 """
 
 from __future__ import annotations

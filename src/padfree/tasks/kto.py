@@ -6,12 +6,12 @@
     loss       desirable     desirable_weight · (1 − σ(beta · (x − z₀)))           mean over the answers of the
                undesirable   undesirable_weight · (1 − σ(beta · (z₀ − x)))         global batch
 
-σ is the sigmoid. A mismatched pair is the prompt of a sample with the answer of the previous sample of the global
-batch; the first prompt gets the last answer: (p₁, a₁) (p₂, a₂) (p₃, a₃) -> (p₁, a₃) (p₂, a₁) (p₃, a₂), with prompts p
-and answers a. Policy and reference score these pairs before the update. z₀ is therefore the same in every micro-batch,
-on every rank and in every layout. TRL's `KTOTrainer` computes the same value if its batch is the global batch. A
-mismatched pair longer than the longest sample of the data is truncated to that length, so that it fits wherever the
-samples fit.
+σ is the sigmoid. z₀ is estimated from mismatched pairs: each prompt gets the answer of the previous sample of the
+global batch, and the first prompt gets the last answer. Prompts p and answers a of three samples make the pairs (p₁,
+a₃) (p₂, a₁) (p₃, a₂). A mismatched pair is truncated to the length of the longest sample of the data.
+
+Policy and reference score these pairs before the update, so z₀ is the same in every micro-batch and on every rank.
+TRL's `KTOTrainer` computes the same value if its batch is the global batch.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int) -> Sample:
-    """Return the first `end` tokens of `asked`, followed by `answered` from token `start` on, with their images."""
+    """Join the first `end` tokens of one sample and the tokens of another from `start` on, with their images."""
     shown = [image for image in asked.images if image.positions[0] < end]
     later = [image for image in answered.images if image.positions[0] >= start]
     return Sample(
@@ -106,9 +106,9 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of `_spliced`: those of the answer go on where the prompt ends.
+    """Return the rotary positions [P, n] of `_spliced`. Those of the answer continue where the prompt ends.
 
-    The last token of a prompt is text, so that its P positions are equal. None if both samples have plain positions.
+    None if both samples have plain positions. The prompt ends with text, where all P positions are equal.
     """
     given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
     if given is None:
@@ -124,7 +124,7 @@ def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) ->
 
 
 def _outside_images(sample: Sample, length: int) -> int:
-    """Return `length`, or the index at which an image begins that a cut after `length` tokens would divide."""
+    """Return `length`, or less if a cut there would divide an image: then the index at which the image begins."""
     divided = (int(image.positions[0]) for image in sample.images if image.positions[0] < length <= image.positions[-1])
     return next(divided, length)
 
@@ -139,7 +139,7 @@ def with_reference_point(
 ) -> list[Sample]:
     """Return the samples with the reference point z₀ (see the module docstring).
 
-    `own` and `theirs` [B]: log-probabilities of the mismatched pairs under the policy and under the reference.
+    `own`, `theirs` [B]: log-probabilities of the mismatched pairs under the policy and the reference.
     """
     point = max(0.0, float(np.mean(own - theirs)))
     return [replace(sample, terms={**(sample.terms or {}), "kl": point}) for sample in samples]
@@ -151,10 +151,10 @@ def with_reference_point(
 def kto_loss(
     logratios: Tensor, labels: Tensor, point: Tensor, settings: KTOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and correctness.
+    """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and whether x is correct.
 
     `logratios` [B]: x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point`
-    [B]: z₀. A desirable answer is correct if its x is above z₀, an undesirable one if its x is below z₀.
+    [B]: z₀. The x of a desirable answer is correct above z₀, that of an undesirable answer below z₀.
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)
@@ -168,8 +168,8 @@ def kto_loss(
 class KTOMicroBatchLoss(MicroBatchLoss):
     """The KTO loss of the answers of a pack.
 
-    Under context parallelism, a rank holds only some tokens of an answer and returns its share of the answer's loss.
-    The gradient that the rank computes for its tokens is that of the whole loss.
+    Under context parallelism, a rank holds only some tokens of an answer. The rank returns its share of the answer's
+    loss. The gradient of its tokens is that of the whole loss.
     """
 
     settings: KTOSettings
@@ -186,8 +186,7 @@ class KTOMicroBatchLoss(MicroBatchLoss):
         labels, point = _known(batch)
         losses, slopes, rewards, right = kto_loss(totals, labels, point, self.settings)
         losses, weight = share * losses, 1.0 / batch.batch_samples
-        # The value of `attached` is this rank's share of the losses. Its gradient for this rank's tokens is that of the
-        # whole losses.
+        # The value of `attached` is this rank's share of the losses, but its gradient is that of the whole losses.
         attached = losses + slopes * (local - local.detach())
         by_label = {"desirable": share * labels, "undesirable": share * (1.0 - labels)}
         return LossOutput(
@@ -219,7 +218,7 @@ def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
 class AnswerMeasure:
     """Measures the loss, the accuracy, the KL divergence and the mean reward of each label on held-out answers.
 
-    An answer is correct if its log-ratio is above z₀ and it is desirable, or below z₀ and undesirable.
+    An answer is correct if its log-ratio is above z₀ for a desirable answer, or below z₀ for an undesirable one.
     """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")

@@ -20,19 +20,19 @@ LARGEST_EXPONENT = 709.0
 
 
 class PackMeasure(Protocol):
-    """Computes sums for each sample of a pack. If context ranks share the pack, it computes this rank's share."""
+    """Computes sums for each sample of a pack. With context parallelism, it computes this rank's share of the sums."""
 
     names: ClassVar[tuple[str, ...]]
     keeps_groups: ClassVar[bool]
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """Return [B, 1 + len(names)] float64: for each sample a count, then one sum for each of `names`.
+        """Return [B, 1 + len(names)] float64: for each sample a count, then the sum of each of `names`.
 
-        The count is the number of tokens, pairs or answers that the sums add up. A mean is a sum divided by the count.
+        The count is the number of tokens, pairs or answers in the sums. A mean is a sum divided by the count.
         """
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to report, by name. `means`: the mean of each of `names`."""
+        """Return metrics by name, computed from `means`, the mean of each of `names`."""
 
 
 class TokenMeasure:
@@ -59,7 +59,7 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """Measures loss, accuracy and margin of each pair of answers. A pair is counted at its chosen sample."""
+    """Measures loss, accuracy and margin of each pair of answers. The sums of a pair belong to its chosen sample."""
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

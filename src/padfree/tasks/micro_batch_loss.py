@@ -4,8 +4,8 @@
       TokenMicroBatchLoss   losses of tokens (SFT, policy losses), fused with the head if possible
       other classes         losses of whole answers, each in the file of its task
 
-`Engine` plans a step, computes token weights, builds packs, calls the loss once for each pack, runs backward and adds
-up the results. `LocalBatch` holds the data of the pack.
+`Engine` plans a step, builds the packs, calls the loss once for each pack, and runs backward. `LocalBatch` holds the
+data of a pack.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from padfree.model import hidden_states, lm_head_of
 
 
 class MicroBatchLoss(ABC):
-    """Base class: computes the loss of one pack, or this rank's share of it if several context ranks share the pack.
+    """Base class: computes the loss of one pack, or this rank's share if context ranks share the pack.
 
-    The total loss is the sum of the returned losses over all packs and ranks. Statistics are summed in the same way.
+    The loss of a step is the sum over all packs and ranks. Statistics are summed in the same way.
     """
 
     keeps_groups: ClassVar[bool] = False
@@ -54,7 +54,7 @@ class MicroBatchLoss(ABC):
         temperature: float = 1.0,
         memory: Memory = "speed",
     ) -> None:
-        """`settings`: the settings of the loss. `teacher`: a frozen model that the loss uses, if it uses one."""
+        """`settings`: the settings of the loss. `teacher`: a frozen model, for losses that need one."""
         self.settings, self.temperature, self.memory = settings, temperature, memory
         self.teacher = None if teacher is None else teacher.train(False)  # its dropout would add noise
 
@@ -62,7 +62,7 @@ class MicroBatchLoss(ABC):
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].
 
-        `inside` (`padfree.sharding.parallelize`) calls this method while the head and the embeddings are gathered.
+        `inside` (`padfree.sharding.parallelize`) gathers the head and the embeddings during the call.
         """
 
 
@@ -78,7 +78,7 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
 class TokenMicroBatchLoss(MicroBatchLoss):
     """Losses of single tokens, e.g. SFT and policy losses.
 
-    If the loss of a token depends only on its own log-probability, no logits are stored.
+    No logits are stored if the loss of a token depends only on its log-probability.
     """
 
     settings: TokenLossSettings
@@ -106,7 +106,7 @@ class TokenMicroBatchLoss(MicroBatchLoss):
 
 
 def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the P pairs of a pack: indices [P, 2] of their (chosen, rejected) samples, weights [P] and margins [P]."""
+    """Return the P pairs of a pack: indices [P, 2] of chosen and rejected sample, weights [P] and margins [P]."""
     pairs = preference_pairs(() if batch.is_filler else batch.samples)
     weights = np.full(len(pairs), 2.0 / batch.batch_samples)
     terms = [batch.samples[index].terms or {} for index in pairs[:, 0].tolist()]

@@ -38,10 +38,9 @@ class TrainingData:
 def text_settings(
     data: DataConfig, day: datetime.date | None = None, images: ImageSettings | None = None
 ) -> dict[str, Any]:
-    """Return the arguments of the readers in `padfree.data` that control tokenisation.
+    """Return the arguments for tokenisation that the readers in `padfree.data` take.
 
-    If `data.chat_template` is set, the template is read from its file. `day`: the date for chat templates.
-    `images`: the vision-language model that reads the images of rows; None: rows have no images.
+    `day`: the date for chat templates. `images`: the model that reads the images of rows; None: rows have no images.
     """
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
@@ -53,7 +52,7 @@ def text_settings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """What a task reads, and how."""
+    """What a task reads, and with which settings and tokenizer."""
 
     data: DataConfig
     rollout: RolloutConfig  # says whether the run samples responses to prompts
@@ -69,7 +68,7 @@ class ReadSettings:
 
     @property
     def text(self) -> dict[str, Any]:
-        """The arguments of the readers in `padfree.data` that control tokenisation."""
+        """The arguments for tokenisation that the readers in `padfree.data` take."""
         return text_settings(self.data, self.day, self.images)
 
 

@@ -1,7 +1,7 @@
 """`padfree reward`: a model with a scalar head, trained on pairs of answers by the Bradley-Terry loss with margins.
 
-The score of an answer is the output of the head at its last token. Both answers of a pair are in one pack. They may be
-on different context ranks.
+The score of an answer is the output of the head at its last token. A pack contains both answers of a pair, possibly on
+different context ranks.
 """
 
 from __future__ import annotations

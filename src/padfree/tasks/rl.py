@@ -4,7 +4,8 @@
     advantages                    from rewards, a critic or a teacher
     reference log-probabilities   for the KL term
 
-All three are computed for each rollout batch before its first update, and every update of the batch uses them.
+The advantages and log-probabilities of a rollout batch are computed before its first update, and every update of the
+batch uses them.
 """
 
 from __future__ import annotations
@@ -87,10 +88,10 @@ class RL(Task):
 
 
 def _with_old_logprobs(samples: list[Sample], models: Models, loss: LossConfig) -> list[Sample]:
-    """Add the policy's log-probabilities to the samples, except those that all updates skip.
+    """Add the policy's log-probabilities to the samples whose gradient is not 0.
 
-    With a critic, no sample is excepted: the critic is trained on all samples, and the samples of a pack must have the
-    same arrays.
+    With a critic, all samples get them: the critic trains on all samples, and the samples of a pack must have the same
+    arrays.
     """
     skips = run_may_skip(loss) and models.critic is None
     computed = has_advantage(samples) if skips else np.ones(len(samples), np.bool_)

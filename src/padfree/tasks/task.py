@@ -5,8 +5,7 @@
     a pack          -> loss               a loss that can be differentiated
     held-out data   -> measure            sums for each sample, from which an evaluation computes its metrics
 
-`Models` are the models that a task may use. Their results are the same on every rank and for any division of the
-samples over ranks.
+`Models` holds the models that a task may use. Their results are the same on every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Task(ABC):
     """Base class: what one training command, e.g. `padfree dpo`, reads, minimises and measures."""
 
     loss: ClassVar[type[MicroBatchLoss]]
-    """The loss to minimise. The engine's is made from the `TaskSettings` of this task."""
+    """The loss to minimise. The engine's loss is made from the `TaskSettings` of this task."""
 
     @abstractmethod
     def read(self, settings: ReadSettings) -> TrainingData:
@@ -58,7 +57,7 @@ class Task(ABC):
         """Return the measure that evaluates held-out samples."""
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
-        """Add what the updates of a global batch need from `models`, e.g. log-probabilities of the reference.
+        """Add values of `models` that the updates need, e.g. the reference's log-probabilities.
 
         Return the samples with these values, and metrics by name.
         """
@@ -67,14 +66,14 @@ class Task(ABC):
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Whether `prepare` needs the weights that the previous batch's updates produce.
+        """Whether `prepare` must wait for the updates of the previous batch.
 
         `asks`: whether the run has a reference, a teacher or a critic.
         """
         return False
 
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
-        """Return a function that returns the samples of an evaluation, with everything that the measure needs.
+        """Return a function that returns the samples of an evaluation, with what the measure needs.
 
         The function is called before each evaluation. The frozen reference scores the samples only the first time.
         """

@@ -32,10 +32,7 @@ from padfree.train.scorer import Scorer
 
 
 class BatchPreparer:
-    """Produces the global batches of a run, one per call of `next`. All methods are collective.
-
-    Every rank gets the same batches.
-    """
+    """Produces the global batches of a run, the same on every rank, one per call of `next`. Collective."""
 
     def __init__(
         self,
@@ -52,9 +49,9 @@ class BatchPreparer:
         rollouts: Collector | None = None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """An argument is None if the run has no such part. `teacher` gives the advantages if `loss.advantage` is
-        `teacher`, and `critic` if it is `gae`. `rollouts`: generates samples from the batcher's prompts. `end_tokens`:
-        token ids that end a response, if known.
+        """`teacher` gives the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`
+        generates samples from the batcher's prompts. A model that the run does not use is None. `end_tokens`: token ids
+        that end a response, if known.
         """
         self.engine, self.batcher = engine, batcher
         self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
@@ -72,14 +69,13 @@ class BatchPreparer:
 
     @property
     def waits_for_updates(self) -> bool:
-        """Whether preparing a batch needs the weights that result from the updates of the previous batches."""
+        """Whether the next batch cannot be prepared before the updates of the current batch are done."""
         asks = any(model is not None for model in (self.reference, self.teacher, self.critic))
         return self.sampled or self.task.waits_for_updates(self._loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
-        """Return a note for the user if this process has learned nothing since it started; None if it has.
-
-        Nothing is learned if every advantage is 0 and no other loss term changes the weights.
+        """Return a note for the user if all advantages since the start were 0, so that nothing was learned; otherwise
+        None.
         """
         loss = self._loss
         if not self.groups or self.groups_without_signal < self.groups:
@@ -102,7 +98,9 @@ class BatchPreparer:
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Continue sampling after a resume. `step`: updates made so far. `remaining`: updates left in the batch."""
+        """Continue sampling after a resume. `step`: updates made so far. `remaining`: updates left in the current
+        batch.
+        """
         if self.rollouts is not None:
             self.rollouts.resume(self.batcher, self.engine.model, step, remaining=remaining)
 
@@ -171,9 +169,9 @@ class BatchPreparer:
         return None if groups is None else self._prepare(distinct(_flat(groups)), times, self.batcher.step)
 
     def _prepare(self, batch: list[Sample], times: BatchTimes, number: int) -> GlobalBatch:
-        """Add advantages and log-probabilities to the samples of batch `number`, and divide them into updates.
+        """Add advantages and log-probabilities to the samples of batch `number`, and divide the samples into updates.
 
-        The seconds of each phase are added to `times`.
+        The seconds of each phase are added to `times`, which the metrics report.
         """
         self._had_labels = self._had_labels or any(sample.num_labels for sample in batch)
         if self.sampled and not self._had_labels:
@@ -232,8 +230,8 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 def distinct(samples: list[Sample]) -> list[Sample]:
     """Give each repetition of a sample in a batch a uid and a group of its own.
 
-    A batch can contain a sample twice if the data is small and the run has several epochs. The repeated row, pair or
-    group of rollouts then counts as a separate unit for token weights and advantages.
+    If the run has several epochs and the data is small, a batch can contain a sample twice. The repeated row, pair or
+    group then counts as a separate unit for token weights and advantages.
     """
     seen: dict[str | int, int] = {}
     found = []
@@ -251,10 +249,10 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return metrics of a rollout batch: its rewards, and the lengths of its responses in trained tokens.
+    """Return metrics of a rollout batch: its rewards, and the number of trained tokens per response.
 
-    `sources`: names of the sources of a mixture, whose mean rewards are also returned. With `end_tokens`, the metrics
-    include the share of responses that were cut off before one of these tokens.
+    `sources`: names of the data sources; the mean reward of each is also returned. `end_tokens`: tokens that end a
+    response; with them, the metrics include the share of responses that were cut off.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

@@ -7,13 +7,12 @@
 
     last update |logging|evaluation|checkpoint| ... batch ... | other | update
 
-`seconds/update` is in the metrics of every update. The phases of a batch are in the metrics of its first update.
-Logging, evaluations and checkpoints follow an update, so they are in the metrics of the next update. The phases in one
-line of metrics add up to the time from the end of the previous update to the end of this update, unless phases run at
-the same time: `seconds/other` is what no phase has measured.
+`seconds/update` is in the metrics of every update. The phases of a batch, such as sampling, are in the metrics of its
+first update. Logging, evaluations and checkpoints come after an update, so they are in the metrics of the next update.
+`seconds/other` is the time that no phase has measured: with it, the phases add up to the time between two updates,
+unless some of them run at the same time.
 
-The collector measures the phases of its last call itself and returns them as `timings`, in seconds by name. The
-remaining time of the call counts as sampling.
+The collector returns the seconds of its own phases by name (`timings`). The rest of a call counts as sampling.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ PARTS = (
 
 
 def unmeasured(seconds: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metric of the seconds that none of the phases in `metrics` contains. Phases at the same time count twice."""
+    """The metric of the seconds that no phase in `metrics` has measured."""
     measured = sum(value for name, value in metrics.items() if name.startswith("seconds/"))
     return {"seconds/other": max(seconds - measured, 0.0)}
 
@@ -65,7 +64,7 @@ class BatchTimes:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def timed(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
-        """Return `ask`, wrapped so that the duration of each call is added to phase `part`."""
+        """Return the function `ask`, wrapped so that the duration of each call is added to phase `part`."""
 
         def call(samples: Sequence[Sample]) -> Found:
             with self.measure(part):
@@ -88,7 +87,7 @@ class BatchTimes:
         return found
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
-        """Move seconds from the sampling phase to other phases. `timings`: the seconds for each phase, by name."""
+        """Move seconds from sampling to other phases. `timings`: the seconds to move, by name of the phase."""
         assert timings.keys() <= set(PARTS), timings
         rest = self.seconds["sampling"] - sum(timings.values())
         self.seconds |= {"sampling": max(rest, 0.0), **timings}

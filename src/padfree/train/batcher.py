@@ -4,8 +4,8 @@ samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
 rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (with pairs, answers)
 sources       a   a a a | b b   b         parts       4 3: samples of each source; row_counts 2 2: rows of each source
 
-`make_batcher` returns the batcher, whose batches are the same on every rank. `count_steps` forms its batches from
-lengths alone, to tell before the start how many steps a run has.
+`make_batcher` returns the batcher. Its batches are the same on every rank. `count_steps` computes the number of steps
+of a run before it starts, from the lengths of the samples alone.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ BYTES_PER_TOKEN = 9
 """Bytes of host memory per token of a step: an id, a mask and a log-probability."""
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
-"""Advantages that do not compare the samples of a group."""
+"""Kinds of advantages (`loss.advantage`) that do not compare the samples of a group."""
 
 MANY_SAMPLES = 1_000_000
-"""For more samples than this, steps are not counted, because counting forms all batches of an epoch."""
+"""Above this number of samples, the steps of a run are not counted, because counting takes too long."""
 
 
 # Rows and groups
 
 
 def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
-    """Whether batches consist of data rows; if not, they consist of groups of rollouts or of prompts."""
+    """Whether batches consist of data rows. Otherwise, they consist of groups of rollouts or prompts."""
     return loss.task.in_rows and rollout.source is None
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """Return [R+1]: the index of the first sample of each of the R data rows, and last the number of samples.
+    """Return [R+1]: the index of the first sample of each of the R data rows, then the number of samples.
 
-    `StoredSamples` record their rows. For other samples, the task defines the number of samples per row (1 in RL).
+    A conversation can be several samples of one row, a preference pair is two, and in RL every sample is a row.
     """
     known: Indices | None = getattr(samples, "row_starts", None)
     size = loss.task.group_size if in_rows(loss, rollout) else 1
@@ -74,9 +74,9 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
 
 
 def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
-    """Return the size and the weight of each source of a mixture. `sizes`: number of rows or groups of each source.
+    """Return the size and the weight of each source of a mixture, or None if the data is not a mixture.
 
-    If the data is not a mixture, return None: each row then occurs once per epoch.
+    `sizes`: number of rows or groups of each source.
     """
     if not data.sources:
         return None
@@ -131,9 +131,9 @@ class Rows(Sequence[Group]):
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Return the batcher, which makes global batches of whole data rows or, in RL, of whole groups.
+    """Return the batcher. Its global batches consist of whole data rows or, in RL, of whole groups.
 
-    A prompt is a group of its own (`RolloutGroup`). `parts`: the number of samples of each source of a mixture.
+    A prompt counts as a group. `parts`: the number of samples of each source of a mixture.
     """
     data, batch = config.data, config.batch
     if not len(samples):
@@ -222,8 +222,8 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """The number of optimizer steps in all epochs of the data.
 
-    With a token budget, the result assumes that all epochs have as many steps as the first. If the number of tokens
-    alone shows that there are at least `enough` steps, the result is `enough`.
+    With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. If the number
+    of tokens alone shows that there are at least `enough` steps, the result is `enough`.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
@@ -257,7 +257,7 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
 def planned_steps(config: Config, source: TrainingData) -> int | None:
     """Return the approximate number of optimizer steps of the run.
 
-    If `data.epochs` is None or counting would take long, return `run.steps`, which may be None.
+    If `data.epochs` is None or counting would take too long, return the setting `run.steps`, which may be None.
     """
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
     if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
@@ -267,7 +267,7 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
 
 
 class _Lengths(Sequence[Any]):
-    """A substitute for the samples that knows only their lengths, so that no tokens are read."""
+    """Stands for the samples where only their lengths are needed, so that no tokens are read."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._lengths, self.row_starts = lengths_of(samples), starts
@@ -284,7 +284,7 @@ class _Lengths(Sequence[Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """The share of one source in a mixture."""
+    """The share of one source in the tokens of a mixture."""
 
     name: str
     weight: float

@@ -24,7 +24,7 @@ from padfree.tasks.reading import Samples, TrainingData
 from padfree.train.batcher import lengths_of, row_starts
 
 TABLE_MARGIN = 8
-"""A position table may have up to this many entries more than the config says (OPT has two more)."""
+"""A position table may be longer than the config says by this many entries (OPT's by two)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +73,10 @@ def check_fits(
     vocabulary_cure: str,
     positions_cure: str,
 ) -> None:
-    """Raise a `UserError` for a token id outside the vocabulary, or a sample with more tokens than positions.
+    """Raise a `UserError` if a token id is outside the vocabulary, or a sample is longer than the model supports.
 
-    `place(i)` says where sample i comes from. `setting` and the two `cure` texts appear in the message.
+    `place(i)` says where sample i comes from. `setting` and the two cures, i.e. advice to the user, appear in the
+    message.
     """
     if limits.positions is not None:
         lengths = lengths_of(samples)
@@ -148,9 +149,9 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Return the indices of samples without trained tokens.
+    """Return the indices of samples without trained tokens. Only given rollouts are checked.
 
-    Text has none, because its rows without trained tokens are refused or dropped when they are read.
+    Rows of text without trained tokens are already refused or dropped when they are read.
     """
     if isinstance(source.samples, StoredSamples):
         return []
@@ -187,9 +188,10 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if a unit of samples has more than cap × context tokens in all.
+    """Raise a `UserError` if a unit of samples has more than `cap` × `context` tokens in all.
 
-    `starts`: the index of the first sample of each unit (a sample, pair or data row), and last the number of samples.
+    A unit is a sample, a pair or a data row. `starts`: the index of the first sample of each unit, then the number of
+    samples.
     """
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
@@ -212,7 +214,7 @@ def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: Tr
 
 
 def _check_columns(source: TrainingData, model: ModelConfig, reference: ReferenceConfig, loss: LossConfig) -> None:
-    """Check the arrays of given rollouts: required columns are in every row; optional ones in all rows or in none."""
+    """Check that given rollouts have the columns that the loss needs, and that every row has the same columns."""
     needs: dict[str, tuple[str, object, str]] = {}
     if loss.old_policy == "sampler":
         needs["logprobs"] = ("loss.old_policy", "sampler", "loss.old_policy=trainer")
@@ -262,7 +264,7 @@ def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:
-    """Call a built-in reward function for every row. It raises an error if it cannot compute a reward from the row."""
+    """Call a built-in reward function for every row: a row that it cannot grade raises an error."""
     if name not in BUILT_IN:
         return
     reward = load_reward(name)

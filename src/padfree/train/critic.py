@@ -5,11 +5,11 @@
     every update     critic   ½ (v - return)², clipped around V  own optimizer, `critic.lr`
                      policy   as with any other advantage        skipped in the first `critic.warmup` updates
 
-v is the value that the critic computes during the update. The loss is the larger of two squared errors: that of v, and
-that of v clipped to V ± `critic.clip`.
+v is the value that the critic computes during the update. The loss is the larger of two squared errors: the error of v,
+and the error of v clipped to V ± `critic.clip`.
 
-Values V, returns and advantages are stored in the samples. Every update of a batch therefore uses the same numbers, for
-any packing and any number of ranks, also after a resume.
+Values V, returns and advantages are computed once per batch and stored in the samples. Every update of the batch uses
+the stored numbers, also after a resume.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class ValueMicroBatchLoss(MicroBatchLoss):
 
 
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
-    """Return the samples with the given values [n], and with the advantages and returns of their tokens.
+    """Return the samples with these values [n], and with the advantages and returns computed from them.
 
-    GAE (generalised advantage estimation) treats a sample's reward as the reward of its last scored token. The return
-    of a token is its advantage plus its value, computed before the advantages are whitened.
+    In GAE (generalised advantage estimation), the last scored token gets the reward of the sample. The return of a
+    token is its value plus its advantage before whitening.
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):
@@ -111,9 +111,9 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Return the share of the returns' variance that the critic's values explain, over all scored tokens.
+    """Return the explained variance of the critic: 1 for a perfect critic, 0 for a constant one.
 
-    It is 1 for a perfect critic, and 0 for a constant one.
+    The variance is that of the returns of all scored tokens.
     """
     scored = [sample.scored for sample in samples]
     values, returns = (

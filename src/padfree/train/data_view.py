@@ -5,8 +5,8 @@
     trained    0                                                        | 1              | 0
     messages   1 user: tokens 3 to 4      2 assistant: tokens 9 to 11, 2 of them trained
 
-The samples are loaded by the function that loads the data of a run, with the same settings, limits and token cache. The
-text is decoded from the tokens. The position of each message is found by rendering its row again.
+The samples are loaded as in a run: with the same settings, limits and token cache. The text shown is decoded from the
+tokens. To find the tokens of each message, the row is rendered again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ShownMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownSample:
-    """One sample of a row. In RL on prompts, it is a prompt for which the run samples responses."""
+    """One sample of a row. In RL on prompts, a sample is a prompt."""
 
     name: str
     parts: tuple[ShownPart, ...]
@@ -92,10 +92,9 @@ def shown_rows(
     count: int = 1,
     images: ImageSettings | None = None,
 ) -> list[ShownRow]:
-    """Return `count` rows, starting at row `first`. `turns`: whether rows are conversations.
-    `images`: what reads the images of rows.
+    """Return `count` rows, starting at row `first`: a number counted from 1, or `file:line`.
 
-    `first` is the number of a row among the rows in use, counted from 1, or its `file:line`.
+    `turns`: whether rows are conversations. `images`: what reads the images of rows.
     """
     rows = _rows(source)
     begin = _row_index(rows, first)
@@ -111,7 +110,7 @@ def shown_rows(
 
 
 def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
-    """Return the rows in use: the `file:line` of each, and the indices of its samples."""
+    """Return the rows in use: `file:line` of each row, and the indices of its samples."""
     found: list[tuple[str, list[int]]] = []
     for index in range(len(source.samples)):
         place = _row_of(source.place(index))
@@ -203,7 +202,7 @@ def _messages(
 ) -> tuple[ShownMessage, ...]:
     """Return the token range of each message of the row at `place`.
 
-    The result is empty if the row has no conversation, or if the tokenizer gives no character offsets.
+    No tokens are found if the row is not a conversation, or if the tokenizer gives no character offsets.
     """
     if tokenizer is None or not tokenizer.is_fast:
         return ()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Context manager: if `wanted`, allow only deterministic algorithms. Other operations raise an error."""
+    """Context manager: if `wanted`, operations without a deterministic algorithm raise an error."""
     if not wanted:
         yield
         return

@@ -1,10 +1,10 @@
-"""Check that the disk can hold what a run will write: its first checkpoint, if it saves any, and the exported model.
+"""Check that the disk can hold the first checkpoint of a run, if it saves any, and the exported model.
 
     checkpoint    float32 weights, and the optimizer state of the trained weights (with adapters: only the adapters);
                   also the critic and its optimizer state
     export        the whole model in `checkpoint.export_dtype`, or the adapters
 
-The result is a lower bound: log files and older checkpoints that are kept are not counted.
+The check counts too little rather than too much: log files and later checkpoints are not counted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _count(model: nn.Module, *, trained: bool = False) -> int:
 def free_space(folder: Path) -> tuple[int, int | None]:
     """Return the free bytes and the free inodes of the file system of `folder`.
 
-    The number of inodes is None if the file system does not count them.
+    The number of inodes, i.e. of further files, is None if the file system does not limit it.
     """
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     found = os.statvfs(nearest)

@@ -4,10 +4,10 @@
     thread             | triton, compiler, flash-attn-4, quack-kernels                 |
                                                                                   wait
 
-These packages take seconds to import, and padfree imports each of them at its first use, which is in the first step.
-The thread ignores import errors, because the import at the first use reports them. If the run ends before `wait`, e.g.
-because its settings are refused, the thread ends after its current import. The thread is not a daemon: Python would
-stop a daemon thread in the middle of importing an extension module.
+These packages take seconds to import, and padfree imports each only at its first use, in the first step. The thread
+ignores import errors, because the import at the first use reports them. A run that ends early, e.g. because its
+settings are refused, waits for the import in progress: Python must not stop a thread inside the
+import of an extension module.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def first_step_modules(model: ModelConfig, parallel: ParallelConfig, device_type
 
 
 class EarlyImports:
-    """Context manager that imports the given modules in order in a thread. The end of its block stops the thread."""
+    """Context manager: a thread imports the modules in order. At the end of the block the thread stops."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = tuple(modules)
@@ -67,10 +67,10 @@ class EarlyImports:
                 importlib.import_module(module)
 
     def wait(self) -> None:
-        """Wait until every import has finished or failed.
+        """Wait until every import has finished or failed. Call this before the engine is built.
 
-        Call this before the engine is built: the engine imports the compiler and kernels, and if two threads import
-        modules of one import cycle at the same time, each may see partially initialised modules.
+        The engine imports the compiler and kernels too. Two threads that import modules of one import cycle at the same
+        time may see partially initialised modules.
         """
         if self._thread is not None:
             self._thread.join()

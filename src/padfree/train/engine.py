@@ -9,11 +9,11 @@
               -> sums over ranks, gradient norm -> clip -> optimizer (skips the update if a number is not finite)
       finish  -> loss, gradient norm and statistics on the host
 
-The division into micro-batches changes only the order of additions. `MicroBatchLoss` computes the loss of a pack.
+The number of micro-batches changes only the order of additions. `MicroBatchLoss` computes the loss of a pack.
 
-On a GPU only `finish` synchronises: the host can prepare and begin the next step while the device runs this one.
-Therefore a flag on the device tells whether the loss and the gradient norm are finite. If they are not, the optimizer
-skips this step and every step begun after it, and `finish` raises an error that names the samples.
+On a GPU only `finish` synchronises: the host prepares and begins the next step while the device runs this one. If the
+loss or the gradient norm is not finite, the optimizer skips the step and every step begun after it: a flag on the
+device tells it. `finish` then raises an error that names the samples.
 
     host      begin 1 | prepare 2 | begin 2 | finish 1 | prepare 3 | begin 3 | finish 2 ...
     device            1 1 1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2 2 3 3 3 3 ...        never waits for the host
@@ -91,7 +91,7 @@ class Engine:
         settings: LossSettings,
         micro_batch_loss: MicroBatchLoss | None = None,
     ) -> None:
-        """`micro_batch_loss`: the loss to minimise. If it is None, the loss of the task in `settings` is minimised."""
+        """`micro_batch_loss`: the loss to minimise; None: the loss of the task in `settings`."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
@@ -121,8 +121,7 @@ class Engine:
     ) -> StepReport:
         """Update the weights once. All ranks must pass the same samples in the same order.
 
-        `lr_factor`: the schedule's factor, by which every base learning rate is multiplied. `step`: the number of the
-        step, for error messages only.
+        `lr_factor`: the factor of the learning-rate schedule. `step`: the number of the step, for error messages only.
         """
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
@@ -171,11 +170,11 @@ class Engine:
         wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
-        """Start one optimizer step, and return it while the device may still run it. Its `finish` returns the report.
+        """Start one optimizer step and return it; the device may still run it. Its `finish` returns the report.
 
-        `after`: the previous step, if it is unfinished. If the loss or gradient norm of the previous step turns out not
-        to be finite, this step changes no weight either. `wants_stop`: whether this rank votes for the run to stop
-        (`StepReport.stop_votes`). With `apply=False`, gradients are computed, but the optimizer does nothing.
+        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, this
+        step changes no weights either. `wants_stop`: whether this rank wants the run to stop after this step.
+        `apply=False`: compute gradients, but do not update.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)
@@ -204,7 +203,7 @@ class Engine:
         )
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
-        """Accumulate the gradients of the whole batch in the parameters; return this rank's sums."""
+        """Add the gradients of the whole batch to the parameters; return this rank's sums of losses and counts."""
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
             return self._zero_gradients(prepared)
@@ -240,11 +239,11 @@ class Engine:
         return sums
 
     def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
-        """Set the gradients of a batch whose samples are all skipped to 0, without a pass over the model.
+        """Set the gradients of a batch to 0 without a pass, because all of its samples are skipped.
 
-        The optimizer decays the moments and the weights only of parameters that have a gradient. Therefore exactly the
-        parameters that get a gradient in a pass are set to 0 here. If there has
-        been no pass yet, a pass over a single unscored token shows which parameters these are.
+        The optimizer decays moments and weights only if a parameter has a gradient. Therefore exactly the parameters
+        that get a gradient in a pass are set to 0. Before the first pass, a pass over one unscored token finds these
+        parameters.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
@@ -259,9 +258,10 @@ class Engine:
         return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
     def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
-        """Return one tensor of sums over the global batch.
+        """Return the sums over the global batch as one tensor.
 
-        In order: loss, number of labels, stop votes, loss of each source, then (sum, count) of each statistic.
+        The tensor holds the loss, the number of labels, the stop votes, the loss of each source, then the sum and the
+        count of each statistic.
         """
         num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(
@@ -280,7 +280,7 @@ class Engine:
 def _computed(
     samples: Sequence[Sample], weights: Sequence[Floats]
 ) -> tuple[Sequence[Sample], Sequence[Floats], SkippedSamples]:
-    """Return the samples of a batch that have a gradient, their token weights, and the counts of the other samples."""
+    """Return the samples that have a gradient, their token weights, and the counts of the skipped samples."""
     computed = has_advantage(samples)
     if computed.all():
         return samples, weights, SkippedSamples()

@@ -5,9 +5,9 @@
 
     {"eval/loss": 1.9, "eval/perplexity": 6.7, "eval/accuracy": 0.61}      and eval/FILE/loss, ... if several sources
 
-An evaluation leaves gradients, weights and the position in the data unchanged, and restores the random state. A run
-therefore ends with bit-identical weights whether it is evaluated or not. Sums are float64 and are divided once, by
-counts over all ranks, so that the layout does not affect the result.
+An evaluation does not change the run: gradients, weights, position in the data and random state stay the same, so a run
+ends with bit-identical weights with or without evaluations. Sums are float64 and are divided once, by counts over all
+ranks. The metrics therefore do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Evaluate = Callable[[int], dict[str, float]]
 Collective."""
 
 EVALUATION_BATCH = 1 << 62
-"""The batch number from which evaluations derive their sampling noise. No training batch has such a high number."""
+"""Evaluations use this batch number for their sampling noise. No training batch has such a high number."""
 
 
 # Held-out samples
@@ -66,9 +66,10 @@ class HeldOut:
         *,
         prepare: Callable[[], Sequence[Sample]] | None = None,
     ) -> None:
-        """`measure` computes the sums of a pack. `prepare`, if given, is called before each evaluation.
+        """`measure` computes the sums of a pack, from which the metrics follow.
 
-        `prepare` returns the samples with everything that `measure` needs, e.g. the reference's log-probabilities.
+        `prepare`, if given, is called before each evaluation. It returns the samples with what `measure` needs, e.g.
+        the reference's log-probabilities.
         """
         self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
         self.prepare = prepare or (lambda: samples)
@@ -103,7 +104,7 @@ def by_source(
 ) -> dict[str, float]:
     """Return metrics `eval/NAME` over all sources and, if there are several, `eval/SOURCE/NAME` for each source.
 
-    `sums`: sums of each source, by its name. `metrics`: computes metrics by name from such sums.
+    `sums`: sums of each source, by its name. `metrics` computes metrics from such sums, by name.
     """
     total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
@@ -159,10 +160,10 @@ class SampledResponses:
         return by_source(sums_by_source, self._metrics)
 
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
-        """Return six sums for `written`, the responses to one prompt.
+        """Return six sums over `written`, the responses to one prompt.
 
-        They are the number of prompts (1), the sum of rewards, the number of responses that pass, 1 if any response
-        passes (otherwise 0), the number of response tokens, and the number of responses that were cut off.
+        The sums are: 1 for the prompt, rewards, responses that pass, 1 if any response passes, tokens, and responses
+        that were cut off.
         """
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [

@@ -14,9 +14,9 @@ from padfree.train.finite_checks import NonFiniteError
 
 @contextmanager
 def one_line_failures(max_tokens: int) -> Iterator[None]:
-    """Context manager that turns some failures into a `UserError`.
+    """Context manager that turns failures outside the program into a `UserError`.
 
-    These are a lost peer process, a non-finite loss, a GPU that runs out of memory, and a full disk.
+    The context manager converts a lost peer process, a non-finite loss, a GPU out of memory, and a full disk.
     """
     try:
         yield

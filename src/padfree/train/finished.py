@@ -7,14 +7,14 @@
     events.jsonl         the model was exported after the last step
     settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
 
-A run is finished if all of these hold. If not, it resumes from the checkpoint as usual and does what is missing.
+A run is finished if all of these conditions hold. If not, it resumes from the checkpoint and does the rest.
 
-`end.json` is written by a run that ends without a checkpoint of its last step (`checkpoint.every=none`). It holds the
-last step, the position in the data, and the settings and data that the run was made with. The weights of the last step
-are in the exported model only, so such a run is refused if training would have to continue. The next start that trains
-in the folder removes the file.
+A run with `checkpoint.every=none` writes `end.json` at its end, in place of a last checkpoint. The file holds the last
+step, the position in the data, and the record of settings and data. Such a run cannot continue to train, because the
+weights of the last step are only in the exported model; a new start that would have to train is refused. A start that
+trains in the folder removes the file.
 
-All of this is known before a model is loaded.
+The files of the run folder show all of this, so no model is loaded to find out.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ def remove_end(folder: Path) -> None:
 
 
 def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
-    """Whether the run in the folder ended after `step` steps and, with `exports`, has exported its model since."""
+    """Whether the run in the folder ended after `step` steps and, if `exports` is true, has exported its model."""
     last = last_line(folder / EVENTS)
     wanted = "export" if exports else "end"
     return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)
 
 
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
-    """Raise a `UserError` if training would have to continue after a run that ended without a checkpoint.
+    """Raise a `UserError` if a run that ended without a checkpoint would have to train on.
 
-    `raised_steps_only`: check only whether `run.steps` was raised, which is known before the data is read.
+    `raised_steps_only`: check only whether `run.steps` was raised, because the data is not read yet.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)

@@ -4,13 +4,13 @@
     all layers in float8     the gradient of each layer: its distance `together`
     layer l alone            the gradients of all layers: the largest distance is the distance of layer l `alone`
 
-The distance between a layer's gradients with and without float8 is the norm of their difference divided by the norm of
-the gradient without float8. Rounding in one layer reaches the gradients of the layers below it through the gradient of
-its input, and the gradients of the layers above it through its output. The distances `together` therefore do not tell
-which layer causes them. The distances `alone` do.
+The distance of a layer is the norm of the change that float8 makes in its gradients, divided by the norm of the
+gradients without float8. A layer's rounding also reaches the gradients of other layers, so the distances with float8 in
+all layers (`together`) do not tell which layer causes them. The distances with float8 in one layer at a time (`alone`)
+do.
 
-Up to `MOST` elements of each parameter's gradient are compared, evenly spread over the part that a rank holds, so that
-the gradient of the whole model is not kept twice. Random numbers (dropout) are the same in all passes.
+At most `MOST` elements of each parameter's gradient are compared, evenly spread, because a copy of the whole gradient
+would need too much memory. Random numbers (dropout) are the same in all passes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from padfree.train.step import PreparedStep
 
 KEY = "float8"
-"""The key in a checkpoint's `extra` dict under which the choice is stored."""
+"""Checkpoints store the choice of layers under this key of the `extra` dict."""
 
 MOST = 1 << 16
 """The number of elements of a parameter's gradient that are compared."""
@@ -42,14 +42,16 @@ MOST = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Float8Distance:
-    """How much float8 changes the gradient of one decoder layer; `alone`: how much this layer changes any gradient."""
+    """How much float8 in all layers changes the gradient of one decoder layer (`together`), and how much float8 in this
+    layer alone changes any gradient (`alone`).
+    """
 
     layer: int
     together: float
     alone: float | None  # None: not measured
 
     def exceeds(self, budget: float) -> bool:
-        """Whether float8 in this layer changes a gradient by more than `budget`. NaN exceeds every budget."""
+        """Whether float8 in this layer changes a gradient by more than `budget`. A distance of NaN always does."""
         return self.alone is not None and not self.alone <= budget
 
 
@@ -90,9 +92,9 @@ def measure_distances(
     group: dist.ProcessGroup | None = None,
     budget: float = 0.0,
 ) -> tuple[Float8Distance, ...]:
-    """Measure the distances of all layers. `gradients` computes gradients and leaves them in the parameters.
+    """Measure the distances of all layers. `gradients` runs a pass and leaves its gradients in the parameters.
 
-    Distances `alone` are measured if a distance `together` is above `budget`. Collective over `group`.
+    `alone` is measured only if a distance `together` exceeds `budget`. Collective over `group`.
     """
 
     def compute(numbers: Iterable[int]) -> dict[int, list[Tensor]]:
@@ -161,8 +163,7 @@ def _largest(values: Iterable[float]) -> float:
 class Float8Budget:
     """Chooses the layers that stay in bfloat16, on the first micro-batch of a run, and keeps the choice.
 
-    Until then, all layers multiply in float8: in an evaluation before the first step, and in the old log-probabilities
-    of the first rollout batch.
+    Before the choice, all layers use float8, e.g. in an evaluation before the first step.
     """
 
     def __init__(self, engine: Engine, budget: float) -> None:

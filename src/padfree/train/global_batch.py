@@ -3,9 +3,9 @@
     5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])   (epoch, samples)
                                              done    2 updates were made, so the third part is next
 
-SFT makes one update per batch. RL makes epochs × mini-batches updates, and all of them use the advantages and the
-reference and old log-probabilities that were computed before the first update. A run that stops between two updates of
-a batch needs bit-identical values when it resumes, so its checkpoint holds these values:
+SFT makes one update per batch. RL makes epochs × mini-batches updates of a batch, and all of them use advantages and
+log-probabilities that were computed before the first update. If a run stops between two updates of a batch, it needs
+the same values when it resumes. Its checkpoint therefore holds:
 
     "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
@@ -40,8 +40,8 @@ ARRAYS = (*TOKEN_ARRAYS, "routes")
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
     """Return the sample indices of each update of batch `number`.
 
-    With one mini-batch, an update takes all samples in order. With several, each pass over the batch is shuffled
-    differently. The planner (`padfree.tools.planner`) also uses this function.
+    With one mini-batch, an update takes all samples in order. With several, each epoch over the batch shuffles the
+    samples anew. The planner (`padfree.tools.planner`) also uses this function.
     """
     parts: list[Indices] = []
     for epoch in range(epochs):
@@ -69,7 +69,7 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """The index of the pass over the batch to which the next update belongs."""
+        """The number of the epoch over this batch to which the next update belongs, from 0."""
         return self.done * self.epochs // len(self.parts)
 
     def advance(self) -> None:
@@ -82,7 +82,7 @@ class GlobalBatch:
     def state(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's `extra` dict that store this batch. Collective.
 
-        `raw_reward` is omitted because no update uses it.
+        The field `raw_reward` is left out, because no update uses it.
         """
         samples = whole(self.samples)
         records = [
@@ -136,7 +136,7 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Restore the batch that `state` stored in `extra`.
 
-        `epochs` and `mini_batches` must equal those of the stored batch. `images`: the images of the prompts by digest.
+        `epochs`, `mini_batches`: as when the batch was stored. `images`: the images of the prompts by digest.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -184,7 +184,7 @@ class GlobalBatch:
 
 
 def _image_record(sample: Sample) -> dict[str, Any]:
-    """The digests and the numbers of placeholder tokens of a sample's images. Empty if it has none."""
+    """The digest of each image of a sample, and its number of placeholder tokens."""
     if not sample.images:
         return {}
     found = [(image.digest, len(image.positions)) for image in sample.images]

@@ -4,8 +4,9 @@
     collate    [T]       5 5 5 9 9 12 12 12           the tokens of samples 5, 9 and 12, padded to a multiple of cp
     shard      [T/cp]    the tokens, labels, weights and AttnContext of one context rank (cp: number of context ranks)
 
-A slot without tokens (fewer samples than slots) becomes a filler: a pack with one unscored token. Its rank must take
-part in every collective of the step, and the filler adds exactly 0 to the loss and to the gradients.
+If a step has fewer samples than micro-batches, a micro-batch without tokens becomes a filler: a pack with one unscored
+token. Its rank must take part in every collective of the step. The filler adds exactly 0 to the loss and to the
+gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSettings:
-    """How packs are built: their division over context ranks, the sharing of prefixes, and which tokens are scored."""
+    """Settings of packs: how many context ranks share one, whether prefixes are shared, and which tokens are scored."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"
@@ -69,10 +70,10 @@ class MicroBatch:
 
 
 class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
-    """Micro-batches that are built on first access: each is built while the device computes the previous one."""
+    """Micro-batches that are built one by one, each while the device computes the previous one."""
 
     def __init__(self, number: int, packs: Iterator[tuple[MicroBatch, Indices]]) -> None:
-        """`number`: how many micro-batches the iterator `packs` builds."""
+        """`packs`: an iterator that builds the micro-batches. `number`: how many it builds."""
         self._number, self._left = number, packs
         self._built: list[tuple[MicroBatch, Indices]] = []
 
@@ -160,7 +161,7 @@ class Packer:
     ) -> Iterator[tuple[MicroBatch, Indices]]:
         """Build this rank's packs of a plan one by one, each with the indices of its samples. Packs are not kept.
 
-        `pack_settings` replace the packer's own settings if they are given. `weights`: see `lay_out`.
+        `pack_settings`, if given, replace the packer's own settings. `weights`: see `lay_out`.
         """
         here, slots = arrived(samples, plan.micro_batches), plan.packs_of(self.mesh.data.rank)
         settings, ahead = pack_settings or self.pack_settings, None
@@ -240,8 +241,8 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Build the pack of `samples[indices]`. `weights[i]` [n]: weights of the predictions of sample i.
 
-    `prefixes`: the prefix tree of all `samples`, from the step's plan. `width`: the number of context ranks of this
-    pack, if the plan chooses it for each pack. `chosen`: `samples[indices]` with loaded images; None loads them here.
+    `prefixes`: the prefix tree of all `samples`. `width`: the number of context ranks of this pack, if packs have
+    different numbers. `chosen`: `samples[indices]` with their images already loaded.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices] if chosen is None else chosen
@@ -275,7 +276,8 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
-    transformers reads the score of a text at the same token. A sample that is all padding is scored at its first token.
+    transformers also reads a score at the last token that is not padding. A sample that consists of padding is scored
+    at its first token.
     """
     ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
     places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)
@@ -287,7 +289,7 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
 
 def filler(samples: Sequence[Sample]) -> Sample:
-    """Return a sample with one unscored token. It has the same rollout arrays (e.g. `advantages`) as `samples`."""
+    """Return a filler: a sample of one unscored token with the optional arrays (e.g. `advantages`) of `samples`."""
     for sample in samples:
         if len(sample):
             text = replace(sample, images=(), rotary_positions=None)
@@ -298,7 +300,7 @@ def filler(samples: Sequence[Sample]) -> Sample:
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
-    """Return the number of labels on this rank. They are counted on the host, without waiting for the device."""
+    """Return the number of labels on this rank, counted on the host so that nothing waits for the device."""
     if local.entries is not None:
         return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE

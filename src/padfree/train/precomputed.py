@@ -3,8 +3,8 @@
     reference.precompute = true      first start    reference scores every sample -> <cache>/<key>/logprobs.npy [Σn]
                                      later starts   open the file; nothing is scored
 
-The key is a hash of the samples, the reference's weights, and the settings and versions that affect the result. After
-the scoring, the run frees the reference model, so that training can use its memory.
+The name of the cached file is a hash of the samples, the reference's weights, and the settings and versions that affect
+the result. After scoring, the reference model is freed, so that training can use its memory.
 """
 
 from __future__ import annotations

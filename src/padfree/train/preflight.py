@@ -1,4 +1,4 @@
-"""Refuse a run that cannot work, before its first step and before anything large is loaded.
+"""Refuse a run that cannot work, before anything large is loaded.
 
     preflight(config)  settings   trackers, process layout, run folder, names of the models and of the reward
                        model      its modules on the meta device, without weights: attention, leakage between samples,
@@ -7,8 +7,8 @@
       -> Preflight     tokenizer, data and meta-device model, which the run then uses, and notes: unusual facts that
                        are not errors
 
-A run, its dry run and `padfree plan` all call `preflight`, so that they accept and refuse the same configurations.
-Errors that the settings alone show are found earlier, by `padfree.config`.
+A run, its dry run and `padfree plan` all call `preflight`, so they refuse the same configurations. `padfree.config`
+finds errors that the settings alone show.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def preflight(
 ) -> Preflight:
     """Raise a `UserError` if the run cannot work. Collective: if one process refuses, all raise.
 
-    `dry`: do not import user code, and allow a device that this machine does not have. `planned`: skip the checks of
-    the run folder and of lengths, because `padfree plan` writes nothing and itself counts the overlong samples.
+    `dry`: do not import user code, and allow a device that this machine lacks. `planned`: the call comes from `padfree
+    plan`, so skip the checks of the run folder and of sample lengths.
     """
     day = data_day(config)
     if not dist.is_initialized():
@@ -112,7 +112,9 @@ def preflight(
 
 
 def check_folder_usable(config: Config) -> None:
-    """Refuse a folder that is not writable, not a run folder or in use, or whose checkpoint cannot be resumed."""
+    """Refuse a run folder that cannot be written, is not a run folder, is in use, or holds a checkpoint that this run
+    cannot resume.
+    """
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
     check_not_in_use(Path(config.run.folder))
@@ -258,7 +260,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 
 
 def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse parallel.context=auto if a layer or the context-parallel method does not support several context ranks."""
+    """Refuse `parallel.context=auto` if the model cannot divide a sample over several context ranks."""
     if config.parallel.context != "auto":
         return
     sizes = ModelSizes.of(model.config)
@@ -294,7 +296,7 @@ def check_replay(config: Config, model: PreTrainedModel) -> None:
 
 
 def check_experts(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse rollout.routing=replay, and parallel.expert, if the trained model does not support it."""
+    """Refuse `rollout.routing=replay` or `parallel.expert` above 1 if the trained model does not support it."""
     if config.rollout.routing == "replay":
         check_replay(config, model)
     expert = config.parallel.expert

@@ -5,10 +5,10 @@
                                                                 | our hook: a mark
     FSDP2's hook after the layer    frees the weights
 
-Under FSDP2 all ranks synchronise in every layer, so the time of a whole step does not show which rank was slow. On a
-GPU the marks are events, and the host waits for them only when it reads the results of the step. Compiled layers are
-not timed, because the hooks would break their graphs. Layers whose experts are divided over ranks are not timed,
-because they wait for the tokens of other ranks.
+Under FSDP2 all ranks synchronise in every layer, so the time of a step does not show which rank is slow. On a GPU,
+events mark the begin and end of each layer, and the host reads them only with the results of the step. Compiled layers
+are not timed, because the hooks would break their graphs. Layers with expert parallelism are not timed, because they
+wait for tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """The timer of a model. None if there is only one data rank, if layers wait for tokens of other ranks, or if
-        timing would break compiled layers."""
+        """Return the timer of a model; None with one data rank, with compiled layers or with expert parallelism."""
         if mesh.data.size == 1 or mesh.experts is not None:
             return None
         if any(layer._compiled_call_impl is not None for layer in layers_of(model)):
@@ -57,9 +56,9 @@ class RankImbalanceTimer:
             self._marks.append(time.perf_counter())
 
     def cut(self) -> Callable[[], tuple[float, ...]]:
-        """End a step. Return a function that returns the step's forward seconds of each data rank.
+        """End a step. Return a function that returns the forward seconds of each data rank.
 
-        Call the function on all ranks, after the device has completed the step.
+        Call that function on all ranks, after the device has completed the step.
         """
         marks, self._marks = self._marks, []
         return partial(self._seconds, marks)

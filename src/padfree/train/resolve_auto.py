@@ -8,7 +8,7 @@
     parallel.reshard         false (layers stay gathered between forward and backward) if this also fits, else true
     rollout.exact            true if every operator of the model allows it on this device, else false
 
-Values that the user sets are kept. Each resolved value comes with its reason, for display and for the event log.
+Values that the user sets are kept. Each chosen value has a reason, which the run prints and logs.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ VERBS = {
 }
 
 ADAMW = ("adamw", "float32")
-"""The optimizer and the state for which `SMALLER_STATES` says what another state takes."""
+"""The optimizer and its state for which a smaller state is suggested."""
 
 SMALLER_STATES = {"bfloat16": 0.5, "int8": 0.26}
-"""The bytes of a state relative to float32, for matrices: `padfree.optim.state_format`."""
+"""The size of each optimizer state relative to float32, for matrices (`padfree.optim.state_format`)."""
 
 WORTH_SAYING = 0.01
-"""The least share of a step's FLOPs that another state must save to be mentioned."""
+"""A smaller optimizer state is suggested only if it saves at least this share of a step's FLOPs."""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedAuto:
-    """A config in which every `auto` is replaced by a value, and the reason for each of these values."""
+    """The settings after every `auto` is replaced by a value, and the reason for each value."""
 
     config: Config
     reasons: dict[str, str]  # the reason for each resolved setting, by name
@@ -179,9 +179,9 @@ def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
 
 
 def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.device) -> ResolvedAuto:
-    """Resolve `rollout.exact` of a run that samples. Raise a `UserError` if it is true but not possible.
+    """Resolve `rollout.exact`. Raise a `UserError` if it is true but not possible.
 
-    `resolved`: all other settings are resolved. `model`: the model without weights.
+    `resolved`: the settings with all other `auto` values replaced. `model`: the model without weights.
     """
     config = resolved.config
     problem = exact_operators.problem(
@@ -205,8 +205,8 @@ def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.dev
 def device_memory(device: torch.device) -> float:
     """Return the number of bytes that this process can use on the device.
 
-    On a GPU, this is the free memory plus the memory that the process has already reserved. On a CPU, it is the
-    machine's memory divided by the number of processes on it.
+    On a GPU: the free memory plus what the process has reserved. On a CPU: the machine's memory divided by the number
+    of processes on the machine.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED_MEMORY  # a dry run for another machine
@@ -233,14 +233,15 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 
 
 def _whole_graphs(parallel: ParallelConfig) -> bool:
-    """Whether each compiled layer is one graph. An exchange of tokens in attention or experts would divide it."""
+    """Whether each compiled layer is one graph. Communication inside attention or experts would break the graph."""
     return parallel.compile == "none" or (parallel.context == 1 and parallel.expert == 1)
 
 
 def _levels(
     config: Config, model: PreTrainedModel, memory: MemoryEstimate, device_memory: float, may_offload: bool
 ) -> tuple[LayerLevel, ...] | None:
-    """Return the levels of all layers that fit the device and recompute least. None if no levels fit.
+    """Return the checkpointing level of each layer: the levels that fit the device and recompute least. None if none
+    fit.
 
     `memory`: an estimate with any levels. `device_memory`: the bytes of the device.
     """
@@ -269,9 +270,9 @@ def _faster_states(
     device_memory: float,
     may_offload: bool,
 ) -> str:
-    """Return by how much a smaller optimizer state would shorten the step, e.g. `; optimizer.state=int8 would ...`.
+    """Return the hint that a smaller optimizer state shortens a step: `; optimizer.state would save FLOPs: int8 3%`.
 
-    Return an empty string if nothing is recomputed, or if no other state changes the levels of the layers.
+    The hint is empty if nothing is recomputed, or if a smaller state would not change what is recomputed.
     """
     optimizer, size = config.optimizer, NUMBER_BYTES[config.model.dtype]
     if parallel.checkpointing == "none" or estimate.offloaded or (optimizer.name, optimizer.state) != ADAMW:
@@ -297,10 +298,9 @@ def _candidates(
 ) -> Iterator[ParallelConfig]:
     """Yield the settings to try for checkpointing and resharding, fastest first.
 
-    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `by_layer`: whether
-    each layer has its own level; then the level "full" stands for all levels by layer. With resharding, fewer layers
-    recompute. In a single process it saves almost no memory, because the weights are split anyway. `whole`: whether
-    each compiled layer is one graph.
+    `may_offload`: whether a layer computes longer than the copy of its activations to the host takes. `by_layer`:
+    whether layers may have different levels; "full" then stands for any mixture. `whole`: whether each compiled layer
+    is one graph. A single process tries resharding last, because it saves almost no memory there.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or not whole:

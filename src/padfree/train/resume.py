@@ -6,9 +6,9 @@
     reference fields    ==   fields         and a fingerprint of its weights; of a teacher, only the fingerprint
     settings  by name   ->   by name        some may change, which is reported and logged; other changes are refused
 
-`==` marks values that must be equal. A run resumes on any number of processes. The order of the samples and the shapes
-of saved tensors must not change. Settings that affect only future steps (learning rate, betas, schedule, loss
-coefficients) may change.
+`==` marks values that must be equal. A run may resume on another number of processes. What changes the order of the
+samples or the shapes of saved tensors must not change. What affects only future steps (learning rate, betas, schedule,
+loss coefficients) may change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEY = "made_with"
 """The key in a checkpoint's `extra` dict under which the record of settings, model and data is stored."""
 
 RULES = resume_rules(Config, get_type_hints)
-"""Whether each setting may change on a resume, by its name. Read from the metadata of the dataclass fields."""
+"""For each setting by name: whether it may change on a resume. The metadata of the dataclass fields says so."""
 
 NOT_ARITHMETIC = (
     "_name_or_path",
@@ -61,7 +61,8 @@ NOT_ARITHMETIC = (
     "label2id",
     "problem_type",
 )
-"""Fields of a model's config that do not change what it computes, or that the run's settings determine."""
+"""Fields of a model's config that may differ: they do not change what the model computes, or settings determine them.
+"""
 
 
 def made_with(
@@ -88,10 +89,7 @@ def made_with(
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted name, with values as JSON restores them.
-
-    `run.folder` is omitted, because the folder may be moved.
-    """
+    """Return every setting by its dotted name, with values as JSON restores them; `run.folder` is left out."""
     found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
@@ -120,7 +118,7 @@ def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetim
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
-    """Yield the bytes of everything in a sample that training uses. Names, e.g. `uid`, are left out."""
+    """Yield the bytes of everything in a sample that training uses. Names such as `uid` are not used."""
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
@@ -164,9 +162,9 @@ def rule_of(name: str) -> Resume:
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the changed settings by name, as (old value, new value). `there`: the settings of the checkpoint.
+    """Return the changed settings by name, as (old value, new value).
 
-    A setting that is missing in the checkpoint is taken to have had its default value.
+    `there`: the settings of the checkpoint. A setting that they lack had its default value.
     """
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
@@ -180,9 +178,9 @@ def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[
 
 
 def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside: bool) -> dict[str, tuple[Any, Any]]:
-    """Return the changed settings with their old and new values. Raise an error if one of them must not change.
+    """Return the changed settings, old and new value. Raise an error if one of them must not change.
 
-    `inside`: whether the checkpoint lies inside a rollout batch.
+    `inside`: whether the checkpoint was saved between two updates of a rollout batch.
     """
     changed = changed_settings(there, here)
     for name, (before, now) in changed.items():
@@ -207,10 +205,10 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
 def check_made_with(
     path: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: Config, *, inside: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the changed settings with their old and new values.
+    """Compare this run with the checkpoint at `path`. Return the changed settings with old and new values.
 
-    Raise an error if the checkpoint at `path` has another model, other data or settings that must not change. `there`:
-    the checkpoint's record (see `made_with`); `here`: this run's record. `inside`: see `check_settings`.
+    Raise an error if the model, the data, or a setting that must not change differs. `there`: the checkpoint's record
+    (see `made_with`). `here`: this run's record. `inside`: see `check_settings`.
     """
     changed = check_settings(path, there["settings"], config, inside=inside)
     start_over = "give another run.folder, or start over with checkpoint.resume=false"
@@ -256,8 +254,8 @@ def check_made_with(
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
     """Raise an error if the fields of a model's config differ between the checkpoint and this run.
 
-    `fields`: the fields of the checkpoint, then those of this run. `same`: whether the same version of transformers
-    wrote both. If so, a field that only one of the two configs has counts as a difference.
+    `fields`: the fields of the checkpoint, then those of this run. `same`: whether one version of transformers wrote
+    both configs. If not, fields that only one of them has are ignored.
     """
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
@@ -272,13 +270,13 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the note about changed settings that a run prints when it resumes. `changed`: see `changed_settings`."""
+    """Return the note that a resumed run prints about changed settings. `changed`: see `changed_settings`."""
     parts = [f"{name} {json.dumps(now)} (was {json.dumps(before)})" for name, (before, now) in changed.items()]
     return f"resuming {path} with changed settings: {', '.join(parts)}"
 
 
 def _required(config: Config) -> dict[str, Any]:
-    """Return the settings that have no default. A config made of them has the default values of all other settings."""
+    """Return the settings that have no default. A config of these settings alone has default values everywhere else."""
     return {
         "model": {"path": config.model.path},
         "data": {"path": list(config.data.paths)},
@@ -288,7 +286,7 @@ def _required(config: Config) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
-    """Flatten nested dicts to one dict with dotted names. A dict whose name is in `keep` stays a value."""
+    """Flatten nested dicts to one dict with dotted names, e.g. {"a": {"b": 1}} to {"a.b": 1}. Dicts in `keep` stay."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):

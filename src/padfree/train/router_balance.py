@@ -5,15 +5,16 @@
     p_e   the sum of the router probabilities of expert e, divided by N
     L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
 
-L is not a sum over micro-batches, but a product of two means over the whole batch. f has no gradient. Once f of the
-whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to the gradient of L.
+L is a product of two means over the whole batch, so its gradient is not simply a sum over micro-batches. But f has no
+gradient. Once f of the whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to
+the gradient of L.
 
     one micro-batch per rank        f is summed over the ranks between forward and backward
     several micro-batches per rank  an extra forward pass over all micro-batches counts the choices first
 
-`loss.router_bias` instead changes the bias with which a router selects experts. After each update, its value is added
-to the bias of each expert that was chosen less often than the mean over this step and all ranks, and subtracted from
-the bias of each expert that was chosen more often. The bias has no gradient, and its update needs no extra pass.
+`loss.router_bias` is an alternative without a loss. A router adds a bias to the scores with which it selects experts.
+After each update, the bias of an expert that was chosen less often than average grows by `loss.router_bias`, and the
+bias of one that was chosen more often falls by it. The counts are those of the step over all ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RouterBalance:
         self._own = self._zeros()
 
     def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
-        """Prepare a step. If it has several micro-batches per rank, count the routers' choices in an extra pass.
+        """Prepare a step. With several micro-batches per rank, count the routers' choices in an extra pass.
 
         Call this before the micro-batches of the step.
         """
@@ -102,7 +103,7 @@ class RouterBalance:
     def move_biases(self, finite: Tensor) -> None:
         """Move the biases with which routers select experts. Call this after the update.
 
-        If `finite` [] is False, i.e. the optimizer skipped the update, the biases do not change either.
+        If `finite` [] is False, the optimizer skipped the update, and the biases do not change either.
         """
         if not self.bias_rate:
             return

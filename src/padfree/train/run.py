@@ -82,11 +82,11 @@ def train(
 ) -> RunResult:
     """Run a whole training in this process, and return how it ended. Every process that torchrun starts calls this.
 
-    `on_step` receives the metrics of each step, and `on_tokenising` the progress of tokenisation. `on_note` receives
-    notes about unusual settings and about resolved `auto` settings, one line each. `on_sampling` receives the number of
-    finished responses of a batch, and the number that this rank has requested. `on_activity` receives the current
-    activity of the run. `signals`: signal handlers that the calling command has installed. Without them, `train`
-    installs its own before the first step.
+    `on_step` receives the metrics of each step, `on_tokenising` the progress of tokenisation, `on_activity` the current
+    activity of the run, and `on_note` notes of one line, e.g. about resolved `auto` settings. `on_sampling` receives
+    the number of finished responses of a batch, and the number that this rank has requested.
+
+    `signals`: signal handlers that are already installed. Without them, `train` installs its own before the first step.
     """
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)
@@ -272,12 +272,12 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """Return the reference if the loss and the evaluation of the task need its log-probabilities, else None."""
+    """Return the reference if the loss or the evaluation needs its log-probabilities, else None."""
     return reference if config.loss.task.has_reference else None
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """Return the samples with the reference's log-probabilities. The reference is not needed afterwards."""
+    """Return the samples with the reference's log-probabilities. The reference can be freed afterwards."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
@@ -290,7 +290,7 @@ def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: Refere
 def _collector(
     config: Config, mesh: Mesh, engine: Engine, tokenizer: Any, source: TrainingData, **options: Any
 ) -> Collector | None:
-    """Return the collector that generates rollouts, or None if the data already holds samples.
+    """Return the collector that generates rollouts, or None if the data already holds samples or rollouts.
 
     `options`: see `Collector`.
     """
@@ -321,7 +321,7 @@ def _collector(
 
 
 def _prompt_images(samples: Samples) -> Iterator[Image]:
-    """Yield the images of prompts. Other samples bring their images with them when the data is read again."""
+    """Yield the images of prompts, from which a resumed rollout batch takes its images."""
     if not isinstance(samples, StoredSamples):
         for sample in samples:
             yield from sample.images
@@ -346,9 +346,9 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
     """Return arguments for `resolve_auto_on` that describe the data.
 
-    If the run generates rollouts, they are the number of tokens of the longest prompt and the share of image tokens. If
-    it does not, they are the tokens of the longest sample that one device holds, the keys that attention copies per
-    token, and the share of image tokens.
+    A run that generates rollouts needs the number of tokens of the longest prompt. Other runs need the number of tokens
+    of the longest sample that one device holds, and the number of keys that attention copies per token. All runs need
+    the share of image tokens.
     """
     samples = preflight_result.source.samples
     longest, shown = longest_of(samples), image_share(config.model, samples)

@@ -6,8 +6,8 @@
                                                              samples to other ranks
 
 T is the number of tokens of a pack, and cp the number of context ranks. Entry j of a sample's array belongs to its
-token j; the entry is 0 if token j is not scored. The value of a token is read at the position that predicts the token:
-it is the reward that the critic expects after it has seen only the tokens before token j.
+token j, and is 0 if token j is not scored. The value of a token is the reward that the critic expects before it has
+seen this token.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | N
 
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""Function that returns scores [T/cp] of this rank's positions, 0 at positions without a label. If samples share
-prefixes, it returns scores [e] of this rank's entries (`padfree.batch.Entries`).
+"""Function that returns scores [T/cp] of this rank's positions, 0 at positions without a label. With shared prefixes,
+it returns one score for each of the e predictions of this rank (`padfree.batch.Entries`).
 """
 
 
@@ -97,8 +97,8 @@ class Scorer:
     ) -> list[NDArray[np.float32]]:
         """Return log-probabilities [n] of each sample, the same on every rank.
 
-        `temperature` replaces the scorer's own temperature if it is given. Without `replay`, routers choose the experts
-        even if the packer's settings say that the routes of samples are replayed.
+        `temperature`, if given, replaces the scorer's own. With `replay=False`, routers choose the experts, even if the
+        samples have recorded routes.
         """
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
         return self._score_tokens(samples, scores, "log-probability", replay=replay)
@@ -106,7 +106,7 @@ class Scorer:
     def _score_tokens(
         self, samples: Sequence[Sample], scores: PackScores, what: str, *, replay: bool = True
     ) -> list[NDArray[np.float32]]:
-        """Apply `scores` to each pack. Return on every rank the results of all samples, one array [n] per sample.
+        """Apply `scores` to each pack. Return the results of all samples, one array [n] each, on every rank.
 
         `what` names the score in error messages.
         """
@@ -160,7 +160,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """Return the score at the end of each of B samples, [B], on every rank."""
+        """Return the score at the last token of each of B samples, [B], on every rank."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
@@ -181,7 +181,7 @@ class ScalarScorer(Scorer):
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [e]: for each of the pack's e predictions on this rank, the index of the predicted token.
 
-    The index counts the tokens of all samples of the batch, not only those of the pack.
+    Indices count the tokens of all samples of the batch, not only of this pack.
 
     `starts`: index of the first token of each sample. `indices`: the samples of the pack.
     """

@@ -45,7 +45,7 @@ from padfree.train.vocabulary import unique_name
 
 
 def check_placement(config: Config, device_type: str) -> None:
-    """Raise an error for settings that make no sense on this device type, or for adapters without base weights."""
+    """Raise an error for settings that do not suit a CPU, or for exported adapters without base weights."""
     if config.parallel.offload and device_type == "cpu":
         raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if uses_host(config.parallel.checkpointing) and device_type == "cpu":
@@ -116,7 +116,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
     """Build the critic, a value model that is trained with the policy.
 
-    Return None if `loss.advantage` is not "gae".
+    There is no critic if `loss.advantage` is not "gae".
     """
     if config.loss.advantage != "gae":
         return None
@@ -149,7 +149,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
 def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     """Load the reward model that `rollout.reward` names, frozen and sharded like the policy.
 
-    Return None if `rollout.reward` names a function.
+    There is no reward model if `rollout.reward` names a function.
     """
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:
@@ -158,7 +158,7 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     with _errors_at("rollout.reward"):
         check_reward_model(path, opened_together(path, trust_remote_code=code)[1])
     model = _load(config, mesh, path, "rollout.reward", offload=False, frozen=True, head="scalar")
-    # The reward model's tokenizer may make more tokens of a text than the run's. A text that is too long for
+    # The tokenizer of the reward model may need more tokens for a text than the run's. A text that exceeds
     # batch.max_tokens gets a pack of its own.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
@@ -192,10 +192,10 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
 
 
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> ReferenceModel | None:
-    """Build the reference model of the KL term, or return None if the settings name none.
+    """Build the reference model of the KL term, or return None if the settings do not ask for one.
 
-    `engine`: the policy's engine. Without it, the reference always has its own weights, and its compatibility with the
-    policy is not checked.
+    `engine`: the policy's engine. Without it, the reference is always a separate model, which is not compared
+    with the policy.
     """
     path, every = config.reference.path, config.reference.refresh
     if path is None:
@@ -226,8 +226,7 @@ def export(
 def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
     """Write the critic as a reward model, which `AutoModelForSequenceClassification` loads. Collective.
 
-    The score of a text is the value at its last token: the reward that the critic expects for a response that begins
-    with this text.
+    The score of a text is the value at its last token: the expected reward of a response that begins with this text.
     """
     use_pad_token(critic.engine.model, tokenizer)
     return export_model(critic.engine.model, folder, tokenizer, dtype=dtype)
@@ -286,7 +285,7 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager: errors about a model, which are the same on every rank, name `setting`."""
+    """Context manager: errors about a model name `setting`. They are the same on every rank."""
     try:
         yield
     except UserError as error:

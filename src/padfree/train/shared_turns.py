@@ -4,9 +4,9 @@
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
     turn 3   system user-1 | answer-1 user-2 | answer-2 user-3 | thought-3 answer-3
 
-Each turn is a sample; `|` marks the points at which turns can branch. Each answer is computed once in the turn
-that trains it, and once more, without its thought, as context that all later turns share. Without sharing, the context
-would be computed once for each turn.
+Each turn of a conversation is a sample; `|` marks the points where turns branch. With sharing, an answer is computed
+twice: with its thought in the turn that trains it, and without its thought as context of all later turns. Without
+sharing, every later turn would compute it again.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from padfree.tasks.reading import Samples
 from padfree.train.batcher import in_rows
 
 MOST_ROWS = 64
-"""Maximum number of data rows in which the keys that attention copies are counted."""
+"""The number of copied keys is measured in at most this many data rows."""
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:
     """Return the indices of the data rows with several samples, which may share prefixes.
 
-    The result is empty for preference pairs, rollouts and prompts.
+    Preference pairs, rollouts and prompts give an empty result.
     """
     if not isinstance(samples, StoredSamples) or not in_rows(loss, rollout) or loss.task.group_size > 1:
         return np.zeros(0, dtype=np.int64)
@@ -54,10 +54,10 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Return the number of keys that attention copies per computed token: the maximum over up to `MOST_ROWS` data rows.
+    """Return the number of keys that attention copies per computed token: the largest of up to `MOST_ROWS` data rows.
 
-    The number is computed for the rows that probably copy the most keys: those with the highest ratio of the tokens of
-    all samples to the tokens of the longest sample.
+    Sharing prefixes copies keys. The rows chosen are those that probably copy most: their samples have many tokens in
+    all, compared to the longest sample.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

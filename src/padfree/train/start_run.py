@@ -55,10 +55,10 @@ def begin_run(
     signals: StopSignals | None = None,
     planned_steps: int | None = None,
 ) -> Trainer:
-    """Create a `Trainer` that starts from the newest checkpoint of the run folder, if there is one.
+    """Create a `Trainer` that starts from the newest checkpoint of the run folder, or from step 0.
 
-    `data`: the `data_record` of the samples; without it, a resume does not compare the data. `images`: the images of
-    the prompts by digest, if the policy generates the samples.
+    `data`: the record of the samples (`data_record`), which a resume compares. `images`: the images of the prompts by
+    digest, if the policy generates the samples.
     """
     engine = batches.engine
     mesh, note = engine.mesh, on_note or (lambda line: None)
@@ -113,7 +113,7 @@ def begin_run(
 
 
 def check_on_first_rank(mesh: Mesh, function: Callable[..., object], *arguments: object) -> None:
-    """Call `function(*arguments)` on the first rank; all ranks raise the `UserError` that it raises there."""
+    """Call the function on the first rank. If it raises a `UserError` there, all ranks raise the same error."""
     found = None
     if mesh.loss.rank == 0:
         try:
@@ -126,7 +126,7 @@ def check_on_first_rank(mesh: Mesh, function: Callable[..., object], *arguments:
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
     """Return what checkpoints record about a reference model with its own weights; None for any other reference.
 
-    A reference that is refreshed has no fingerprint, because its weights change and checkpoints contain them.
+    A reference that is refreshed has no fingerprint: its weights change, and checkpoints contain them.
     """
     if not isinstance(reference, ModelReference):
         return None
@@ -140,7 +140,7 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
     """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
 
-    With `loss.advantage=teacher`, the teacher is `teacher`. In `padfree distill`, the loss in `engine` holds it.
+    If `teacher` is None, the teacher of `padfree distill` is used, which the loss in `engine` holds.
     """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
@@ -208,8 +208,7 @@ def _restore(
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
     """Return the best evaluation that the checkpoint records.
 
-    Return None if it was chosen by another metric than this run uses, or if the checkpoint with its weights no longer
-    exists.
+    An evaluation does not count if another metric chose it, or if the checkpoint with its weights no longer exists.
     """
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None

@@ -4,8 +4,8 @@
     Engine.begin   -> PendingStep    the device may still compute; loss and gradient norm are on their way to the host
            finish  -> StepReport     numbers of the whole global batch, the same on every rank
 
-Only `PendingStep.finish` waits for the device. It raises an error that names the samples if the loss or the gradient
-norm is not finite; the step has then changed no weight.
+Only `PendingStep.finish` waits for the device. If the loss or the gradient norm is not finite, the step has changed no
+weights, and `finish` raises an error that names the samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from padfree.train.microbatch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedSamples:
-    """Samples that a step leaves out because their gradient is 0: their number, tokens and scored tokens."""
+    """The samples that a step skips because their gradient is 0: their number, tokens and scored tokens."""
 
     samples: int = 0
     tokens: int = 0
@@ -42,7 +42,7 @@ class SkippedSamples:
 class StepReport:
     """Results of one step over the whole global batch, the same on every rank.
 
-    Numbers of samples, tokens and labels include the samples that the step skipped; `plan` does not.
+    Numbers of samples, tokens and labels include skipped samples; `plan` does not.
     """
 
     loss: float
@@ -75,7 +75,7 @@ class PreparedStep:
 
 
 def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]:
-    """The number of features of each image that a step encodes. A pack encodes each of its distinct images once."""
+    """The number of image features that a step encodes. A pack encodes each distinct image once."""
     if not any(sample.images for sample in samples):
         return ()
     found: list[int] = []
@@ -154,8 +154,8 @@ class PendingStep:
     def device_seconds(self) -> float | None:
         """Return the device time from the end of the previous step to the end of this one; None if it is not known.
 
-        Call this after `finish`. Host timers cannot measure this time, because the host sees the end of a step only
-        after it has begun the next one.
+        Call this after `finish`. A timer on the host would be wrong, because the next step begins before the host sees
+        the end of this one.
         """
         if self._arrived is None or self._before is None:
             return None
@@ -164,7 +164,7 @@ class PendingStep:
     def _nonfinite_error(self, loss: float, norm: float) -> NonFiniteError:
         """Return an error that names the samples with a non-finite token loss.
 
-        If every token loss is finite, i.e. only the gradient norm is not, the error names all samples.
+        If only the gradient norm is not finite, the error names all samples.
         """
         samples, mesh, step = self._prepared.samples, self._mesh, self._step
         found = torch.zeros(len(samples), dtype=torch.int64)

@@ -35,14 +35,14 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with the name of the current activity, the amount done, and the total (0: not known). For the activity "step",
+"""Called with the name of the current activity, the amount done, and the total (0: not known). In the activity "step",
 the amount is the number of the step.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _UnfinishedStep:
-    """An unfinished update, and the values that its line of metrics also contains."""
+    """An unfinished update, and further values for its line of metrics."""
 
     pending: PendingStep
     step: int
@@ -66,7 +66,7 @@ class StepPipeline:
         on_step: OnStep | None,
         times: BatchTimes | None = None,
     ) -> None:
-        """If `times` is given, `seconds/update` is written too, and the time of logging is added to `times`."""
+        """With `times`, the line of metrics includes `seconds/update`, and the time of logging is added to `times`."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times

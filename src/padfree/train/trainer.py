@@ -9,13 +9,13 @@
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
-On a GPU, an update begins before the previous one is finished if the samples of the new update are already known
-(`padfree.train.step_pipeline`). Saving a checkpoint first waits for all updates that were begun.
+On a GPU, an update begins before the previous one is finished, if its samples are already known
+(`padfree.train.step_pipeline`). A checkpoint waits for all updates that were begun.
 
 A checkpoint lies between two optimizer steps. It holds the weights, the optimizer state, the position in the data, the
-random state of every rank and the responses that were sampled ahead. Inside a rollout batch it also holds this batch
-(see `padfree.train.global_batch`). The schedule follows from the step. A resumed run therefore makes the same steps as
-an uninterrupted one, on any number of ranks.
+random state of every rank and the responses that were sampled ahead. Between two updates of a rollout batch, it also
+holds the batch (`padfree.train.global_batch`). A resumed run therefore makes the same steps as an uninterrupted one, on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPosition:
-    """The point at which this start of the run begins: step 0, or a checkpoint."""
+    """Where this start of the run begins: at step 0, or at a checkpoint."""
 
     step: int = 0
     saved: Path | None = None  # the checkpoint
@@ -120,11 +120,11 @@ class Trainer:
         planned_steps: int | None = None,
         float8: Float8Budget | None = None,
     ) -> None:
-        """`padfree.train.start_run` creates the arguments, and restores them from the checkpoint.
+        """`padfree.train.start_run` makes the arguments, from a checkpoint if there is one.
 
-        `made_with` is stored in every checkpoint. `response_log` keeps sampled responses until the next checkpoint.
-        `signals` are the command's signal handlers, already installed. `planned_steps` is only displayed. `float8`
-        chooses the layers that stay in bfloat16.
+        `made_with`: the record that every checkpoint stores. `response_log`: keeps sampled responses until the next
+        checkpoint. `signals`: installed signal handlers. `planned_steps`: only displayed. `float8`: chooses the layers
+        that stay in bfloat16.
         """
         self._signals, self._planned_steps = signals, planned_steps
         self._on_activity, self.on_note, self._float8 = on_activity, on_note, float8
@@ -289,10 +289,10 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Prepare the next update if it does not depend on the current one.
+        """Prepare the next update now, if it does not depend on the current one.
 
-        In RL the next update may depend on the current one: the updated model generates the responses of the next
-        batch, or computes their old log-probabilities.
+        In RL, an update can depend on the one before it: the updated model may have to generate the responses of the
+        next batch, or to compute their old log-probabilities.
         """
         self._prepared = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
@@ -405,9 +405,9 @@ class Trainer:
 
 
 def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
-    """Whether `wanted` is true on any rank. Collective.
+    """Return whether `wanted` is true on any rank. Collective.
 
-    Signals do not reach all ranks at the same time. If one rank has received one, all ranks stop after the same step.
+    Signals reach ranks at different times. All ranks stop after the same step, once one of them has received a signal.
     """
     flag = torch.tensor(int(wanted), device=mesh.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.loss.group)

@@ -52,7 +52,7 @@ MOST_LOOKED_AT = 1000
 def load_tokenizer(config: Config) -> Any:
     """Load the tokenizer that `model.tokenizer` names, or else the model's own.
 
-    Returns None if there is neither, which is allowed for rollout files.
+    A run on rollout files may have no tokenizer; the result is then None.
     """
     if not check_tokenizer_files(config):
         return None
@@ -84,9 +84,8 @@ def load_training_data(
 ) -> TrainingData:
     """Load the samples or prompts of `data.path` or of all `data.sources`, with a report about unused rows.
 
-    `progress` shows the progress of tokenisation. If the data are prompts, the reward function is imported before they
-    are read, so that an error in it shows early; `import_reward=False` skips the import. `day`: the date for chat
-    templates; None: today.
+    `progress` shows the progress of tokenisation. `import_reward`: whether to import the reward function before the
+    prompts are read, so that an error in it shows early. `day`: the date for chat templates; None: today.
     """
     settings = ReadSettings(
         data=config.data,
@@ -121,10 +120,9 @@ def _load(task: Task, settings: ReadSettings) -> TrainingData:
 
 
 def _of_data_source(error: UserError, number: int) -> UserError:
-    """Return the error for source `number` of a mixture.
+    """Return the error with the name of source `number` of a mixture in its setting.
 
-    A setting that each source has, such as `data.path`, gets the name that it has in this source:
-    `data.sources.1.path`.
+    For example, an error about `data.path` becomes an error about `data.sources.1.path`.
     """
     own, table = "data.(path|columns|split|subset)", f"data.sources.{number}"
     at = f"{table}.path" if error.setting == "data" else re.sub(rf"^{own}$", rf"{table}.\1", error.setting)
@@ -185,7 +183,7 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """Return the samples of the first data rows, up to `eval.samples` (which counts like `batch.samples`)."""
+    """Return the samples of the first data rows, up to `eval.samples`, which counts in the unit of `batch.samples`."""
     assert config.eval.samples is not None
     starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
@@ -200,7 +198,7 @@ def longest_of(samples: Samples) -> int:
 
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
-    """Raise an error if no group of the rollout files has a learning signal; return a note if only some have one."""
+    """Raise an error if no group of the rollout files has a learning signal; return a note if only some have."""
     if config.loss.task.in_rows or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
@@ -211,7 +209,7 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 class PrepareSample:
-    """Adds the positions that a model gives to the tokens of a sample. It is pickled as the name of the model."""
+    """Adds the model's rotary positions to the tokens of a sample. It is pickled as the name of the model."""
 
     def __init__(self, path: str, trust_remote_code: bool) -> None:
         self.path, self.trust_remote_code = path, trust_remote_code
@@ -221,7 +219,7 @@ class PrepareSample:
 
 
 def image_settings(model: ModelConfig, data: DataConfig) -> ImageSettings | None:
-    """Return what reads the images of a run's data, or None if the run trains on text."""
+    """Return the reader of images for the run's data, or None if the run trains on text."""
     if not model.vision:
         return None
     path, code = model.path, model.trust_remote_code

@@ -3,13 +3,13 @@
     run          tokenizer of model.tokenizer, or of model.path      "cat" -> 17
     other model  the tokenizer in the model's folder                 "cat" -> 17; any other id is refused
 
-The policy, the reference, the teacher and the critic all receive ids of the run's tokenizer. Therefore every token of
-this tokenizer must have the same id in each model's own tokenizer. A model's own tokenizer may have further tokens. The
-check compares the vocabularies, including added tokens, and not the files, because one vocabulary can be stored in
-several ways. A reward model receives text and tokenises it itself, so it may have any tokenizer.
+The policy, the reference, the teacher and the critic all receive token ids of the run's tokenizer. Every token of this
+tokenizer must therefore have the same id in each model's own tokenizer, which may have more tokens. The check compares
+vocabularies, including added tokens, and not files, because files of one vocabulary may differ. A reward model receives
+text, so it may have any tokenizer.
 
-If `model.tokenizer` names another tokenizer than the trained model's own, the model's own tokenizer may lack some of
-the run's tokens. The run then trains the embeddings of these tokens.
+If `model.tokenizer` names another tokenizer than the trained model's own, the model may lack some tokens. The run then
+trains the embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: 
 def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Raise an error if a token of `own` has another id in `other` or is missing there.
+    """Raise an error if a token of `own` is missing in `other` or has another id there. Return a note, or None.
 
-    `own` is the vocabulary of the run's tokenizer `own_name`, and `other` that of the model `name`, which `setting`
-    names. With `may_lack`, a missing token raises an error only if its id belongs to another token of `other`. If no
-    missing token raises an error, a note about the missing tokens is returned.
+    `own`: the vocabulary of the run's tokenizer `own_name`. `other`: the vocabulary of the model `name`, which
+    `setting` names. `may_lack`: accept a missing token if no other token has its id; the returned note counts these
+    tokens.
     """
     if own.items() <= other.items():
         return None

@@ -28,8 +28,7 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics of the groups that the batch trains on.
 
-    `failed`: the pair (number of failed episodes, number of failed groups), counted over all requested episodes and
-    groups, not only over the groups of the batch.
+    `failed`: the numbers of failed episodes and of failed groups, among all that were requested for the batch.
     """
     metrics: dict[str, float] = {}
     if settings.has_episodes:
@@ -54,7 +53,7 @@ def batch_metrics(
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Return metrics of a batch's episodes: means of the metrics that they report, sums of the gateway's counters."""
+    """Return metrics of a batch's episodes: means of their own metrics, and sums of the gateway's counters."""
     leaves = [leaf for one in played for leaf in one.leaves]
     metrics = {
         "episodes": float(len(played)),
@@ -85,10 +84,11 @@ def queue_metrics(
     dropped: int,
     sampler: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return metrics of token ages and of the queue, for a batch that is trained at policy version `version`.
+    """Return the ages of the tokens, and the state of the queue, for a batch that is trained at policy version
+    `version`.
 
-    `oldest`: the maximum age that the run allows. `waiting`: the numbers of finished and of unfinished groups in the
-    queue.
+    The age of a token is the number of optimizer steps since it was sampled. `oldest`: the maximum age that the run
+    allows. `waiting`: the numbers of finished and of unfinished groups in the queue.
     """
     ages = version - np.concatenate([one.versions for group in groups for one in group.episodes])
     assert ages.min() >= 0, "a token is newer than the current policy version"
@@ -105,7 +105,7 @@ def queue_metrics(
 
 
 class ResponseExamples:
-    """A JSON Lines file with a batch number in each line. A resumed run removes the lines of the batches it repeats."""
+    """A JSON Lines file with a batch number in each line. A resumed run removes lines of batches that it repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -148,7 +148,7 @@ class BatchFiles:
         self._decode, self._writes = decode, writes
 
     def write_responses(self, batch: int, groups: Sequence[RolloutGroup], *, with_turns: bool) -> None:
-        """Write a line about the first leaf of the first episode of each group."""
+        """Write one line per group: the first leaf of its first episode."""
         if self._writes:
             self._responses.write(batch, [self._line(group, with_turns) for group in groups])
 

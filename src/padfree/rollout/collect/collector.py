@@ -11,22 +11,22 @@ the samples of the oldest queued batch. For batch 7 with 3 episodes for each of 
               samples                    ordered by group, episode and leaf; every rank knows all of them, and the
                                          tokens stay on the rank that sampled them (`sample_exchange`)
 
-With `rollout.staleness` 0, `put` requests nothing and `take` plays the whole batch at once. With a staleness above 0,
-the sampler works on queued batches while earlier ones are trained. A digit below is the number of a batch:
+With `rollout.staleness` 0, `put` requests nothing and `take` plays the whole batch. With a staleness above 0, the
+sampler works on queued batches during training. A digit below is the number of a batch:
 
     main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 .....
     sampler          1 1 1 1 2 2 2 2 3 3 3 3 ...   3 3       | interrupted  | 3 3 4 4 4 ...
     rewards              1 1 1 1 2 2 2 2 3 3 3 ...
 
-The batcher is ahead of training by the length of the queue. A checkpoint therefore stores the position in the data
-before the oldest queued batch: a resumed run takes the same groups again, and restores their sampled responses.
+The batcher is ahead of training by the queued batches. A checkpoint therefore stores the position in the data before
+the oldest queued batch. A resumed run takes the same groups again, and restores their sampled responses.
 
 The sampled tokens depend on the seed, the batch number and the episode number in the batch. Another number of ranks, or
-a resumed run, therefore gives the same rollouts, up to rounding of the logits. The order in which batches are trained
-is fixed when they are queued and does not depend on the speed of the sampler. All methods are collective.
+a resumed run, therefore gives the same rollouts, up to rounding of the logits. Batches are trained in the order in
+which they were queued, however fast the sampler is. All methods are collective.
 
-A checkpoint holds the queued batches (`queue_state`). If `rollout.staleness` was lowered before a resume, a group may
-hold tokens that would be too old when it is trained. The collector drops such a group, counts it and samples it again.
+A checkpoint holds the queued batches (`queue_state`). If `rollout.staleness` was lowered before a resume, some tokens
+may be too old when they are trained. The collector drops their groups, counts them and samples them again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from padfree.rollout.sampling_rng import response_keys
 from padfree.sample import Sample
 
 OnSampling = Callable[[int, int], None]
-"""Called with this rank's number of finished responses and its number of requested responses."""
+"""Called with two numbers of this rank: finished responses, and requested responses."""
 
 Batcher = TokenBudgetBatcher[Any] | FixedSizeBatcher[Any]
 
@@ -102,13 +102,12 @@ class Collector:
         response_log: ResponseLog | None = None,
         on_sampling: OnSampling = lambda done, total: None,
     ) -> None:
-        """Create a collector.
+        """Create a collector of rollouts.
 
-        `loss` gives the temperature and the updates per batch, `run` gives the seed, the steps and the folder.
-        `sampler` is a `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts` are all prompts of
-        the run, for `rollout.filter`. `vocabulary` is the size of the model's embedding matrix: an environment may not
-        add other token ids. `chat` renders the messages of environments. `response_log` stores responses until a
-        checkpoint holds them.
+        `loss` gives the temperature and the updates per batch, `run` the seed, the steps and the folder. `sampler` is a
+        `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts`: all prompts of the run, for
+        `rollout.filter`. `vocabulary`: the number of embeddings, which limits the token ids that environments may add.
+        `chat` renders the messages of environments. `response_log` stores responses until a checkpoint holds them.
         """
         self.settings, self.mesh, self.sampler, self._run, self._prompts = settings, mesh, sampler, run, prompts
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
@@ -131,7 +130,8 @@ class Collector:
     def next(self, batcher: Batcher, trained: PreTrainedModel, step: int) -> tuple[int, list[Sample]] | None:
         """Return the number and the samples of the next batch, or None after the last.
 
-        `batcher` gives the groups of the batches, and `trained` the weights. `step`: updates made so far.
+        `batcher` gives the groups of the batches, and `trained` the weights to sample from. `step`: updates made so
+        far.
         """
         with compute_copies(trained):  # a sampler in this process may share the copies while it samples
             self._fill(batcher, trained, step)
@@ -141,7 +141,7 @@ class Collector:
             return number, self.take(number, version=step)
 
     def resume(self, batcher: Batcher, trained: PreTrainedModel, step: int, *, remaining: int) -> None:
-        """After a resume, start to sample batches ahead. The batch in training has `remaining` updates left."""
+        """After a resume, start to sample ahead. The batch in training has `remaining` updates left."""
         if self._async:
             with compute_copies(trained):
                 self._fill(batcher, trained, step, remaining)
@@ -149,8 +149,8 @@ class Collector:
     def _fill(self, batcher: Batcher, trained: PreTrainedModel, step: int, remaining: int = 0) -> None:
         """Sync the current weights to the sampler, then request batches until the queue is full.
 
-        The queue is full with `staleness` batches or, if no batch is in training, with one more. `remaining`: updates
-        that the batch in training has left; 0 if no batch is in training.
+        The queue holds `staleness` batches, plus one if no batch is in training. `remaining`: updates that the batch in
+        training has left; 0 if no batch is in training.
         """
         self.sync_weights(trained, step)
         self._replace_equal_groups()
@@ -188,7 +188,7 @@ class Collector:
         self._request(queued, queued.request_first())
 
     def _replace_equal_groups(self) -> None:
-        """Request spare groups for queued batches, in place of groups whose rewards are all equal."""
+        """Request further groups for queued batches, to replace groups whose rewards are all equal."""
         if self.settings.filter == "none" or not self._async or self._reward_model is not None:
             return
         with self._change:
@@ -246,7 +246,7 @@ class Collector:
     ) -> list[EpisodeOutcome]:
         """Play one evaluation episode for each prompt of the groups. Return the outcomes in the order of the prompts.
 
-        `keys` are the random keys of the episodes. `reward` replaces the reward of the run. A failed episode has
+        `keys`: random keys of the episodes. `reward` replaces the reward function of the run. A failed episode has
         reward 0.
         """
         self.sampler.update_weights(trained, version)
@@ -270,9 +270,9 @@ class Collector:
     # Episodes
 
     def _request(self, queued: QueuedBatch, requested: Sequence[RolloutGroup]) -> None:
-        """Request this rank's share of the episodes of these groups.
+        """Request the episodes of these groups that this rank has to play.
 
-        Episodes that the checkpoint or the response log holds are not requested again.
+        Episodes in the checkpoint or the response log are not requested again.
         """
         known: dict[int, Played | Response] = {}
         for group in requested:
@@ -348,7 +348,7 @@ class Collector:
         return None if self.response_log is None else self.response_log.failure
 
     def _finished(self, queued: QueuedBatch) -> Outcomes:
-        """Finish all episodes of a batch, and request more groups as long as the filter needs them."""
+        """Finish all episodes of a batch. Request more groups as long as the filter needs them."""
         while True:
             error = self._wait(queued) if self._async else self._play(queued)
             try:
@@ -366,8 +366,8 @@ class Collector:
     def _wait(self, queued: QueuedBatch) -> str | None:
         """Wait until this rank's episodes are finished, or the sampler is stuck. Return an error message, or None.
 
-        `sampler.stuck` is read without holding `self._change`, because a thread of the sampler may hold the lock of the
-        sampler while it waits for `self._change`.
+        `sampler.stuck` is read without the lock `self._change`. With this lock, it could deadlock with a thread of the
+        sampler, which may hold the sampler's lock and wait for `self._change`.
         """
         while not self.sampler.stuck:
             with self._change:
@@ -389,8 +389,8 @@ class Collector:
     ) -> dict[int, EpisodeOutcome] | None:
         """Return the outcomes of the episodes of all ranks, keyed by episode number.
 
-        Return None if episodes of a rank are unfinished, because its sampler is stuck. An error on one rank is raised
-        on all ranks. `model`: whether to compute rewards with the reward model, if there is one.
+        If a stuck sampler left episodes of a rank unfinished, the result is None. An error on one rank is raised on all
+        ranks. `model`: whether the reward model computes its rewards now.
         """
         with self._timed("waiting"):
             by_rank = self._gathered((error, bool(queued.missing)))
@@ -434,9 +434,9 @@ class Collector:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the queue, for the `extra` field of a checkpoint. It is the same on every rank.
+        """Return the state of the queue, for the `extra` field of a checkpoint: the same on every rank.
 
-        The state is empty if `rollout.staleness` is 0, because then nothing is queued.
+        With `rollout.staleness` 0 the state is empty, because nothing is queued.
         """
         if not self._async:
             return {}
@@ -447,10 +447,10 @@ class Collector:
         return queue_state([*from_ranks, *not_requested], environment_name(self.settings))
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Restore the queue from the `extra` field of a checkpoint, where `state` was stored."""
+        """Restore the queue from `state`, the `extra` field of a checkpoint."""
         if self.dropped_reason(extra) is None:
             self._known.restore(stored_in(extra))
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Return the reason why the queue in a checkpoint cannot be used, or None if it can be used or is empty."""
+        """Return why the queue in a checkpoint cannot be used; None if it can be used or is empty."""
         return dropped_reason(extra, environment_name(self.settings), self.settings.staleness)

@@ -10,7 +10,7 @@
                        absent if no softmax was truncated
     "queue/of"         the name of the environment; the episodes of another environment are not restored
 
-Unfinished episodes of an environment are not stored, because the state of their tools cannot be saved.
+Unfinished episodes of an environment are not stored: the state of their tools cannot be saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ABOUT_LEAF = ("ended", "turns", "text", "reward", "answer")
 
 
 def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
-    """Convert queued episodes and partial responses to the values that a checkpoint stores. Inverse: `stored_in`.
+    """Convert queued episodes and partial responses to the values in a checkpoint. `stored_in` converts them back.
 
     `environment`: the name of the run's environment.
     """
@@ -76,10 +76,7 @@ def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
 
 
 def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
-    """Return the episodes and partial responses that `queue_state` stored in a checkpoint's `extra` dict.
-
-    Return an empty list if the checkpoint has no queue.
-    """
+    """Return the queued episodes and partial responses in a checkpoint's `extra` dict; an empty list if it has none."""
     entries = extra.get(KEY) or []
     all_facts = [facts for entry in entries for facts in (entry["leaves"] if "leaves" in entry else [entry["begun"]])]
     lengths = [facts["length"] for facts in all_facts]
@@ -121,7 +118,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
 
 
 def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -> str | None:
-    """Return why this run cannot use the queue in a checkpoint, or None if it can or if the queue is empty."""
+    """Return why this run cannot use the queue in a checkpoint; None if it can or if the queue is empty."""
     if not (extra.get(KEY) or extra.get("episodes")):  # "episodes": an earlier format
         return None
     if not staleness:

@@ -1,4 +1,4 @@
-"""A batch between `put` and `take` of the collector: its groups, their episodes, and which groups are trained on.
+"""A batch that the collector has queued: its groups, their episodes, and which groups are trained on.
 
 For a batch with 3 episodes for each of the prompts p and q:
 
@@ -6,21 +6,20 @@ For a batch with 3 episodes for each of the prompts p and q:
     outcomes    0 1 0   1 1 1          rewards by episode number; every rank knows those of all ranks
     signal      yes     no             whether the rewards of a group differ
 
-If all rewards of a group are equal, `rollout.filter` replaces this group with a spare group. A batch of 4 groups with 2
-responses each:
+`rollout.filter` replaces a group whose rewards are all equal by a spare group. A batch of 4 groups with 2 responses
+each:
 
     groups    of the batch             spare
               0     1     2     3      4     5     6     ...
     rewards   0 1   0 0   0 1   1 1    1 0   1 1                  two responses per group
     chosen    0           2            4                          groups whose rewards differ
 
-The batch needs one more group whose rewards differ, so group 6 is sampled next. A batch samples at most
-`rollout.filter_bound` times as many groups as it trains on. If no further group within this bound has rewards that
-differ, the first group with equal rewards completes the batch: in the example, the batch trains on groups 0 1 2 4.
+The batch still needs one group whose rewards differ, so group 6 is sampled next. A batch samples at most
+`rollout.filter_bound` times as many groups as it trains on. When this bound is reached, groups with equal rewards
+complete the batch, the first ones first: in the example, the batch trains on groups 0 1 2 4.
 
-Spare groups have other prompts of the data, in an order given by the seed and the batch number. The chosen groups
-depend only on the sampled responses. They do not depend on when groups were requested, or on how many were requested at
-a time.
+Spare groups have other prompts of the data, in a random order that the seed and the batch number give. The chosen
+groups depend only on the sampled responses, and not on when or in what portions groups were requested.
 """
 
 from __future__ import annotations
@@ -65,13 +64,13 @@ Outcomes = Mapping[int, EpisodeOutcome]
 
 
 Stored = tuple[int, int, Played | Response]
-"""Batch number, episode number, and the finished episode or the partial response."""
+"""A tuple: batch number, episode number, and the finished episode or the partial response."""
 
 
 class QueuedBatch:
-    """A batch between `put` and `take`. The episodes of this rank are keyed by their number in the batch.
+    """A queued batch. The episodes of this rank are keyed by their number in the batch.
 
-    `groups` are the batch's own groups, then spare ones. The first `num_requested` of them have been requested.
+    `groups` are first the batch's own groups, then spare ones. The first `num_requested` of them were requested.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class QueuedBatch:
     ) -> None:
         """`own`: the batch's own groups. `version`: the policy version at which the batch is trained.
 
-        `prompts`: all prompts of the run, from which the filter takes spare groups in an order given by `seed`.
+        `prompts`: all prompts of the run. The filter takes spare groups from them, in an order that `seed` gives.
         `cursor`: the position in the data before the batch.
         """
         self.batch, self.version, self.cursor, self._settings = batch, version, cursor, settings
@@ -119,7 +118,7 @@ class QueuedBatch:
         return self._request(self._wanted)
 
     def request_more(self, outcomes: Outcomes) -> list[RolloutGroup]:
-        """Return the groups to request next. `outcomes`: those of all requested episodes."""
+        """Return the groups to request next. `outcomes`: results of all episodes requested so far."""
         return self._request(self._wanted - sum(self._signals(outcomes))) if self._filtered else []
 
     def _request(self, num_groups: int) -> list[RolloutGroup]:
@@ -148,7 +147,7 @@ class QueuedBatch:
         }
 
     def stored(self) -> list[Stored]:
-        """Return what a checkpoint stores of this rank's episodes."""
+        """Return the values of this rank's episodes that a checkpoint stores."""
         begun = {number: partial for number, partial in self.partial.items() if len(partial.tokens)}
         known: dict[int, Played | Response] = {**self.played, **begun}
         return [(self.batch, number, one) for number, one in known.items()]
@@ -161,9 +160,10 @@ class QueuedBatch:
         ]
 
     def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
-        """Return the groups to train on: as many as the batch has of its own, without those with a failed episode.
+        """Return the groups to train on: as many as the batch has of its own. Groups with a failed episode are left
+        out.
 
-        Raise a `UserError` if each of them has a failed episode.
+        Raise a `UserError` if every group has a failed episode.
         """
         order = list(range(self._wanted))
         if self._filtered:
@@ -222,8 +222,8 @@ def merged(parts: Iterable[Outcomes]) -> dict[int, EpisodeOutcome]:
 def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list[tuple[int, RolloutGroup]]:
     """Divide the episodes of the groups over `world` ranks. Return the episodes of one rank, each with its group.
 
-    The shares of two ranks differ by at most one episode, and a group is split only at the end of a share. Groups with
-    prompts of similar length go to different ranks, so that every rank gets prompts of all lengths.
+    The shares of two ranks differ by at most one episode. Groups with prompts of similar length go to different ranks,
+    so that every rank gets prompts of all lengths.
 
     For example, 3 groups of 2 episodes hold the episode numbers 0 1 | 2 3 | 4 5. With two ranks and prompts of equal
     length, rank 0 gets 0 1 4 and rank 1 gets 5 2 3.
@@ -235,10 +235,12 @@ def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list
 
 
 class KnownEpisodes:
-    """Episodes and responses that were sampled before a resume, from the checkpoint and the response log."""
+    """Episodes and responses that were sampled before a resume: those in the checkpoint and in the response log."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """`oldest`: maximum age of a token, in steps. `continues`: whether the sampler continues partial responses."""
+        """`oldest`: maximum age of a token, in optimizer steps. `continues`: whether the sampler continues partial
+        responses.
+        """
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
         self._dropped = self._from_log = 0  # number of groups, and number of responses
@@ -249,8 +251,8 @@ class KnownEpisodes:
     def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
         """Return the known episodes and responses of a group, keyed by episode number.
 
-        `version`: the policy version at which the group is trained. If some of the tokens would then be too old, the
-        group is counted as dropped and the result is empty.
+        `version`: the policy version at which the group is trained. If a token would then be too old, the result is
+        empty, and the group counts as dropped.
         """
         found: dict[int, Played | Response] = {}
         for number in group.numbers:
@@ -271,7 +273,7 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return the numbers of dropped groups and of responses from the log since the last call."""
+        """Return two counts since the last call: dropped groups, and responses from the log."""
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

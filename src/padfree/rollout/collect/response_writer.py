@@ -3,8 +3,8 @@
     play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
     begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
 
-`play` also computes rewards in threads if the run continues when a reward fails or hangs (`rollout.on_failure=skip`).
-If `rollout.reward_processes` is set, processes compute the rewards instead.
+With `rollout.on_failure=skip`, rewards are computed in threads, so that the run continues if one fails or hangs. With
+`rollout.reward_processes`, they are computed in processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REWARD_THREADS = 64
 
 
 class ResponseWriter:
-    """Samples responses and computes their rewards. It has the same methods as `EpisodeRunner`."""
+    """Samples responses and computes their rewards. Its methods are those of `EpisodeRunner`."""
 
     def __init__(
         self, sampler: Sampler, chat_tokenizer: ChatTokenizer, reward_workers: RewardWorkers, settings: RunnerSettings
@@ -61,7 +61,7 @@ class ResponseWriter:
     ) -> list[Played]:
         """Play `plays` and return the results in order. Every rank calls this method with its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers` replaces the workers of this writer if it is given.
+        `gather` gathers an object from all ranks. `reward_workers`, if given, replaces the workers of this writer.
         """
         reward_workers, watch = reward_workers or self._reward_workers, watch or Watcher()
         responses = {play.number: play.partial for play in plays if play.partial is not None}
@@ -87,9 +87,9 @@ class ResponseWriter:
         return played
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Append `plays` to the sampler's queue and return without waiting. The sampler must be an `AsyncSampler`.
+        """Append `plays` to the queue of the sampler, an `AsyncSampler`, and return without waiting.
 
-        `watch` has callbacks for responses and finished episodes.
+        `watch`: callbacks for responses and finished episodes.
         """
         whole = [
             play for play in plays if play.partial is not None and play.partial.is_whole(play.prompt.max_new_tokens)
@@ -125,15 +125,15 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """Return those of `callbacks` that the sampler's method `sample` accepts. A user's sampler may lack some."""
+        """Return the callbacks that the method `sample` of the sampler accepts. A user's sampler may lack some."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
         """Return the leaf of a single-turn episode: the prompt followed by the response.
 
-        The text keeps all special tokens except the stop token, because the policy could exploit tokens that the reward
-        does not see.
+        The text keeps all special tokens except the stop token. A reward that does not see a token could be exploited
+        by it.
         """
         prompt, before = play.prompt.tokens, len(play.prompt.tokens)
         kept = None if response.kept is None else KeptSets.joined([KeptSets.whole(before), response.kept])

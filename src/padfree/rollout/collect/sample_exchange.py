@@ -4,14 +4,14 @@
     plan          a c on rank 1, b d on rank 0        needs no tokens, so every rank computes the same plan
     exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
 
-In place of the tokens, every rank holds placeholder ids. A placeholder sample has the length, the last token and the
-shared prefixes of the real sample. A plan with shared prefixes therefore needs no token ids:
+Every rank holds placeholder ids in place of the tokens. A placeholder sample has the length, the last token and the
+shared prefixes of the real sample, so that a plan needs no real token ids:
 
     samples with the prompt p q     p q 5 6 0 | p q 5 7 | p q 8 9 0       tokens shared with the previous sample: - 3 2
     their placeholders              p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
 
-Each rank compares the prefixes of its own samples. If two ranks sampled parts of one group, the plan assumes that
-samples of different ranks share only the prompt. Samples with different routes (`padfree.routes`) do not share tokens.
+Each rank finds the shared prefixes of its own samples. Samples of one group on different ranks share only the prompt in
+the plan. Samples with different routes (`padfree.routes`) do not share tokens.
 """
 
 from __future__ import annotations
@@ -38,17 +38,19 @@ NO_TOKEN = 1 << 40
 """Larger than any token id; placeholder ids start here."""
 
 ROUTED = 1 << 41
-"""The distance between the placeholder ids of the same prompt with different routes."""
+"""The distance between placeholder ids of one prompt with different routes."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None, Routes | None]
-"""Token ids [n], log-probabilities [n], kept sets [n] if the softmax was truncated, routes [n, R, k] if recorded."""
+"""The arrays of a sample: token ids [n], log-probabilities [n], kept sets [n] if the softmax was truncated, routes [n,
+R, k] if recorded.
+"""
 
 RouteKind = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A run of consecutive tokens. Either one policy version sampled all of them, or none of them was sampled."""
+    """Consecutive tokens that one policy version sampled, or that were not sampled."""
 
     length: int
     sampled: bool
@@ -57,10 +59,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """Description of a leaf (a sequence that becomes a sample) without its tokens. Every rank knows it.
+    """Describes a leaf (a sequence that becomes a sample) without its tokens. Every rank knows it.
 
-    The leaves of a group that one rank sampled are sorted by their token ids; `order` is the index of this leaf in the
-    sorted list.
+    `order`: the index of this leaf among the leaves of its group on one rank, sorted by token ids.
     """
 
     stretches: tuple[Stretch, ...]
@@ -77,9 +78,9 @@ class LeafFacts:
 
 
 def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
-    """Describe the leaves of each episode of one group that this rank played.
+    """Describe the leaves of the episodes of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt. `shown`: the number of the only episode whose text is kept.
+    `prompt`: token ids of the group's prompt. `shown`: the episode whose text is kept; None: no text.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     keys = [leaf.tokens for _, leaf in leaves]
@@ -123,11 +124,11 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 def placeholder_leaves(
     facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
 ) -> list[Leaf]:
-    """Make leaves with placeholder token ids from the descriptions (`facts`) of one group on one rank.
+    """Make leaves with placeholder token ids from descriptions (`facts`) of the leaves of one group on one rank.
 
-    `first`: the number of placeholder leaves made so far, so that ids are not used twice. `routes`: a number for each
-    digest of a prompt's routes, to which this function adds. Leaves whose prompts have different routes get different
-    ids for the tokens of the prompt, and do not share it.
+    `first`: the number of placeholder leaves made so far, so that no id is used twice. `routes`: a number for each
+    digest of a prompt's routes; new digests are added. Leaves whose prompts have different routes do not share the
+    prompt.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -162,7 +163,7 @@ def known_to_all(
 ) -> tuple[dict[int, Played], dict[int, int]]:
     """Return the episodes of these groups with placeholder leaves, and the rank that played each episode. Collective.
 
-    The first `num_shown` groups keep the text of their first episode.
+    The first `num_shown` groups keep the text of their first episode, for the log.
     """
     own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
     for index, group in enumerate(groups):
@@ -189,7 +190,7 @@ def known_to_all(
 
 
 class SampleStore:
-    """The token ids and log-probabilities that this rank holds of a batch. All methods but `get` are collective."""
+    """The tokens of a batch that this rank holds. All methods but `get` are collective."""
 
     def __init__(
         self,
@@ -201,9 +202,8 @@ class SampleStore:
     ) -> None:
         """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
 
-        `num_kept[i]`: the total number of ids in the kept sets of sample i, which list the ids among which each of its
-        tokens was sampled (`padfree.kept_sets`); None: no sample has kept sets. `own`: the arrays of the samples that
-        this rank sampled, keyed by sample index.
+        `num_kept[i]`: the number of ids in all kept sets (`padfree.kept_sets`) of sample i; None: no sample has kept
+        sets. `own`: the arrays of the samples that this rank sampled, keyed by sample index.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._num_kept = [0] * len(lengths) if num_kept is None else num_kept
@@ -246,14 +246,16 @@ class SampleStore:
             start = end
 
     def _num_bytes(self, index: int) -> int:
-        """The number of bytes of a sample: 4 for each number of its first arrays, and the routes of its tokens."""
+        """The number of bytes of a sample: 4 for each number of its tokens, log-probabilities and kept sets, plus its
+        routes.
+        """
         length, num_kept = self._lengths[index], self._num_kept[index]
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
 
-        `packs[data rank]`: one array for each pack. An entry i of an array stands for sample `indices[i]` of the store.
+        `packs[data rank]`: an array for each pack. Entry i of an array stands for sample `indices[i]` of the store.
         """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
@@ -290,7 +292,7 @@ def travelling(
     own: Mapping[int, Arrays],
     num_kept: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """Wrap samples that have placeholder tokens, so that their real tokens can be fetched later. Collective.
+    """Make samples with placeholder tokens able to fetch their real tokens later. Collective.
 
     `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
     `num_kept[i]`: the number of ids in the kept sets of sample i.
@@ -311,10 +313,10 @@ def travelling_samples(
     owners: Mapping[int, int],
     own: Mapping[int, Played],
 ) -> list[Sample]:
-    """Wrap the samples of these groups, one for each leaf, as `travelling` does. Collective.
+    """Make the samples of these groups, one for each leaf, able to fetch their real tokens later. Collective.
 
-    `owners`: the rank that played each episode. `own`: the episodes that this rank played. Both have the episode number
-    as key.
+    `owners`: the rank that played each episode. `own`: the episodes that this rank played. Both are keyed by episode
+    number.
     """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
@@ -329,7 +331,7 @@ def travelling_samples(
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """Return the samples, with real tokens for those in this rank's packs. Collective if they are placeholders.
+    """Return the samples, with the real tokens of those in this rank's packs. Collective if tokens are placeholders.
 
     `packs[data rank]`: for each pack an array of indices of `samples`, as in a `StepPlan`.
     """
@@ -342,7 +344,7 @@ def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64
 
 
 def whole(samples: Sequence[Sample]) -> list[Sample]:
-    """Return all samples with their real tokens, for a checkpoint or a message. Collective if they are placeholders."""
+    """Return all samples with their real tokens, e.g. for a checkpoint. Collective if tokens are placeholders."""
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if placeholders:
         placeholders[0].store.fetch_all([sample.index for sample in placeholders])
@@ -358,7 +360,7 @@ def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
 
 
 def _arrays_of(received: NDArray[np.uint8], length: int, num_kept: int, kind: RouteKind | None) -> Arrays:
-    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes of `_bytes_of`."""
+    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes that were sent."""
     numbers = 2 * length + (length + num_kept if num_kept else 0)
     front, rest = np.split(received.copy(), [4 * numbers])
     tokens, logprobs, counts, ids = np.split(front.view(np.int32), [length, 2 * length, 3 * length])

@@ -57,8 +57,8 @@ def check_engine_name(name: str) -> None:
 def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
     """Make the sampler named by `rollout.engine`. If `rollout.staleness` is above 0, it is an `AsyncSampler`.
 
-    `trained` is the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities. The
-    sampler can compare them with its own log-probabilities, to verify that the weights have arrived. Collective.
+    `trained`: the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities. A
+    sampler can compare them with its own, to verify that the weights have arrived. Collective.
     """
     name, staleness = config.rollout.engine, config.rollout.staleness
     sampler: Any
@@ -85,7 +85,7 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """Turn an exception of the user's engine `name` into a `UserError`, because it is not a bug in padfree."""
+    """Turn an exception of the user's engine `name` into a `UserError`: it is not a bug in padfree."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):

@@ -1,13 +1,12 @@
 """vLLM servers: their routes, options and answers.
 
-The policy version of a response is the version of the server's weights. It is read twice on the connection of the
-response: before the response and after it. Versions never repeat, and a connection does not survive a restart of the
-server. If the two readings agree, all tokens were therefore sampled from the weights of this version.
+The policy version of a response is that of the server's weights. It is read on the connection of the response, before
+and after it. Versions never repeat, and a connection does not survive a restart of the server. If both readings agree,
+all tokens were therefore sampled from the weights of this version.
 
-vLLM can also freeze requests during a pause and continue them afterwards (pause mode `keep`). This mode is not used,
-because the version of each token would be unknown. Later tokens could also attend to keys and values of old weights, so
-that their log-probabilities would not belong to any policy. Instead a pause aborts the requests (mode `abort`), and the
-new weights prefill the partial responses.
+A pause of vLLM aborts the requests (mode `abort`), and the new weights prefill the partial responses. vLLM could also
+freeze requests and continue them afterwards (mode `keep`), but then later tokens would attend to keys and values of old
+weights, so that their log-probabilities would belong to no policy.
 
 `vllm_plugin` is the part that runs inside the server.
 """

@@ -7,7 +7,7 @@
     standard output    the answer, from which `rollout.reward` computes the reward
     API calls          their prompts and responses become the trajectory, token by token
 
-A program that exits with a code other than 0 has failed. A program that is too slow is killed with all its children.
+A program fails if its exit code is not 0. A program that exceeds the time limit is killed with all its children.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLL = 0.05
 """Seconds between two checks whether a program has ended."""
 
 LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
-"""Maximum bytes of the standard output, and how many of the last bytes of the standard error are kept."""
+"""Maximum size of the standard output, and the number of last bytes of the standard error that are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,8 @@ class Finished:
 async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Finished:
     """Run a program until it ends, and return its exit code and output.
 
-    The calls that the program makes to the policy are recorded as part of the episode. `command`: the program and its
-    arguments. `variables`: additional environment variables.
+    The policy calls of the program are recorded in the episode. `command`: the program and its arguments. `variables`:
+    additional environment variables.
     """
     check_command(command)
     row = policy.prompt.row
@@ -74,7 +74,7 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
 async def _communicate(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
     """Send `message` to a program's standard input; return its standard output and standard error.
 
-    When the program ends, its children that still hold its pipes are killed.
+    When the program ends, children that still hold its pipes are killed.
     """
     assert process.stdin is not None
     assert process.stdout is not None
@@ -112,7 +112,7 @@ async def _feed(pipe: asyncio.StreamWriter, message: bytes) -> None:
 async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int | None) -> None:
     """Read a pipe to its end into `collected`.
 
-    If `last` is given, only the last `last` bytes are kept. Otherwise more than LARGEST_OUTPUT bytes are an error.
+    With `last`, only the last `last` bytes are kept. Without it, more than LARGEST_OUTPUT bytes are an error.
     """
     while piece := await pipe.read(1 << 16):
         collected += piece
@@ -123,7 +123,7 @@ async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int |
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:
-    """Close the pipes of a program now: after a timeout, the event loop may end before it closes them itself."""
+    """Close the pipes of a program now, because the event loop may end before it closes them itself."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE)
     process._transport.close()  # type: ignore[attr-defined]  # asyncio has no public method for it

@@ -7,9 +7,9 @@
     calculator  72>>
     policy      #### 72                 ends without a question: the episode is over
 
-The notation is that of GSM8K's solutions. The run trains on the tokens of the policy, not on those of the calculator. A
-question that is not arithmetic gets the answer `error>>`. If there is a chat template, an answer of the calculator is a
-user message. The reward function is `rollout.reward`, for example `number_after_hashes`.
+The notation is that of GSM8K's solutions. Only the tokens of the policy are trained, not those of the calculator. A
+question that is not arithmetic gets the answer `error>>`. With a chat template, an answer is a user message.
+`rollout.reward` computes the reward, for example `number_after_hashes`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from padfree.rollout.prompts import Prompt
 QUESTION = re.compile(r"<<([^<>=]+)=\s*$")
 MOST_CALLS = 16
 ARITHMETIC = re.compile(r"[\d+\-*/(). ]{1,100}")
-"""Matches the questions that the calculator answers. The length limit also bounds the size of the numbers."""
+"""Matches the questions that the calculator answers. The limit on the length keeps the numbers small."""
 DIGITS = 6
 """Maximum number of decimal places."""
 

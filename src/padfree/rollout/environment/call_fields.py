@@ -7,8 +7,8 @@
     NEUTRAL      stop, logit_bias, guided_json, ...         accepted with a value that has no effect, else rejected
     METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
 
-`null` is the same as a missing field. An unknown field is rejected by name, so that a program never assumes that an
-unsupported setting works. docs/guides/environments.md lists the fields.
+`null` is the same as a missing field. An unknown field is rejected by name, so that no program relies on an unsupported
+setting. docs/guides/environments.md lists the fields.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_CHOICES = 128
 LONGEST_NAME = 512
 
 Rule = tuple[Callable[[Any], bool], str]
-"""A function that tests a value, and the advice in the error message if the value fails the test."""
+"""A test of a value, and the advice in the error message if the value fails it."""
 
 
 def _integer(low: int, high: int) -> Rule:
@@ -91,9 +91,9 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
-"""Values of overridden fields that agree with how the policy samples.
+"""The values of overridden sampling fields that agree with the policy's own sampling.
 
-A temperature agrees if it is `loss.temperature`. A seed never agrees.
+A temperature agrees if it equals `loss.temperature`. A seed never agrees.
 """
 
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -188,7 +188,7 @@ def _no_constant(name: str) -> Any:
 
 
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
-    """Return for each field of `TRUNCATION` the value of the run: a call is accepted only with this value."""
+    """Return the run's value for each field of `TRUNCATION`. A call may give only this value."""
     every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
     return {
         "top_p": (truncation.top_p,),
@@ -199,9 +199,9 @@ def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
 
 
 def check_fields(body: Mapping[str, Any], route: str, temperature: float, truncation: Truncation = WHOLE) -> bool:
-    """Raise a `CallError` for unsupported fields. Return whether the call asks for other sampling than the policy's.
+    """Raise a `CallError` for unsupported fields. Return whether the call asks for other sampling than the policy does.
 
-    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`, `truncation`: the values of the run.
+    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`, `truncation`: values of the run.
     """
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
     of_run = truncation_values(truncation)
@@ -279,7 +279,7 @@ def _is_tool_call(call: Any) -> bool:
 def _content(message: Mapping[str, Any], where: str) -> str:
     """Return the text of a message, whose content is a string or a list of text parts.
 
-    A message with tool calls may have no content. `where`: the name of the message in errors, such as `messages[0]`.
+    A message with tool calls may have no content. `where` names the message in errors, e.g. `messages[0]`.
     """
     content = message.get("content", "" if message.get("tool_calls") else None)
     if isinstance(content, str):

@@ -5,19 +5,19 @@
     call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template dropped the thought
 
 <u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token. The messages of a call
-are rendered as text. If the text starts with the context and response of an earlier call, the new branch continues from
-the ids of that call, and only the new text is encoded. Otherwise the call starts a branch with newly encoded ids. Every
-sample therefore consists of exactly the tokens that the model saw. The metrics count two cases: a cut, if the messages
-continue an earlier call but the text does not (call 2 above), and a further conversation, if the messages do not
-continue an earlier call.
+are rendered as text. If the text begins with the context and the response of an earlier call, the new branch continues
+from the token ids of that call, and only the new text is encoded. Otherwise all text is encoded, as a new branch. Every
+sample therefore has exactly the tokens that the model saw.
 
-A program may receive a response as a parsed message, for example with tool calls, which the template does not write
-exactly as the model did. If the program returns this message unchanged, and the template writes it in the same way with
-and without the messages after it, then the call also continues from the ids: only the text after the response is
-encoded.
+Two metrics count calls that do not continue an earlier call. In a cut, the messages continue an earlier call, but the
+text does not (call 2 above). In a further conversation, the messages do not continue any earlier call.
 
-The random key of a call depends on the ids of its context and on the number of earlier calls with the same ids. It does
-not depend on time.
+A program may receive a response as a parsed message, e.g. with tool calls. The template may write this message
+differently from the model. If the program returns the message unchanged, the call still continues from the ids,
+provided that the template writes it in the same way with and without later messages.
+
+The random key of a call depends on the ids of its context and on the number of earlier calls with the same ids, but not
+on time.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Calls:
     ) -> Turn:
         """Sample a response of at most `max_new_tokens` tokens to a context, and add it to the episode.
 
-        `parse` returns the message that the program receives for the text of the response.
+        `parse` turns the text of the response into the message that the program receives.
         """
         branch = self._tree.begin(context.ids) if context.parent is None else self._tree.fork(context.parent)
         branch.add(context.new)
@@ -150,7 +150,7 @@ class Calls:
     def _expected(self, messages: Sequence[Message]) -> _FinishedCall | None:
         """Return the longest earlier call that these messages continue, or None.
 
-        Messages continue a call if they begin with the messages of that call, followed by a response.
+        Messages continue a call if they begin with its messages and a response.
         """
         longest, best = None, (0, False)
         for one in self._finished:
@@ -163,9 +163,9 @@ class Calls:
         return longest
 
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
-        """Return the context of a call that returns the parsed answer of an earlier call unchanged, or None.
+        """Return the context of a call that returns the answer of an earlier call as a parsed message, or None.
 
-        `text`: the rendered conversation. It must begin with the text of the conversation up to this answer.
+        `text`: the rendered conversation, which must begin with the conversation up to that answer.
 
             up to the answer    <u>2+3?<a>call(add, 2, 3)<e>\\n            the template writes the parsed answer
             text                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>
@@ -193,6 +193,6 @@ class Calls:
 
 
 def _as_read(answer: Message) -> Message:
-    """Return a message in the form that it has after it was read as part of a conversation."""
+    """Return a message as a template reads it: normalised like the messages of a conversation."""
     asked = {"role": "user", "content": "?"}
     return read_conversation([asked, dict(answer)], "messages").messages[-1]

@@ -1,17 +1,17 @@
-"""The command line of `rollout.agent`: placeholders for columns, and checks that no data is run as code.
+"""The command line of `rollout.agent`: it is filled with columns of a row, and must not run data as code.
 
     ["python", "agent.py", "{question}"]      {question}: the column of the row, as one argument of the program
     ["python", "agent.py", "{{question}}"]    the text {question}: doubled braces become single ones
 
-A column is data, and data must not be executed. A command is therefore rejected if a placeholder occurs
+A column is data, and data must not be run. A command is rejected if a placeholder occurs
 
     as the program                              ["{tool}", "x"]
     in code                                     ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
     as the script, or before it                 ["python", "{file}"], ["awk", "{question}", "rows.txt"]
     after a program that starts a shell         ["ssh", "host", "agent", "{question}"]
 
-A command is also rejected if it starts an interpreter without code: the interpreter would run its standard input, which
-is the row. Arguments after the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
+A command is also rejected if an interpreter gets neither code nor a script: it would run its standard input, which is
+the row. Arguments after the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ WRAPPERS = _names(
 SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs")
 """Programs that pass their arguments to a shell, or run them as commands."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)
-"""An option followed by code: -c, -lc, -e, -ne, --eval, /c. It has another meaning in some programs; then the check of
-its argument is unnecessary but harmless."""
+"""An option that is followed by code: -c, -lc, -e, -ne, --eval, /c. In some programs it means something else; checking
+it there is harmless.
+"""
 
 
 def column_names(arguments: Sequence[str]) -> list[str]:
@@ -139,7 +140,7 @@ def _danger(arguments: Sequence[str]) -> str | None:
 def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | None:
     """Return the problem with the arguments of the interpreter `name`, or None if they are safe.
 
-    `surely`: whether the interpreter certainly runs. Otherwise its name may be an argument of another program.
+    `surely`: whether the interpreter certainly runs. Otherwise, its name may be the argument of another program.
     """
     has_code, index = False, 0
     while index < len(arguments):
@@ -183,7 +184,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """Return the argument that `env -S` splits into several arguments, or None if it contains no column."""
+    """Return the argument that `env -S` splits into several arguments; None if no column is in it."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

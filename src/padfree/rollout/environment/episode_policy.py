@@ -7,8 +7,7 @@
         return policy.trajectory(reward=1.0)
 
 The random key of a turn depends on the seed, the batch, the response and the position of the turn in the tree
-(`sampling_rng.turn_key`), not on the speed of episodes. The first turn of an episode has the same key as a response
-without an environment.
+(`sampling_rng.turn_key`), not on time. The first turn of an episode has the key of a response without an environment.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""Rendered in place of a response, to find out which text a chat template writes after a response."""
+"""Rendered in place of a response, to find the text that a chat template writes after a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """One turn of the policy. `ended`: whether the last token is a stop token. If not, the turn reached its limit."""
+    """One turn of the policy. `ended`: whether the last token is a stop token. A turn that has not ended reached its
+    token limit.
+    """
 
     tokens: NDArray[np.int64]
     text: str  # without the stop token
@@ -49,7 +50,7 @@ class ChatTokenizer:
     """A tokenizer for environments: encodes, decodes, and renders the text between two turns."""
 
     def __init__(self, tokenizer: Any, chat: ChatRenderer | None, vocabulary: int) -> None:
-        """`vocabulary`: number of embeddings of the model; the tokenizer may have more tokens, or fewer."""
+        """`vocabulary`: the number of embeddings of the model, which may differ from the size of the tokenizer."""
         self._tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
         self._prompts = Encoder(tokenizer, append_eos=False)
 
@@ -67,7 +68,7 @@ class ChatTokenizer:
         return self.checked(self._tokenizer(text, add_special_tokens=False)["input_ids"], "model.tokenizer")
 
     def checked(self, ids: Any, what: str) -> list[int]:
-        """Return token ids as a list. Raise a `UserError` if the model lacks an embedding for one of them.
+        """Return token ids as a list. Raise a `UserError` if the model has no embedding for one of them.
 
         `what`: the name of the ids in error messages.
         """
@@ -81,8 +82,8 @@ class ChatTokenizer:
     def between(self, content: str, role: str, end: str) -> str:
         """Return the text between two responses: the message `content` of `role`, and the header of the next response.
 
-        The chat template renders it. `end`: the text with which the response ended. Without a chat template, the result
-        is `content` itself.
+        `end`: the text with which the response ended. The chat template renders the text; without a chat template, the
+        result is `content` itself.
         """
         if self.chat is None:
             return content
@@ -109,14 +110,14 @@ class Host(Protocol):
     temperature: float
 
     def respond(self, path: tuple[int, ...], request: SamplingRequest) -> Awaitable[Response]:
-        """Sample a response. `path` identifies the turn, and orders requests that are sampled together."""
+        """Sample a response. `path` identifies the turn and orders requests that are sampled together."""
 
     def serve(self, tree: Tree) -> Awaitable[str]:
         """Serve the policy as an OpenAI-compatible API for the episode of `tree`, and return the URL."""
 
 
 class Policy:
-    """One branch of an episode, through which the episode samples tokens, adds its own text and makes new branches."""
+    """One branch of an episode. Through it, the episode samples tokens, adds text and makes new branches."""
 
     def __init__(self, tree: Tree, branch: Branch, host: Host) -> None:
         self.tree, self._branch, self._host = tree, branch, host
@@ -139,7 +140,7 @@ class Policy:
 
     @property
     def text(self) -> str:
-        """All text after the prompt, including the environment's text, without a final stop token."""
+        """All text after the prompt, including the environment's text, without a stop token at the end."""
         ids = self._branch.ids[len(self.prompt.tokens) :]
         return self._host.chat_tokenizer.decode(ids[:-1] if self._branch.ended else ids)
 
@@ -150,7 +151,7 @@ class Policy:
 
     @property
     def reward(self) -> float | None:
-        """Reward of this branch. If it is None, the branch gets the reward of the trajectory."""
+        """Reward of this branch; None: it gets the reward of the trajectory."""
         return self._branch.reward
 
     @reward.setter
@@ -158,9 +159,9 @@ class Policy:
         self._branch.reward = value
 
     async def generate(self, max_tokens: int | None = None) -> Turn:
-        """Sample a turn of at most `max_tokens` tokens at the end of this branch, and return it.
+        """Sample a turn of at most `max_tokens` tokens at the end of this branch.
 
-        The turn is empty if `max_new_tokens` is 0, i.e. if the branch is full.
+        The turn is empty if the branch is full, i.e. if `rollout.max_new_tokens` is used up.
         """
         if self._generating:
             raise UserError(
@@ -191,7 +192,7 @@ class Policy:
     def add(self, content: str | Sequence[int] | NDArray[np.integer[Any]]) -> bool:
         """Append text or token ids of the environment.
 
-        If they exceed `max_new_tokens`, nothing is added, the branch is full from then on, and the result is False.
+        If they exceed `max_new_tokens`, nothing is added, the branch is full, and the result is False.
         """
         tokenizer = self._host.chat_tokenizer
         ids = (
@@ -226,7 +227,7 @@ class Policy:
         return self._host
 
     async def base_url(self) -> str:
-        """Return the URL of an OpenAI-compatible API. The calls of a program to it become part of the trajectory."""
+        """Return the URL of an OpenAI-compatible API. Its calls become part of the trajectory."""
         return await self._host.serve(self.tree)
 
     def trajectory(
@@ -237,12 +238,11 @@ class Policy:
         metrics: Mapping[str, float] | None = None,
         group_reward: GroupReward | None = None,
     ) -> Trajectory:
-        """Return the trajectory of the episode, i.e. all its leaves. An episode returns this value.
+        """Return the trajectory of the episode, i.e. all its leaves. An episode ends by returning it.
 
-        `reward`: the reward of branches that have none of their own. If a leaf has no reward from either,
-        `rollout.reward` computes its reward from the text of the leaf, or from `answer` if it is given. `metrics` are
-        averaged over the episodes of a batch and named `environment/...`. `group_reward` replaces `reward` if the
-        reward needs all episodes of the prompt.
+        `reward`: the reward of branches without their own. If both are missing, `rollout.reward` computes the reward of
+        a leaf from its text, or from `answer`. `metrics` are averaged over the episodes of a batch and named
+        `environment/...`. `group_reward` replaces `reward` if the reward needs all episodes of the prompt.
         """
         return Trajectory(
             tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}), group_reward=group_reward

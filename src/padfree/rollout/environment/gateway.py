@@ -9,8 +9,8 @@
     calls         the context of a call as a branch of its episode
 
 Tokens are sampled at `loss.temperature`, because the trainer computes log-probabilities at that temperature. A call
-that cannot be served gets status 400 and the reason. An exception in the gateway itself gives status 500 and fails the
-episode; `rollout.on_failure` decides whether the run continues.
+that cannot be served gets status 400 and the reason. A bug in the gateway gives status 500 and fails the episode;
+`rollout.on_failure` decides whether the run continues.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Served:
 
 
 class Gateway:
-    """The API server. It starts when the first URL is requested, and runs in the thread of the event loop."""
+    """The API server, in the thread of the event loop. It starts when the first URL is requested."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Gateway:
         return f"http://127.0.0.1:{self._port}/{served.key}/v1"
 
     def forget(self, tree: Tree) -> None:
-        """Remove the URL of an episode that has ended, and cancel its waiting calls."""
+        """Remove the URL of an ended episode, and cancel calls that still wait."""
         for one in self._episodes:
             if one.tree is tree:
                 for task in one.pending:
@@ -179,7 +179,7 @@ class Gateway:
 
 
 def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -> dict[str, Any]:
-    """Return the body of the answer to a call, in OpenAI's format. `turns`: the sampled responses.
+    """Return the answer to a call, in OpenAI's format. `turns`: the sampled responses.
 
     `chat`: whether the call is a chat completion. `model`: the name that the call gave.
     """
@@ -204,7 +204,7 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
 
 
 def events(answer: Mapping[str, Any], *, usage: bool = False) -> bytes:
-    """Return an answer as a stream of events: the whole text, the finish reason, and with `usage` the token counts."""
+    """Return an answer as a stream of events: the whole text, the finish reason and, if `usage`, the token counts."""
     parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}

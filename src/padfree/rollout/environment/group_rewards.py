@@ -4,8 +4,8 @@
     episode 1   ... ends, waits -------.          |      the last episode to end scores all of them
     episode 2   ...................... ends: score([0, 1, 2]) -> reward and metrics of each
 
-All functions run in the thread of the event loop. An episode that waits no longer counts as running, so another one can
-start in its place.
+All functions run in the thread of the event loop. An episode that waits for others counts as ended, so that the next
+one can start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Scored = tuple[float, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReward:
-    """What an episode returns in place of a reward. `score` gets the `result` of every episode of the group."""
+    """What an episode returns in place of a reward. `score` compares the `result` of every episode of the group."""
 
     result: Any
     score: Callable[[Sequence[Any]], Awaitable[Sequence[Scored]]]
@@ -67,7 +67,7 @@ class PlayGroup:
         return scored[number]
 
     def fail(self) -> None:
-        """Record that an episode of the group has failed: none of its episodes can be scored."""
+        """Record that an episode of the group failed, so that no episode of the group can be scored."""
         self._failed = True
         for future in self._waiting.values():
             if not future.done():

@@ -4,14 +4,16 @@
     unauthenticated    10 s, 16 KiB    unknown: 404, closed     never read
     authenticated                      known                    60 s, 16 MiB    60 s to receive it
 
-The times and sizes are limits for each part of a request. Any process on this machine can connect. A connection is
-unauthenticated until it sends a head (request line and headers) whose path has a known key. Until then, the server
-keeps only its head in memory. At most `ListenerLimits.unauthenticated` unauthenticated connections are open. If one
-more opens, the oldest is closed, so that a program that sends its head without delay is always served. The bodies of
-all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
+Times and sizes in the picture limit each part of a request. Bodies of all requests together take at most
+`ListenerLimits.bodies` bytes; further requests wait.
 
-The server does not depend on the application. It is given a function of type `Admit`, which decides by method and path,
-before a body is read, whether and how a request is answered.
+Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
+headers) whose path has a known key. Until then, only its head is kept in memory. There are at most
+`ListenerLimits.unauthenticated` such connections. One more closes the oldest, so that a program that sends its head at
+once is always served.
+
+The application passes a function of type `Admit`. It decides by method and path, before the body is read, whether and
+how a request is answered.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class ListenerLimits:
     head_seconds: float = 10.0
     unauthenticated: int = 256  # connections without a known key
     connections: int = 768  # maximum number of connections; opening one more closes an idle one
-    # The body of a rejected request is read and dropped, up to this many bytes. If it stayed unread, the client might
-    # not receive the error response.
+    # The body of a rejected request is read and dropped, up to this many bytes. An unread body could keep the client
+    # from receiving the error response.
     dropped: int = 64 << 10
     dropped_seconds: float = 1.0
     idle_seconds: float = 300.0  # time after which an authenticated connection without a request is closed
@@ -75,14 +77,14 @@ class Reply:
 
 
 Answer = Callable[[bytes], Awaitable[Reply]]
-"""Function that takes the body of a request and returns an awaitable of the reply. The reply must not hold the body."""
+"""Takes the body of a request and returns an awaitable of the reply, which must not refer to the body."""
 
 Admit = Callable[[str, str], Answer]
-"""Function of method and path that returns the `Answer`. It raises `CallError` if the path has no known key."""
+"""Takes a method and a path and returns the `Answer`. It raises `CallError` for a path without a known key."""
 
 
 class _EndedError(Exception):
-    """The client is gone or too slow, so that the connection is closed without an answer."""
+    """The client is gone or too slow. The connection is closed without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Listener:
     def _make_space(self) -> bool:
         """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one.
 
-        Return whether there is space for a new connection.
+        Return whether a new connection has space.
         """
         total = len(self._unauthenticated) + len(self._idle) + len(self._busy)
         if len(self._unauthenticated) < self._limits.unauthenticated and total < self._limits.connections:
@@ -262,7 +264,7 @@ class Listener:
 
 
 class _Budget:
-    """The bytes of memory that the bodies of all requests share."""
+    """The memory that the bodies of all requests share, in bytes."""
 
     def __init__(self, size: int) -> None:
         self._left = size

@@ -7,7 +7,7 @@
     observation                                  user        <- one field of the observation, or the observation as JSON
     ...                                                         until `done`, the last turn, or no tokens are left
 
-Every episode has a session of its own at the server. The reward is the sum of the rewards of its steps.
+Every episode has its own session at the server. Its reward is the sum of the rewards of its steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from padfree.rollout.prompts import Prompt
 
 SETTING = "rollout.environment"
 RESET = "reset"
-"""The column with the arguments of the environment's reset, an object; most environments need none."""
+"""The column with the arguments (an object) of the environment's reset. Most environments need none."""
 JSON = "json"
 TURNS = 16
 SECONDS = 30.0
@@ -48,7 +48,7 @@ Reward = Literal["sum", "last"]
 class OpenEnvServer:
     """A server and how its actions and observations are read.
 
-    `action` and `observation`: the name of a field, `json` for the whole object, or None for the only text field.
+    `action`, `observation`: the name of a field, `json` for the whole object, or None for the only text field.
     """
 
     url: str
@@ -124,9 +124,9 @@ def openenv_episode(name: str) -> Episode:
 
 
 async def _step(client: Any, said: str, field: str, before: Any) -> tuple[Any, str | None]:
-    """Send the text of a turn as an action. Return the result, and why the action was refused, or None.
+    """Send the text of a turn as an action. Return the result and, if the action was refused, the reason.
 
-    The policy reads the refusal as the next observation; `before` is the result that stays valid.
+    The policy reads the reason as its next observation. `before` is the last valid result.
     """
     if field != JSON:
         action: Any = {field: said}
@@ -191,7 +191,7 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 
 
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
-    """Return the field of a schema that holds the text: the given one, or the only text field, otherwise `json`."""
+    """Return the field of a schema that holds the text: the given one, else the only text field, else `json`."""
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
         known = ", ".join([*sorted(properties), JSON])

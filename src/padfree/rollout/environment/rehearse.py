@@ -33,10 +33,10 @@ def rehearse(
     max_new_tokens: int = 1000,
     reward: str | None = None,
 ) -> tuple[Leaf, ...]:
-    """Play one episode in which the policy writes these turns in order, each ended by eos; return its leaves.
+    """Play an episode in which the policy writes these turns in order, each ended by eos; return its leaves.
 
-    A leaf is a sequence that would become a sample. `prompt` is not rendered. With `chat`, the chat template renders
-    the replies of the environment. `row`: the data row of the prompt. `reward`: the value of `rollout.reward`.
+    A leaf is a sequence that would become a sample. `prompt` is not rendered by a template. With `chat`, the chat
+    template renders the replies of the environment. `row`: the data row. `reward`: the value of `rollout.reward`.
     """
     chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
     reward_workers = None if reward is None else RewardWorkers(load_reward(reward))

@@ -4,7 +4,7 @@
     messages, tools            ->   context as token ids          ->   sampled from the policy
     message with tool calls    <-   text of the sampled ids       <-   ids, log-probabilities
 
-The episode keeps token ids (`Calls`): a request that continues an earlier response continues from the sampled ids.
+A request that continues an earlier response continues from its token ids (`Calls`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TEXT = "text"
 
 
 class OverlongContextError(Exception):
-    """Raised if the context of a request leaves no tokens for a response."""
+    """Raised if the context of a request leaves no space for a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class PolicyResponder:
     """Samples the responses of one episode."""
 
     def __init__(self, tree: Tree, host: Host, make_parser: Callable[[], ToolCallParser]) -> None:
-        """`make_parser` returns the parser for tool calls; it is called if a request has tools."""
+        """`make_parser` returns the parser for tool calls. Only requests with tools need it."""
         self._tree, self._host, self._make_parser = tree, host, make_parser
         self._calls = Calls(tree, host)
         self._turns = 0

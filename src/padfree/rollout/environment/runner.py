@@ -3,13 +3,12 @@
     plays      0 1 2 3 4 5 …     at most `max_concurrent` at a time; the next starts when one returns its trajectory
     a play     episode -> leaves -> rewards -> Played
 
-If an episode or a reward raises an exception or exceeds the timeout, the result is a `Played` with a failure, or the
-run ends (`rollout.on_failure`). The timeout counts only the time of the episode itself: its clock stops while it waits
-for tokens. An episode is user code. Any exception that it raises, including `SystemExit`, is a failure of the episode.
-An episode that ignores its cancellation is abandoned.
+If an episode fails, the run ends or, with `rollout.on_failure=skip`, the result is a `Played` with a failure. An
+episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of an
+episode stops while it waits for tokens. An episode that ignores its cancellation is abandoned.
 
-`play` waits for its episodes. `begin` does not wait: its episodes are played during training, and start in the order in
-which they were queued.
+`play` waits for its episodes. `begin` does not wait: its episodes run during training, and start in the order of the
+queue.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ GRACE = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
-    """Settings of a runner.
+    """Settings of an `EpisodeRunner`.
 
-    `name`: the name of the environment, for messages. With `skip_failures`, a failure is recorded and not raised.
+    `name`: the name of the environment, for messages. `skip_failures`: record a failure and do not raise it.
     """
 
     name: str
@@ -59,7 +58,7 @@ class RunnerSettings:
 
 
 class EpisodeRunner:
-    """Plays episodes with one sampler. `reward_workers` compute the rewards that episodes do not return themselves."""
+    """Plays episodes with one sampler. `reward_workers` compute rewards that an episode does not return."""
 
     reward_seconds = 0.0  # not measured: rewards are computed while other episodes run
 
@@ -93,7 +92,7 @@ class EpisodeRunner:
     ) -> list[Played]:
         """Play `plays` and return the results in order. Every rank calls this method with its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers` replaces the workers of this runner if it is given.
+        `gather` gathers an object from all ranks. `reward_workers`, if given, replaces the workers of this runner.
         """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         free_slots = asyncio.Semaphore(self._settings.max_concurrent)
@@ -156,7 +155,7 @@ class EpisodeRunner:
         """Play episodes and return the results in order. `source` samples their tokens.
 
         `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
-        when all episodes have started, or one has failed. `compared`: for rewards that need all episodes of a prompt.
+        when all have started, or one has failed. `compared`: groups whose rewards need all episodes of a prompt.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -204,7 +203,7 @@ class _Session:
         free: Callable[[], None],
         compared: PlayGroup | None,
     ) -> None:
-        """`free` frees the slot of the episode. `compared`: the episodes of its prompt, if all of them play now."""
+        """`free` lets another episode start. `compared`: all episodes of the prompt, for a reward that needs them."""
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self.temperature = runner._settings.temperature
@@ -268,7 +267,7 @@ class _Session:
         return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
 
     async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
-        """Return the trajectory with its reward, which is known when all episodes of the prompt have ended."""
+        """Return the trajectory with its reward. A reward that compares episodes is known only when all have ended."""
         name = self._runner._settings.name
         if self._compared is None:  # a checkpoint may hold some episodes of the group and not the others
             raise UserError(
@@ -312,9 +311,9 @@ class _Session:
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """Return the text of the token ids of a branch, without the prompt if they start with it.
+        """Return the text of a branch without its prompt.
 
-        `ended`: whether the last id is a stop token, which is left out.
+        If `ended`, the last id is a stop token, which is left out.
         """
         prompt = self._play.prompt.tokens
         start = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
@@ -358,7 +357,7 @@ class _Session:
         return await self._runner._gateway.address(tree, self)
 
     def _finish(self) -> None:
-        """Record that the episode requests no more tokens, so that another episode can start."""
+        """Record that the episode requests no more tokens, so that another can start."""
         if not self._finished:
             self._runner._gateway.forget(self._tree)
             self._source.finished(self._play.number)
@@ -367,14 +366,14 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Whether the error is about a setting of the run. If not, it is about an argument that the environment passed."""
+    """Whether the error is about a setting. Otherwise, it is about an argument that the environment passed."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 
 async def _in_own_task(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
-    """Run the coroutine of an episode in a separate task, and return its trajectory.
+    """Run the coroutine of an episode in a task of its own, and return its trajectory.
 
-    If the task does not end when it is cancelled, it is abandoned. `name`: the name of the task.
+    A task that does not end when it is cancelled is abandoned. `name`: the name of the task.
     """
     task = asyncio.ensure_future(coroutine)
     if isinstance(task, asyncio.Task):

@@ -4,10 +4,9 @@
                episode 1   request - wait ------ | together  (ended)        |
     Streams    each request goes to the sampler without delay, and each response to its episode
 
-`Rounds` is for samplers that only have `sample`. A round starts when every running episode waits for tokens. The
-requests of a round depend on the episodes, not on their speed, so that a resumed run repeats them exactly. The drawback
-is that a slow tool delays all other episodes. Every rank calls `sample` once per round, even if none of its episodes
-requests tokens. `Streams` is for an `AsyncSampler`.
+`Rounds` is for samplers that only have `sample`. A round samples for all running episodes at once, as soon as each of
+them waits for tokens. A resumed run therefore repeats the same rounds. The drawback is that a slow tool delays all
+other episodes. Every rank calls `sample` once per round, even without a request. `Streams` is for an `AsyncSampler`.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from padfree.rollout.base import AsyncSampler, Gather, Response, Sampler, Sampli
 from padfree.rollout.loop_thread import LoopThread
 
 TurnPath = tuple[int, ...]
-"""Identifies a turn of an episode; it also orders the requests of a round."""
+"""Identifies a turn of an episode, and orders the requests of a round."""
 Round = list[tuple[tuple[int, TurnPath], SamplingRequest]]
 
 POLL = 0.2
 """Seconds between two checks while waiting for episodes."""
 
 QUIET_ITERATIONS = 16
-"""A round starts after this many iterations of the event loop without a new request. Branches of an episode send their
-requests one by one."""
+"""A round starts after this many iterations of the event loop without a new request, so that the branches of an episode
+can all send theirs.
+"""
 
 
 class TokenSource(Protocol):
-    """Samples tokens for episodes. `respond`, `started` and `finished` are called in the thread of the event loop."""
+    """Samples tokens for episodes. Its methods are called in the thread of the event loop."""
 
     def started(self, episode: int) -> None: ...
 
@@ -49,7 +49,7 @@ class TokenSource(Protocol):
 
 
 class Rounds:
-    """Token source that collects the requests of all waiting episodes and samples them together, in rounds."""
+    """Samples the requests of all waiting episodes together, in rounds."""
 
     def __init__(self, sampler: Sampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
@@ -133,9 +133,9 @@ class Rounds:
                 self._thread.call(self._deliver, requests, responses)
 
     def _next(self, episodes: Future[Any]) -> tuple[Round, str | None]:
-        """Wait for the next round and return it, with an error message or None.
+        """Wait for the next round. Return its requests, with an error message or None.
 
-        The round is empty once all episodes have ended.
+        The round is empty after all episodes have ended.
         """
         while True:
             if episodes.done():
@@ -148,7 +148,7 @@ class Rounds:
 
 
 class Streams:
-    """Token source that sends each request to an `AsyncSampler` at once."""
+    """Sends each request to an `AsyncSampler` at once."""
 
     def __init__(self, sampler: AsyncSampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout
@@ -217,7 +217,7 @@ def failure_of(episodes: Future[Any]) -> str | None:
 def blocked(thread: LoopThread, timeout: float) -> str | None:
     """Return an error message if an episode has blocked the event loop for more than `timeout` seconds, else None.
 
-    While the loop is blocked, no episode continues and no timeout works.
+    While the event loop is blocked, all episodes and all timeouts stop.
     """
     if thread.seconds_blocked() <= timeout:
         return None

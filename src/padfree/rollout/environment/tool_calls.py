@@ -9,8 +9,8 @@
     brackets     [TOOL_CALLS][{"name": ..., "arguments": {...}}]               Mistral
     object       {"name": ..., "parameters": {...}}                            Llama 3.1 and later
 
-Which format applies follows from the chat template: it is the one that reads back a tool call that the template wrote.
-If a response has no tool call, or one that is not valid JSON, the whole text is the content of the message.
+The chat template decides which format applies: it is the one in which the template writes a tool call. Without a valid
+tool call, the whole text is the content of the message.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from padfree.errors import UserError
 from padfree.rollout.environment.episode_policy import MARK
 
 Found = tuple[str, list[dict[str, Any]]]
-"""The text before the tool calls, and for each call its name and its arguments."""
+"""The text before the tool calls, then the name and arguments of each call."""
 Reader = Callable[[str], tuple[str, Any] | None]
-"""Returns the text before the tool calls and a JSON value that should be a list of calls, or None if there is none."""
+"""Returns the text before the tool calls and their JSON, which should be a list; None if there are no tool calls."""
 
 _TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _BRACKETS = "[TOOL_CALLS]"

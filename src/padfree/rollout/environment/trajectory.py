@@ -7,9 +7,8 @@
 
 The calls on the left build the root branch. `fork` is a second branch, which starts after the first turn of the root.
 
-Token ids are appended and never re-encoded. Every leaf is a separate sample: its whole path, including prefixes that it
-shares with other leaves. Shared prefixes are computed once (`batch.share_prefixes`), and their gradient is the sum over
-the leaves.
+Token ids are appended and never encoded again. Every leaf is a separate sample with its whole path. A prefix that
+leaves share is computed once (`batch.share_prefixes`), and its gradient is the sum over the leaves.
 
 A branch is a leaf if it has sampled tokens of its own and is not a prefix of another leaf.
 """
@@ -32,11 +31,11 @@ from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
 NO_IDS = np.zeros(0, np.int32)
-"""The kept ids of a token that was not sampled, or that was sampled from the whole vocabulary."""
+"""The kept ids of a token that was not sampled, or sampled from the whole vocabulary: none."""
 
 
 class Branch:
-    """A path of an episode: its token ids; for each, whether it was sampled, its log-probability and policy version."""
+    """A path of an episode. Each token has an id, a log-probability, a policy version, and whether it was sampled."""
 
     def __init__(self, tokens: NDArray[np.integer[Any]], *, path: tuple[int, ...] = (), parent: Branch | None = None):
         self._array = tokens  # cached, so that requests with the same context share one array object
@@ -55,13 +54,13 @@ class Branch:
 
     @property
     def tokens(self) -> NDArray[np.integer[Any]]:
-        """[n]: token ids. Branches with the same tokens return the same array object."""
+        """[n]: token ids. Branches with equal tokens return the same array object."""
         if len(self._array) != len(self.ids):
             self._array = np.array(self.ids, dtype=np.int64)
         return self._array
 
     def write(self, response: Response) -> None:
-        """Append the tokens of a sampled response. A token of an earlier turn keeps its route if that is known."""
+        """Append the tokens of a sampled response. Earlier tokens keep the routes that are already known."""
         self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
         kept = [NO_IDS] * len(response.tokens) if response.kept is None else response.kept.arrays()
         self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist(), kept)
@@ -100,7 +99,7 @@ class Branch:
 
 
 class Tree:
-    """The branches of one episode. The root starts with the prompt; calls of an agent may start other roots."""
+    """The branches of one episode. The first root starts with the prompt; calls of an agent may start other roots."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -134,7 +133,7 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """The return value of an episode, made by `Policy.trajectory`. `reward` is for leaves without their own reward."""
+    """The result of an episode, made by `Policy.trajectory`. `reward` is for leaves without a reward of their own."""
 
     tree: Tree
     reward: float | None = None
@@ -160,6 +159,6 @@ def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None 
 
 
 def turns_of(branch: Branch) -> int:
-    """Return the number of turns of a branch, i.e. the number of runs of consecutive sampled tokens."""
+    """Return the number of turns of a branch. A turn is a run of consecutive sampled tokens."""
     sampled = np.array([False, *branch.sampled])
     return int((sampled[1:] & ~sampled[:-1]).sum())

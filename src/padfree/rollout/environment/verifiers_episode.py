@@ -7,7 +7,7 @@
     functions of one rollout            computed when the episode ends
     a function of several rollouts      computed when all episodes of the prompt have ended
 
-The reward is the weighted sum of the rubric's functions. All functions, including functions of weight 0, are metrics.
+The reward is the weighted sum of the rubric's functions. All functions are metrics, also those of weight 0.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def _check_state(state: Mapping[str, Any], failure: UserError | None, name: str) -> None:
     """Raise an error if the rollout failed, or if it gives rewards to single turns.
 
-    An error of a tool that ends a rollout (`stop_errors`) is a result of the policy, and the rubric scores it.
+    An error of a tool that ends a rollout (`stop_errors`) is scored like any other result of the policy.
     """
     if failure is not None:
         raise failure

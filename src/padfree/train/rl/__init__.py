@@ -1,4 +1,4 @@
-"""Additions for RL.
+"""Parts of training that only RL uses.
 
 reference_model    the reference model of the KL term, and its refreshes
 reward_model       a reward model as the reward of rollouts

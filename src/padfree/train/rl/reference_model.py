@@ -7,11 +7,11 @@
     rollout batch   1   2   3   4   5          with reference.refresh = 2
     reference       r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
 
-A refreshed reference is an earlier state of the policy that no file holds. After the first refresh, checkpoints
-therefore store the reference (`tensors_to_save`) and the number of finished rollout batches (`state_dict`).
+With `reference.refresh`, the reference takes over the policy's weights from time to time. Such weights are in no file,
+so checkpoints store them (`tensors_to_save`), with the number of finished rollout batches (`state_dict`).
 
-With `reference.offload` the weights of a `ModelReference` stay on the CPU (FSDP2's offloading) and are on the device
-only while they are used. The setting has no effect in a run on the CPU.
+With `reference.offload`, the weights of a `ModelReference` are on the device only while they are used, and otherwise on
+the CPU (FSDP2's offloading). The setting has no effect if the run is on the CPU.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class: computes the reference's log-probabilities of samples.
 
-    After every `every` batches, the reference takes over the weights of the policy. If `every` is None, the reference
-    never changes.
+    After every `every` batches, the reference takes over the weights of the policy. None: never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -52,7 +51,7 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
-        """Take over the current weights or adapters of `model`, the policy. Collective."""
+        """Copy the current weights or adapters of `model`, the policy. Collective."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ class ReferenceModel(ABC):
     def after_batch(self, model: PreTrainedModel) -> None:
         """Count a finished rollout batch, and refresh the reference if it is due. `model`: the policy.
 
-        Call this when all updates of a rollout batch are done, before a checkpoint is saved.
+        Call this after the last update of a rollout batch, before a checkpoint is saved.
         """
         self.batches += 1
         if self.every is not None and self.batches % self.every == 0:
@@ -97,7 +96,7 @@ class ModelReference(ReferenceModel):
         return named_tensors(self.scorer.model)
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raise an error if the weights of `model`, the policy, have other names or shapes than the reference's."""
+        """Raise an error if the policy (`model`) and the reference have weights of different names or shapes."""
         check_same_tensors(self.scorer.model, model, self.every)
 
 
@@ -121,9 +120,9 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
 
 
 class AdapterReference(ReferenceModel):
-    """A reference that shares the policy's base weights.
+    """A reference that shares the policy's base weights: the policy without its adapters.
 
-    It is the policy with zero adapters or, after a refresh, with the adapters of an earlier policy.
+    After a refresh, it is the policy with the adapters of an earlier policy.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:

@@ -5,9 +5,9 @@
     responses of all ranks                   ->  packed and scored by all ranks together, each at its last token
     result                                   <-  one score per response, returned on the rank that passed the response
 
-The policy's token ids cannot be used, because the two models may have different tokenizers. The reward model scores the
-text without the token that ended the response. Its text therefore ends like the reward model's training texts, whether
-the policy ended the response or the response was cut off.
+The reward model receives text, because its tokenizer may differ from the policy's. The text ends before the token that
+ended the response, like the texts on which a reward model is trained. Complete and cut-off responses therefore end in
+the same way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelReward:
         return [one if isinstance(one, str) else next(own) for one in tokens]
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
-        """Return the tokens of each prompt with its response, or an error message in their place."""
+        """Return the tokens of each prompt with its response, or an error message if the text cannot be encoded."""
         # Use the prompt as it was before the policy's chat template was applied.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers

@@ -1,10 +1,11 @@
-"""Divide the response log (`padfree.rollout.response_log`) of a run into parts.
+"""The log of sampled responses of a run: after a kill, responses since the last checkpoint are not sampled again.
 
-A new part begins at each checkpoint. When the checkpoint is complete, the parts before it are deleted.
+The log (`padfree.rollout.response_log`) consists of parts. A new part begins at each checkpoint. When the checkpoint is
+complete, the parts before it are deleted.
 
-A logged response can be reused if the resumed run has the same weights and settings as the run that sampled it. Weights
-are compared by fingerprint at the step at which each part of the log begins: the first step, or a checkpoint. Settings
-are compared by a digest of everything that changes what is sampled or trained.
+A logged response can be reused if the resumed run has the same weights and settings as the run that sampled it. The
+beginning of each part records both: a fingerprint of the weights at this step, and a digest of all settings that change
+what is sampled or trained.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ WITHOUT_EFFECT = (
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
-    """Return a digest of `made_with`, the record that every checkpoint stores (see `padfree.train.resume`).
+    """Return a digest of `made_with`, the record of settings, model and data in every checkpoint.
 
     The settings in `WITHOUT_EFFECT` do not count.
     """
@@ -69,8 +70,8 @@ class RunResponseLog:
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
         """Start logging. Return a note if there are responses to reuse.
 
-        `step` and `after` are the numbers of the last optimizer step and the last batch before the log begins. `resume`
-        says whether the run resumes. If it does not, responses in the log of an earlier run are deleted.
+        `step`, `after`: the last optimizer step and the last batch before the log begins. `resume`: whether the run
+        resumes; if not, responses of an earlier run are deleted.
         """
         origin = self._origin(step)
         error = None
@@ -86,7 +87,7 @@ class RunResponseLog:
         return f"reusing {found} responses from the response log" if found else None
 
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
-        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the last requested batch.
+        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the newest requested batch.
 
         Call this before the state for a checkpoint is collected.
         """

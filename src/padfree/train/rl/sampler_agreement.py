@@ -11,13 +11,13 @@ from padfree.warning import PadfreeWarning
 
 DIFFERENCE = "loss/sampler_difference"
 FIRST_UPDATE = "seconds/sampling"
-"""A metric of the first update of a batch only. Later updates have other weights than the sampler had."""
+"""A metric that only the first update of a batch has. Later updates have other weights than the sampler had."""
 
 AGREED = "sampler and trainer agree to the bit"
 
 
 class SamplerAgreement:
-    """Checks the metrics of each batch, and reports the first agreement and the first difference."""
+    """Compares log-probabilities of each batch, and reports the first batch that agrees and the first that differs."""
 
     def __init__(self, on_step: OnStep | None, on_note: Callable[[str], None] | None) -> None:
         self._on_step, self._on_note = on_step, on_note

@@ -3,15 +3,15 @@
     prefill    a pack of T tokens of prompts        ->  keys and values at cache indices [T], no logits
     decode     one token for each of L slots [L]    ->  hidden states [L, D], with `decode_attention`
 
-A slot holds one response that is being sampled. In both cases the model sees one sequence, `[1, T]` or `[1, L]`, with
-explicit positions. This works because all layers but attention treat tokens independently, which `padfree.model.probe`
-verifies. Prompts with images are prefilled as the trainer runs packs with images: features of the vision tower at the
-placeholders, rotary positions of the model. Attention gets its context (cache, slots, packs) as an argument of the
-forward pass, never as a global. Before each layer the context is narrowed to that layer, outside of compiled code, so
-that all layers share one compiled graph.
+A slot holds one response that is being sampled. In prefill and in decode steps, the model sees one sequence, `[1, T]`
+or `[1, L]`, with explicit positions. This works because all layers but attention treat tokens independently, which
+`padfree.model.probe` verifies. Prompts with images are prefilled as in training.
 
-With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): decode steps and prefill are compiled
-as the layers of the trainer are, and decode attention is the trainer's kernel with one query per slot.
+Attention gets its context (cache, slots, packs) as an argument of the forward pass. Before each layer, outside of
+compiled code, the context is narrowed to that layer, so that all layers share one compiled graph.
+
+With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): they are compiled as in training, and
+decode attention is the trainer's kernel with one query per slot.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a CUDA graph can capture a decode step, i.e. whether a step runs the same kernels for any tokens.
+    """Whether a CUDA graph can capture a decode step, i.e. whether the kernels do not depend on the tokens.
 
-    This is false for mixtures whose experts are not stacked weights, because they skip unused experts.
+    Mixtures of experts that are not stacked weights cannot be captured, because they skip unused experts.
     """
     config = text_config(model.config)
     return not any(getattr(config, name, None) for name in EXPERTS) or all_stacked(model)
@@ -212,7 +212,7 @@ def _run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mark_variable(inputs: Sequence[Any]) -> None:
-    """Tell the compiler that the number of slots L may vary, so that it does not compile once for each number.
+    """Tell the compiler that the number of slots L varies, so that it does not compile once for each number.
 
     `inputs` have L as a dimension: hidden states [1, L, D], positions [1, L].
     """
@@ -245,8 +245,8 @@ def _cached_attention(
 ) -> tuple[Tensor, None]:
     """Attention with padfree's KV cache, called through HF's attention interface. Return [1, T, H, dv] and None.
 
-    Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill. Decode steps call the same
-    layers with the same arguments, so they need no check.
+    Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill, so that decode steps need
+    no check.
     """
     context = attn_context
     if isinstance(context, _DecodeLayer):

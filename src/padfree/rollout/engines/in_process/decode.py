@@ -3,9 +3,9 @@
     slot_schedule   on the host      assigns a slot and a part of the cache to each request
     decode_steps    on the device    prefill, and one step of all slots
 
-The last token of a prompt is not prefilled. It is the first input of each slot that samples a response to the prompt.
-All tokens of a response, including the first, are therefore sampled by a decode step. A prompt of n tokens takes n - 1
-entries of the cache for any number of responses.
+The last token of a prompt is not prefilled. It is the first input of each slot that samples a response to the prompt,
+so that a decode step samples all tokens of a response. A prompt of n tokens takes n - 1 entries of the cache for any
+number of responses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Decoder(DecodeSteps):
     ) -> list[Response]:
         """Return one response for each request, in order.
 
-        If `on_tokens` is given, the host synchronises with the device after every burst of steps.
+        `on_tokens` makes the host synchronise with the device after every burst of steps.
         """
         self.statistics = DecodeStatistics()
         if not requests:
@@ -76,6 +76,6 @@ def _joined(prompt: Routes | None, steps: Routes) -> Routes | None:
     """Return the routes of a prompt and its response. The route of the last token is unknown.
 
     `prompt`: routes of the prompt without its last token; None if it has only one token. `steps` [m, R, k]: routes of
-    the inputs of the m steps, which are the last token of the prompt and the response without its last token.
+    the inputs of the m steps: the last token of the prompt, and the response without its last token.
     """
     return joined_routes([prompt, steps, None], [0, len(steps), 1])

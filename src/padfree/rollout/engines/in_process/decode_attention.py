@@ -9,14 +9,13 @@ A slot holds one response that is being sampled. Two slots with the same prompt:
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`slots` [F, L] is on the device and holds F fields for each slot: start and number of the prompt's keys, start and
-number of the response's keys, whether the slot is active, and fields that attention does not read (F is at least 5). A
-step therefore needs nothing from the host, and one CUDA graph serves all steps. An inactive slot stores nothing and
-attends only to its new token. The host passes only `longest`, the maximum number of keys before the new token in any
-slot.
+`slots` [F, L] is on the device. Its fields for each slot are: start and number of the prompt's keys, start and number
+of the response's keys, and whether the slot is active; attention does not read further fields. A step therefore needs
+nothing from the host, and one CUDA graph serves all steps. An inactive slot stores nothing and attends only to its new
+token. `longest` is the maximum number of keys before the new token in any slot.
 
-`decode_attention` is a custom operator, so that a compiled layer that contains it stays one graph. On CUDA it runs a
-Triton kernel (`triton_decode_attention`). On other devices, and in float64, it runs the reference below.
+`decode_attention` is a custom operator, so that a compiled layer stays one graph. On CUDA it runs a Triton kernel
+(`triton_decode_attention`). On other devices, and in float64, it runs the reference below.
 """
 
 from __future__ import annotations
@@ -95,9 +94,8 @@ def decode_attention(
 ) -> Tensor:
     """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
 
-    The module docstring explains the tensors. `sinks` [H]: learned scores that take part in the softmax. `window`:
-    number of keys that a token sees, including its own key; None: all keys. `softcap`: bound of the scores; None: no
-    bound.
+    The module docstring explains the tensors. `sinks` [H]: learned scores in the softmax. `window`: number of keys that
+    a token sees, with its own; None: all keys. `softcap`: bound of the scores; None: no bound.
     """
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_decode_attention import attend

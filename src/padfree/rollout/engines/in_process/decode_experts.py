@@ -13,8 +13,8 @@
     blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and two programs without rows
 
 R rows need at most R // block + min(E, R) blocks, however they are divided over the experts. The grid has this many
-programs, and the host does not read the routes. The grouped matmul `grouped_linear` is a custom operator. On CUDA it
-runs a Triton kernel (`triton_grouped_linear`). On other devices, and in float64, it runs the reference below.
+programs, so that the host need not read the routes. On CUDA, the custom operator `grouped_linear` runs a Triton kernel
+(`triton_grouped_linear`). On other devices, and in float64, it runs the reference below.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def all_stacked(model: PreTrainedModel) -> bool:
 
 
 def use_decode_experts(model: PreTrainedModel) -> None:
-    """Change a model that is never trained in place: its stacked experts are computed by `experts_forward`."""
+    """Compute the stacked experts of a model with `experts_forward`. The model is changed in place and must never be
+    trained.
+    """
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
 
@@ -61,7 +63,7 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the rows of choices [T, k] by expert. Return `order` [R], and `starts` [E + 1] int32 of each expert."""
+    """Sort the rows of choices [T, k] by expert. Return `order` [R] and the start [E + 1] of each expert."""
     experts, order = torch.sort(choices.reshape(-1), stable=True)
     bounds = torch.arange(num_experts + 1, device=choices.device, dtype=experts.dtype)
     return order, torch.searchsorted(experts, bounds, out_int32=True)

@@ -2,9 +2,9 @@
 
     a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
 
-A step reads and writes only device memory. A slot holds one response that is being sampled. `slots` [F, L] holds F
-fields for each of L slots, such as the cache range of its keys, its next input token, and its request. On CUDA, a step
-is a CUDA graph, which is captured for a few numbers of slots.
+A slot holds one response that is being sampled. `slots` [F, L] holds F fields for each of L slots, such as the cache
+range of its keys, its next input token, and its request. A step reads and writes only device memory. On CUDA, a step is
+a CUDA graph, captured for a few numbers of slots.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from padfree.sample import Sample
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST, SHIFT = range(5, 10)
 NUM_SLOT_FIELDS = 10
 """Fields of `slots`: those that attention reads, the next token, the random key, the token limit, the request, and the
-position of a token in the model minus its index. The shift is not 0 after images with rotary positions of their own."""
+shift: the position of a token in the model minus its index. The shift is 0 except after images.
+"""
 
 MIN_SLOTS = 16
 """Steps are captured for all slots, half of them, a quarter of them, and so on, down to this number of slots."""
@@ -46,14 +47,14 @@ PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
 
 PREFILL_ROWS = (1024, 2048, 4096, 8192)
-"""Allowed numbers of tokens of a prefill pass with the trainer's bits. With fewer rows, a matmul may split its sums."""
+"""Numbers of tokens of a prefill pass with `rollout.exact`. With fewer rows, a matmul may split its sums."""
 
 GROWTH = 1.1
-"""The cache is allocated larger by this factor, because the next batch may have longer prompts."""
+"""The cache is allocated larger by this factor, for longer prompts in later batches."""
 
 
 KEYS_STEP = 512
-"""The maximum number of keys of a slot, which a captured step depends on, is rounded up to a multiple of this."""
+"""A captured step depends on the maximum number of keys of a slot, which is rounded up to a multiple of this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +91,7 @@ class DecodeStatistics:
 
 @dataclass(slots=True, eq=False)
 class StatusCopy:
-    """An asynchronous copy of the status after a burst."""
+    """A copy of the status of all requests after a burst of steps, made asynchronously."""
 
     status: Tensor
     event: Any
@@ -126,10 +127,10 @@ class DecodeSteps:
     ) -> None:
         """Create the steps. Their buffers and CUDA graphs are created when they are first needed.
 
-        `cache_bytes` limits the KV cache. If it is None, the cache has as much memory as `num_slots` responses need,
-        but at most half of the free device memory. `captured`: whether steps are CUDA graphs. If it is None, steps are
-        CUDA graphs if the device and the model allow it. `step_rows`: the numbers of slots of a step, descending, of
-        which the first is at least `num_slots`; None: `slot_counts` if steps are captured, else any number.
+        `cache_bytes`: limit of the KV cache; None: as much as `num_slots` responses need, but at most half of the free
+        device memory. `captured`: whether steps are CUDA graphs; None: if the device and the model allow it.
+        `step_rows`: the possible numbers of slots of a step, descending; the first is at least `num_slots`. None:
+        `slot_counts` if steps are captured, else any number.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature, self.truncation = num_slots, temperature, truncation
@@ -150,8 +151,7 @@ class DecodeSteps:
     def forget_graphs(self) -> None:
         """Drop all captured steps, because the weights have moved to other addresses.
 
-        Their memory pool is dropped too: a library may keep a part of it allocated, and PyTorch does not capture into
-        a pool that no graph uses any more.
+        The memory pool of the steps is dropped too, because PyTorch does not capture into a pool that no graph uses.
         """
         self._graphs.clear()
         self._pool = None
@@ -163,7 +163,7 @@ class DecodeSteps:
 
     @torch.no_grad()
     def prepare(self, requests: Sequence[SamplingRequest]) -> None:
-        """Allocate the memory for these requests and capture all steps, so that `sample` does not have to."""
+        """Allocate the memory for these requests and capture all steps before `sample` needs them."""
         self._buffers = self._fitting_buffers(requests)
         for count in self.step_rows if self.captured else ():
             if count not in self._graphs:
@@ -236,7 +236,7 @@ class DecodeSteps:
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
-        """Number of cache entries for a response. They begin with a copy of the prompt's last, partial page."""
+        """Number of cache entries for a response, which starts with a copy of the prompt's last, partial page."""
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
     def _max_capacity(self) -> int:
@@ -256,7 +256,7 @@ class DecodeSteps:
     def prefill(self, prompts: Sequence[PlacedPrompt]) -> list[Tensor | None]:
         """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        The distinct images of a pass are encoded once. Return the routes of each prompt, on the device; None if routes
+        Each distinct image of a pass is encoded once. Return the routes of each prompt, on the device; None if routes
         are not recorded.
         """
         assert self._buffers is not None
@@ -409,9 +409,9 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def prefill_rows(tokens: int) -> int:
-    """Return the number of tokens of a prefill pass with the bits of the trainer: `tokens` with padding.
+    """Return the number of tokens, with padding, of an exact prefill pass for `tokens` tokens.
 
-    It is 1024, 2048, 4096 or a multiple of 8192: sizes at which matmuls were tried (`row_trial`).
+    The sizes of a pass are those at which matmuls were tried (`row_trial`): 1024, 2048, 4096 or a multiple of 8192.
     """
     return next((size for size in PREFILL_ROWS if size >= tokens), rounded_up(tokens, PREFILL_TOKENS))
 

@@ -7,10 +7,9 @@
     paged attention   the trainer's own kernel, with one query in each slot
 
 The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE`, counted from the first key, and combines the
-blocks from the last to the first. Its output for a query depends only on the keys that the query sees and on the
-borders of the blocks, and not on the other queries of the call. So both ways keep the borders. The KV cache is divided
-into pages of one block. Slots share the whole pages of a prompt, and the rest of the prompt is copied to the slot's own
-first page:
+blocks from the last to the first. The output for a query depends on the keys that it sees and on the borders of the
+blocks, but not on other queries. Both ways therefore keep the borders. The KV cache is divided into pages of one block.
+Slots share the whole pages of a prompt. The rest of the prompt is copied to the slot's own first page:
 
     prompt of 5 tokens, pages of 4             pages 0: p p p p   1: p . . .      prefilled once
     two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3
@@ -46,7 +45,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import (
 from padfree.segments import Segments
 
 COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
-"""Numbers of tokens of the samples in the pack for which `has_bits_of_trainer` compares every token."""
+"""Lengths of the samples in the pack that `has_bits_of_trainer` compares."""
 
 
 class StepKeys(NamedTuple):
@@ -61,8 +60,8 @@ def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
     """Return the keys of a decode step for `slots` [F, L]. All slots share it, in all layers.
 
     `capacity`: number of tokens in the cache, a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys of a
-    slot before the new one. A prompt begins at a multiple of `PAGE_SIZE`. The keys of a slot's own tokens begin
-    `STORED % PAGE_SIZE` tokens after one.
+    slot before the new one. A prompt begins at a multiple of `PAGE_SIZE`, and a slot's own tokens `STORED % PAGE_SIZE`
+    tokens after one.
     """
     assert capacity % PAGE_SIZE == 0
     active = slots[ACTIVE] != 0
@@ -146,10 +145,10 @@ def has_bits_of_trainer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the Triton kernel gives a token the bits that the trainer's `backend` gives it in a pack.
+    """Whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
 
-    `key_shape`: the number of key heads and their size. The first call for some arguments compares random tokens on the
-    device. A step must not be captured before that.
+    `key_shape`: the number of key heads and their size. The first call compares random tokens on the device. It must
+    come before a step is captured.
     """
     heads, size = key_shape
     if backend != "fa4" or spec.softcap is not None or size & (size - 1) or dtype != torch.bfloat16:
@@ -164,7 +163,7 @@ def has_bits_of_trainer(
 def _compared(
     backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
 ) -> bool:
-    """Compare all tokens of a pack with decode steps: each token is the new token of one slot."""
+    """Compare the outputs for all tokens of a pack with those of decode steps, one slot per token."""
     from padfree.rollout.engines.in_process.triton_exact_attention import attend
 
     generator = torch.Generator(device).manual_seed(0)

@@ -12,7 +12,7 @@
                                                                                    `padfree.layers.compile`, `exact`
     head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
 
-`problem` returns the first operator or setting whose bits could differ, with the reason. It needs no weights.
+`problem` returns the first operator or setting whose bits could differ, and why. It needs no weights.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from padfree.rollout.engines.in_process.exact_attention import has_bits_of_train
 from padfree.rollout.engines.in_process.row_trial import trial
 
 HOPPER = (9, 0)
-"""The compute capability of the GPUs on which all operators have been compared."""
+"""The compute capability on which all operators have been compared."""
 
 OWN_CODE = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
-"""Model types whose log-probabilities differ between packs, although every module of their layers is a known one."""
+"""Model types whose log-probabilities differ between packs, although all modules of their layers are known ones."""
 
 LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU)
 """Modules without children that may occur in a layer, besides RMSNorm and activations without parameters."""
@@ -57,7 +57,7 @@ def problem(
 ) -> str | None:
     """Return why the sampler of a run cannot compute the bits of the trainer on `device`, or None if it can.
 
-    `model` may be on the meta device. The matmuls of its layers are tried on `device`. `dtype` and `attention`: the
+    `model` may be on the meta device; the matmuls of its layers are tried on `device`. `dtype`, `attention`: the
     settings `model.dtype` and `model.attention`.
     """
     return (
@@ -103,7 +103,7 @@ def _device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def model_problem(model: PreTrainedModel) -> str | None:
-    """Return the operator that may have other bits in a decode step than in a pack, or None if there is none."""
+    """Return the operator that may give other bits in a decode step than in a pack; None if there is none."""
     reason = state_obstacle(model) or unsupported_reason(model)
     if reason is not None:
         return reason
@@ -122,7 +122,7 @@ def model_problem(model: PreTrainedModel) -> str | None:
 
 
 def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, requested: str) -> str | None:
-    """Return why attention of a decode step has other bits than the trainer's with the backend `requested`."""
+    """Return why attention in a decode step gives other bits than the trainer's backend `requested`."""
     config = text_config(model.config)
     num_heads = config.num_attention_heads
     key_shape = (

@@ -12,11 +12,11 @@ There are three ways to sample from a model. `cache_use` finds out which of them
 - If the model has no cache, or if decode steps with the cache give other results than a forward pass over the whole
   sequence, every token takes a forward pass over the whole sequence.
 
-The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), up to rounding of the
-logits. They do not depend on the rest of the batch.
+The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), but not on the rest of
+the batch, up to rounding of the logits.
 
-`Response.logprobs` are the log-probabilities of the sampled tokens at the sampling temperature, in float32. The trainer
-compares its own log-probabilities with them.
+`Response.logprobs` are log-probabilities in float32 at the sampling temperature. The trainer compares its own with
+them.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
     """Return the tokens that end a response: the eos token of the tokenizer and those of the model's generation config.
 
-    An eos token of the generation config counts only if it is a special token of the tokenizer: many configs contain a
-    default id that is an ordinary token in this vocabulary.
+    An eos token of the generation config counts only if it is a special token of the tokenizer, because many configs
+    contain a default id that is an ordinary token in this vocabulary.
     """
     eos: Any = tokenizer.eos_token_id
     if eos is None:
@@ -65,7 +65,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
 
 CacheUse = Literal["padded", "equal lengths", "none"]
 """How the cache is used. "padded": prompts of similar length share a batch. "equal lengths": only prompts of equal
-length share a batch. "none": like "equal lengths", but without a cache."""
+length do. "none": like "equal lengths", but without a cache.
+"""
 
 TRIED_LENGTHS = (6, 1, 14, 6)
 TRIED_TOKENS = 5
@@ -77,7 +78,7 @@ Rounding changes them by less than 1e-5. A model that attends to a padding token
 
 
 def cache_use(model: PreTrainedModel) -> CacheUse:
-    """Return the fastest `CacheUse` that gives the same results as sampling without a cache and without padding.
+    """Return the fastest `CacheUse` that gives the same results as sampling without cache and padding.
 
     The choices are tried on a small copy of the model on the CPU.
     """
@@ -137,7 +138,7 @@ def write_responses(
     """Return one response for each request, in order, sampled `batch_size` at a time.
 
     The model must be in evaluation mode. `stops`: token ids that end a response. `use`: the result of `cache_use`.
-    `recorder`: records the routes of the responses. `on_tokens` is called for every token as soon as it is sampled.
+    `recorder` records the routes of the responses. `on_tokens` is called for every token at once.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
@@ -255,7 +256,7 @@ def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnToken
 def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
     """Return the next token ids and positions of the model's input.
 
-    If `cached`, the input is only the sampled tokens [R]. Otherwise it is the whole sequences with the sampled tokens.
+    With `cached`, the input is the sampled tokens [R]; otherwise, the whole sequences with the sampled tokens.
     """
     tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:
@@ -286,8 +287,8 @@ def _responses(
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
     `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets of the first token of
-    each of the R requests, then of the second token of each request, and so on. `routes`: the routes of the left-padded
-    prompts and of all sampled tokens but the last.
+    all R requests, then of the second token, and so on. `routes`: the routes of the left-padded prompts and of all
+    sampled tokens but the last.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()

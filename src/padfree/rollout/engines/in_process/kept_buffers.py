@@ -1,11 +1,11 @@
-"""The kept sets of a burst of decode steps: masks on the device, compact sets on the host after the burst.
+"""The kept sets of a burst of decode steps: masks on the device, which become compact sets on the host.
 
     a step     mask [L, V], request [L], position [L]  ->  row `step` of the buffers
     a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
     at the end tokens in the order of the steps        ->  sorted by request and position
 
-A step writes to fixed addresses, so that it can be captured as a CUDA graph. There are L slots and V vocabulary
-entries. The masks take BURST · L · V bytes.
+A step writes to fixed addresses, so that a CUDA graph can capture it. With L slots and V vocabulary entries, the masks
+take BURST · L · V bytes.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
     unsharded, with the dtype of the sampler               the same tensors, not copied
     sharded, with adapters, or with another dtype          a whole copy, updated at every weight sync
 
-The modules are new instances of the model's class. Sampling is therefore not affected by what training adds to the
-layers (compilation, recompute, FSDP2, adapters), and training is not affected by sampling. If tensors are shared,
-`update` takes the tensors that the trained model holds at that moment. In a single process with float32 master weights,
-these tensors are the bfloat16 copies that training computes with.
+The modules are new instances of the model's class. Training and sampling therefore do not affect each other: training
+adds compilation, recompute, FSDP2 and adapters only to its own layers. If tensors are shared, `update` takes those that
+the trained model holds at that moment. In a single process with float32 master weights, these are bfloat16 copies.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class PolicyModel:
         self.model = empty_copy(trained, dtype)
         self.state_obstacle = state_obstacle(trained)  # why its decode state is more than keys and values, or None
         self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
-        # Computed buffers, such as the frequencies of RoPE, are the trained model's own, because another device may
-        # compute them with other roundings.
+        # Computed buffers, such as the frequencies of RoPE, are taken from the trained model, because another device
+        # may round them differently.
         buffers = {clean_name(name): buffer for name, buffer in trained.named_buffers(remove_duplicate=False)}
         for name, module in self.model.named_modules():
             for buffer_name in module._non_persistent_buffers_set:
@@ -89,7 +88,7 @@ class PolicyModel:
                     module._buffers[name] = tensors[clean_name(f"{module_name}.{name}")].detach()
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Return persistent buffers, and parameters under all their names. Tied parameters have several names."""
+        """Return persistent buffers, and parameters under all their names: tied ones have several."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         return {**names, **named_tensors(self.model)}
 

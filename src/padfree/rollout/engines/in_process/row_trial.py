@@ -6,9 +6,9 @@
     16384 rows   1024 to 12289 rows    16 rows   64 rows   256 rows
     reference    equal                 differ    differ    equal         a decode step uses 256 rows
 
-The trial multiplies random numbers with the library's own kernel, in every shape of the model's layers, and compares
-bits. Decode steps then use only numbers of rows at which all matmuls agree. Rows without a response cost little,
-because a decode step mostly waits for the weights. Results are kept for the process.
+The trial multiplies random numbers with the library's kernel, in every shape of the model's layers, and compares bits.
+Decode steps then use only numbers of rows at which all matmuls agree. Rows without a response cost little, because a
+decode step mostly waits for the weights.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The numbers of rows of decode steps, descending; or the reason why there are none."""
+    """The possible numbers of rows of decode steps, descending; or the reason why there are none."""
 
     step_rows: tuple[int, ...]
     problem: str | None
@@ -96,7 +96,7 @@ class RowChoice(NamedTuple):
 def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
     """Choose the numbers of rows of decode steps from the rows at which each matmul agrees with a pack.
 
-    The first number is the smallest one that is at least `num_slots`. The reason names the matmul.
+    The first number is the smallest that is at least `num_slots`. The reason names the matmul that disagrees.
     """
     for shape, rows in agreeing.items():
         name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"

@@ -4,9 +4,9 @@
     token = argmax(x + noise(key, position, token))        logprob = x[token] - logsumexp(x)       both [L]
 
 Keys and positions are on the device, so a step needs nothing from the host. On CUDA, `sample_token` runs a Triton
-kernel that reads the logits once; on other devices it runs the reference. Both add the same float32 noise, so they
-sample the same token unless the two largest sums differ by no more than rounding. The rounding differs because the
-reference subtracts logsumexp(x) before it adds the noise, and the kernel subtracts it afterwards.
+kernel; on other devices it runs the reference. Both add the same float32 noise, so they sample the same token unless
+the two largest sums differ by no more than rounding. The rounding differs, because only the reference subtracts
+logsumexp(x) before it adds the noise.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     on the CPU, or if `decode` does     `hf_cache`: the attention and cache of transformers
     not support the model
 
-Every rank has a whole model and samples its share of the requests. This model shares its weights with the trained model
-if possible (`policy_model`). Both implementations sample the same tokens, up to rounding of the logits.
+Every rank has a whole model and samples its share of the requests. The model shares its weights with the trained model
+if possible (`policy_model`).
 """
 
 from __future__ import annotations
@@ -81,10 +81,9 @@ class InProcessSampler:
 
         If `cache_bytes` is None, the cache takes at most half of the free device memory.
 
-        `decodes`: whether to use padfree's `Decoder`. If `decodes` is None, the `Decoder` is used for models with a
-        vision tower, and on a GPU for all models that it supports. `records_routes`: whether responses have `routes`.
-        `exact`: whether the `Decoder` computes log-probabilities with the bits of the trainer;
-        `padfree.rollout.engines.in_process.exact_operators.problem` must have found no obstacle.
+        `decodes`: whether to use padfree's `Decoder`; None: for vision-language models, and on a GPU for all models
+        that it supports. `records_routes`: whether responses have `routes`. `exact`: whether log-probabilities have the
+        bits of the trainer, which `exact_operators.problem` must have found possible.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation
@@ -190,7 +189,7 @@ def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version
 
 
 def _hf_attention(model: PreTrainedModel) -> str:
-    """Return the name of an attention implementation of transformers that gives correct results for this model.
+    """Return the name of an attention of transformers that gives correct results for this model.
 
     Some versions of transformers silently ignore the soft cap in sdpa.
     """

@@ -5,10 +5,9 @@
             2   c c c c c c c c c . . …
     steps   | burst | burst | burst |
 
-A response keeps its slot from its first token to its last. Then the next request gets the slot. When no request is
-waiting, the slots that are still occupied are compacted. The host runs steps in bursts. While a burst runs, the host
-reads which responses have sampled a stop token in the burst before. The host counts the steps of each response itself,
-so it knows without reading which responses have reached `max_new_tokens`.
+A response keeps its slot until its last token. Then the next request gets the slot. If no request waits, the occupied
+slots are compacted. The host runs steps in bursts. While a burst runs, the host reads which responses ended with a stop
+token in the burst before. It counts steps itself, so it knows which responses reach `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from padfree.sample import Sample
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """A prompt of one or more requests."""
+    """A prompt for which one or more responses are requested."""
 
     request: SamplingRequest  # the first of them
     unfinished: int = 0  # number of its requests that have not ended

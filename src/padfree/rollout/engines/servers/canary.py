@@ -9,11 +9,13 @@
     followed     <s - s', t - t'> / <t - t', t - t'>     <,>: inner product; s', t': at the previous weight sync.
                                                          1 if s changed as t did, 0 if s did not change
 
-A training step may change the log-probabilities by less than bfloat16 rounding. The server's old weights then pass the
-test of `difference`. The test of `followed` detects them, because the server's kernels round the same tokens in nearly
-the same way before and after the step. If rounding before and after the step is independent instead, the norm of t - t'
-is that of the rounding of n tokens even without a change of the policy. The test therefore runs only if the norm of
-t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t'. Correct weights then give 3/4 or more.
+The test of `difference` misses old weights on a server, if a training step changes the log-probabilities by less than
+bfloat16 rounding. The test of `followed` detects them, because a server rounds the same tokens in nearly the same way
+before and after the step.
+
+The test of `followed` needs a change of the trainer that is larger than its rounding. It therefore runs only if the
+norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t'. Correct weights then give 3/4
+or more.
 
 The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
 option, which may be off.
@@ -54,8 +56,8 @@ Floats = NDArray[np.float64]
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
     """Return the fixed sequences of the canary, each of at most `longest` tokens.
 
-    The sequences are the tokens of ordinary text. They are random ids if the tokenizer cannot encode the text, gives
-    too few tokens, or gives ids that the model does not have.
+    The sequences are tokens of ordinary text. If the tokenizer cannot encode the text with ids of the model, or gives
+    too few tokens, the sequences are random ids.
     """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -102,8 +104,8 @@ class Canary:
     ) -> dict[str, float]:
         """Return the metrics of this weight sync. Each metric is that of the worst server. Collective.
 
-        Raise an error if a server does not have the trainer's weights. `scored`: the tokens and log-probabilities from
-        each server, keyed by URL. `score` computes the trainer's log-probabilities of these tokens.
+        Raise an error if a server does not have the trainer's weights. `scored`: tokens and log-probabilities from each
+        server, by URL. `score` computes the trainer's log-probabilities of these tokens.
         """
         samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:
@@ -159,7 +161,7 @@ class Canary:
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
         """Return the share of the trainer's change since the last weight sync that the server's log-probabilities show.
 
-        Return None at the first weight sync, or if the trainer's change is too small to measure.
+        The share is None at the first weight sync, or if the trainer's change is too small to measure.
         """
         if url not in self._previous:
             return None

@@ -4,11 +4,11 @@
 
     python watchdog.py COMMAND ...        standard input is the pipe; the server inherits standard output and error
 
-If the run ends, even by kill -9, the pipe closes and the watchdog gets another parent. The watchdog then sends SIGTERM
-to the session of the server, and SIGKILL after GRACE seconds. If the server ends, the watchdog exits with its status.
+If the run ends, even by kill -9, the pipe closes. The watchdog then sends SIGTERM to the session of the server, and
+SIGKILL after GRACE seconds. If the server ends, the watchdog exits with its status.
 
-The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog has
-its own session, so that Ctrl-C in a terminal does not reach the server, but only the run, which finishes its step.
+The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog has a
+session of its own: Ctrl-C in a terminal reaches only the run, which finishes its step.
 """
 
 from __future__ import annotations

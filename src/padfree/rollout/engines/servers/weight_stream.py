@@ -8,8 +8,8 @@
                    rank 1  q.weight[3:6]   kept bits 5 5 5    new bits 5 5 5    -> no difference, a checksum only
       -> buckets   rank 0 gathers the differences of all ranks, for tensors of about BUCKET bytes at a time
 
-Each rank keeps the bits that it last sent in host memory: as many bytes as its shard has in `model.dtype`. It compares
-them with the new bits on the device of the shard.
+Each rank keeps the bits that it last sent in host memory, and compares them with the new bits on the device. The copy
+has as many bytes as its shard in `model.dtype`.
 
 HF files store some tensors in another layout than the model, such as one tensor per expert. Adapters are merged into
 whole weights. These tensors are gathered, and the layers that hold them are divided over the ranks: the tensors of
@@ -63,8 +63,8 @@ class WeightStream:
     def buckets(self, model: PreTrainedModel, *, keep: bool, size: int = BUCKET) -> Iterator[Bucket]:
         """Yield buckets of about `size` bytes. Collective.
 
-        All ranks must exhaust the iterator. With `keep=False`, this rank only takes part in the gathering, and the
-        iterator yields a single empty bucket.
+        All ranks must exhaust the iterator. With `keep=False`, this rank only takes part in gathering and yields one
+        empty bucket.
         """
         bucket: list[Named] = []
         held = 0
@@ -108,7 +108,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A difference on its way from one rank to rank 0."""
+    """The changed elements of a region, on their way from one rank to rank 0."""
 
     difference: RegionDifference
     positions: NDArray[Any]

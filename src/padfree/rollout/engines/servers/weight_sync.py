@@ -132,9 +132,9 @@ class GroupTransport:
 async def call_during(server: ServerApi, call: Awaitable[None], function: Callable[[], Any]) -> Any:
     """Await `call`, a request to the server, while `function` runs in a thread; return the result of `function`.
 
-    `call` and `function` are the two sides of one collective, so the server answers when both are done. An error on
-    either side is raised. If the server rejects the call at once, `function` keeps running in its thread until the
-    collective times out.
+    `call` and `function` are two sides of one collective, so the server answers when both are done. An error on either
+    side is raised. If the server rejects the call at once, `function` runs on in its thread until the collective times
+    out.
     """
     running = asyncio.get_running_loop().run_in_executor(None, function)
     running.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may never be awaited
