@@ -88,6 +88,24 @@ def test_more_layers_of_the_same_kinds_are_not_compiled_again(name: str) -> None
     torch._dynamo.reset()
 
 
+class Doubling(nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * hidden
+
+
+def test_the_layers_of_many_models_are_all_compiled() -> None:
+    """torch.compile counts the graphs of all models together, and at its limit runs layers without compiling them."""
+    torch._dynamo.reset()
+    counters.clear()
+    count = 20  # the limit is 8 by default
+    for number in range(count):
+        layer = type(f"Layer{number}", (Doubling,), {})()
+        compiled.compile_layers([layer], "eager")
+        layer(torch.ones(1, 3, 2))
+    assert counters["frames"] == {"total": count, "ok": count}
+    torch._dynamo.reset()
+
+
 def twice_the_layers(name: str) -> dict[str, Any]:
     """Config changes that give a model each of its layers twice."""
     small = build(name).config

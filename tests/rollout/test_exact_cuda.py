@@ -37,6 +37,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidd
 
 @pytest.fixture(autouse=True)
 def _on_hopper() -> None:
+    torch._dynamo.reset()  # its limit counts the graphs of all tests of the process together
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("needs a Hopper GPU")
     if not BACKENDS["fa4"].is_installed():

@@ -47,6 +47,14 @@ LONG_PACK = 8192
 
 REDUCED_TOKENS = 32
 
+RECOMPILE_LIMIT = 64
+"""The number of graphs that torch.compile may make for the layers of a process.
+
+The layers of all models count together, because torch.compile compiles `nn.Module._call_impl`, which they share: the
+policy with and without gradients, the sampler's prefill and decode steps, a reference, a critic. At its limit, 8 by
+default, torch.compile runs further layers without compiling them. They are then slow, and round differently.
+"""
+
 WIDE_ROW = 2048
 """From this hidden size on, the GPU takes longer to compute a layer than the host takes to launch its kernels."""
 
@@ -65,6 +73,7 @@ def compile_layers(
     `padfree.layers.ops` if these save time. With `exact`, all layers on a GPU use them.
     """
     layers = list(layers)
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     offload = None
     if isinstance(kept, str):
         input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * len(layers)) if kept == "host" else 0
