@@ -38,7 +38,7 @@ class PathRanges(NamedTuple):
 
 
 def check_parents(parents: NDArray[Any], count: int) -> Indices:
-    """Check that the parents [S] of S = `count` nodes are in preorder, and return them as int64."""
+    """Check that `parents` has one entry for each of `count` nodes and lists them in preorder; return it as int64."""
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
         raise UserError(

@@ -77,7 +77,7 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_recipe(words: list[str]) -> str:
-    """Return the digest of the recipe file in the command `words`.
+    """Return the digest of the recipe file that a command names. `words`: the words of the command.
 
     Raise a `UserError` for wrong settings and missing models or files.
     """

@@ -122,8 +122,8 @@ class RolloutConfig:
     )
     exact: Literal["auto"] | bool = setting(
         "auto",
-        about="With in_process: the log-probabilities of sampler and trainer have the same bits. auto: true if the "
-        "model supports this on this device.",
+        about="Whether the in_process sampler gives log-probabilities with the same bits as the trainer; auto: true if "
+        "the model supports this on this device.",
         fix="give 'auto', true or false",
     )
     staleness: int = setting(

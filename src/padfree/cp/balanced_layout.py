@@ -52,7 +52,7 @@ def causal_work(first: Indices, end: Indices) -> Indices:
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """The cost of each piece [first, end), in pairs of a query and a key: whole tiles and fixed costs of keys."""
+    """The cost of each piece [first, end) in query-key pairs. Tiles count as full, and each key adds a fixed cost."""
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1

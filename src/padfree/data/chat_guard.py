@@ -6,8 +6,8 @@
    twice.
 
 Conversations that differ only in their texts and numbers have the same shape (`chat_shape`). The checks run once per
-shape, on its twin: a conversation of that shape in which every text is a marker. If the template renders a row
-differently from the twin, the checks run on that row.
+shape, on a conversation of that shape in which every text is a marker. If the template renders a row in another way
+apart from the texts, the checks run on that row too.
 
 The following parts of a conversation may be missing from the rendered text:
 

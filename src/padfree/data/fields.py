@@ -57,7 +57,7 @@ class Schema:
 
     - `names` maps a field to other column names that are recognised as this field.
     - `hints` maps a field to column names that an error message suggests for it. They are not recognised.
-    - `guarded` maps a column that changes the meaning of a row to the reason in the error message.
+    - `guarded` has the columns that are refused because they change what a row means, each with the reason.
     - `elsewhere` holds pairs (columns, advice). A file with these columns is meant for another command, which the
       advice names.
     - `rest` tells users what happens to columns that are not fields.

@@ -23,7 +23,7 @@ CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` whose matmuls in `float8_products` are computed in float8."""
+    """An `nn.Linear` that computes the matmuls that `float8_products` lists in float8, and the others as usual."""
 
     float8_products: tuple[Float8Product, ...]
 

@@ -68,7 +68,7 @@ class ReplayedTopK(TorchFunctionMode):
 
 
 class RouteReplay:
-    """Replays `AttnContext.routes` [T, R, k] in the R routers of an attached model. It is installed in place."""
+    """Makes the R routers of an attached model use `AttnContext.routes` [T, R, k]. The model is changed in place."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Create this object after adapters are added and before the first forward pass."""

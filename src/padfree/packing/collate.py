@@ -304,7 +304,7 @@ def _collate(
 
 
 def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> PackedKept | None:
-    """The kept sets of the tokens that are predicted at `predictions`. None if no sample has kept sets."""
+    """The kept sets of top-p and top-k at the indices `predictions`. None if no sample has kept sets."""
     if all(sample.kept is None for sample in samples):
         return None
     sets = KeptSets.joined(KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples)

@@ -116,7 +116,7 @@ def measure_distances(
 
 
 def _sampled_gradients(model: PreTrainedModel) -> dict[int, list[Tensor]]:
-    """The gradients of each layer's parameters, in float32, at up to `MOST` elements per parameter."""
+    """For each layer, the gradients of its parameters in float32; of each parameter at most `MOST` elements."""
     return {
         number: [_sampled(parameter) for parameter in layer.parameters() if parameter.grad is not None]
         for number, layer in enumerate(layers_of(model))

@@ -86,7 +86,7 @@ class ObjectiveInputs:
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean of `values` [N] over the scored tokens of each token's sequence, [N] without gradient."""
+        """For each of N tokens, the mean of `values` over the scored tokens of its sequence, without gradient."""
         pack = self.pack
         if pack is None:
             raise UserError(

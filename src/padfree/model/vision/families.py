@@ -86,7 +86,7 @@ def _tile(config: PreTrainedConfig) -> Tensor:
 
 
 def _cut_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """An image of two features, for towers that cut each image to its size. Mistral 3 fails with one feature."""
+    """An image that gives two image tokens, for towers that remove padding. Mistral 3 fails with one image token."""
     side = config.vision_config.patch_size * config.spatial_merge_size
     return {"pixel_values": torch.ones(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
 

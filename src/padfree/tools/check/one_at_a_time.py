@@ -4,9 +4,9 @@
     one at a time   [1, n]     HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
     padded pairs    [2, L]     the same for two samples padded to L tokens: attention mask, HF's eager attention
 
-HF is Hugging Face transformers. "One at a time" gives the reference, in float64 if possible (`exact.py`). "Padded
-pairs" run in the dtype of the check. The difference between the two is the noise: the rounding error of a correct
-implementation with this dtype, device and model.
+HF is Hugging Face transformers. "One at a time" gives the reference, in float64 if possible (`exact.py`). For
+"padded pairs", HF runs two samples per padded batch, in the dtype of the check. Their difference from the reference is
+the noise: the rounding error of a correct implementation with this dtype, device and model.
 
 To save memory, each gradient is added to the sums and freed as soon as it is computed.
 """

@@ -39,9 +39,7 @@ def all_stacked(model: PreTrainedModel) -> bool:
 
 
 def use_decode_experts(model: PreTrainedModel) -> None:
-    """Compute the stacked experts of a model with `experts_forward`. The model is changed in place and must never be
-    trained.
-    """
+    """Let the stacked experts of a model run `experts_forward`, in place. The model must not be trained afterwards."""
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
 

@@ -4,7 +4,7 @@
 
 A slot holds one response that is being sampled. `slots` [F, L] holds F fields for each of L slots, such as the cache
 range of its keys, its next input token, and its request. A step reads and writes only device memory. On CUDA, a step is
-a CUDA graph, captured for a few numbers of slots.
+a CUDA graph; there is one graph for each of a few slot counts.
 """
 
 from __future__ import annotations

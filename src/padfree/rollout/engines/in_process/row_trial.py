@@ -59,7 +59,7 @@ def agreeing_rows(
     matmul: Matmul = nn.functional.linear,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the numbers in `rows` with which `matmul` gives a row the same bits as with `reference_rows` rows."""
+    """Return the row counts in `rows` at which `matmul` gives each row the bits that it has at `reference_rows`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> Tensor:

@@ -207,7 +207,7 @@ class Receiver:
             yield name, whole
 
     def _arrived(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
-        """Receive the tensors of a bucket as they were sent."""
+        """Receive the tensors of a bucket in the form in which the trainer encoded them."""
         if form.file is not None:
             return _read(form, self.device)
         if self._group is None:
