@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from timer import Stopwatch
 
 GIB = 2**30
 LEAST_BUDGET = 12 * GIB
@@ -59,37 +60,37 @@ def main() -> None:
     arguments = parser.parse_args()
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)  # imported once; CUDA is initialised in each setting's own process
-    begin, found = time.perf_counter(), []
+    deadline, found = time.perf_counter() + arguments.seconds, []
     for seed in range(arguments.first, arguments.first + arguments.seeds):
-        if time.perf_counter() - begin > arguments.seconds:
+        if time.perf_counter() > deadline:
             break
         result = in_process(context, arguments, seed)
         found.append(result)
         print(line_of(result), flush=True)
     verdicts = [each["verdict"] for each in found]
     counts = {verdict: verdicts.count(verdict) for verdict in sorted(set(verdicts))}
-    print(f"{len(found)} settings in {time.perf_counter() - begin:.0f} s: {counts}")
+    print(f"{len(found)} settings in {sum(each['seconds'] for each in found):.0f} s: {counts}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
 
 
 def in_process(context: Any, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
-    begin = time.perf_counter()
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sending, seed, arguments.device, arguments.tiny))
-    process.start()
-    sending.close()
     result: dict[str, Any] = {"verdict": f"not finished in {arguments.limit:.0f} s"}
-    try:
-        if receiving.poll(arguments.limit):
-            result = receiving.recv()
-    except EOFError:
-        result = {"verdict": "the process ended"}
-    process.join(0 if "estimate" not in result else 10)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    return {"seed": seed, **result, "seconds": time.perf_counter() - begin}
+    with Stopwatch() as watch:
+        receiving, sending = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(sending, seed, arguments.device, arguments.tiny))
+        process.start()
+        sending.close()
+        try:
+            if receiving.poll(arguments.limit):
+                result = receiving.recv()
+        except EOFError:
+            result = {"verdict": "the process ended"}
+        process.join(0 if "estimate" not in result else 10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return {"seed": seed, **result, "seconds": watch.seconds}
 
 
 def _child(sending: Any, seed: int, device: str, tiny: bool) -> None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import torch
+from timer import Stopwatch
 
 import padfree
 from padfree.optim.optimizer_settings import StateFormat
@@ -67,8 +67,7 @@ def run(state: str, arguments: argparse.Namespace) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Stopwatch() as watch:
         result = padfree.sft(
             model={"path": arguments.model, "dtype": "bfloat16"},
             data={"path": [arguments.train], "epochs": "none"},
@@ -86,9 +85,9 @@ def run(state: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "held-out losses": {str(each["step"]): each["eval/loss"] for each in evaluations},
         "losses": losses,
-        "ms": 1e3 * statistics.median(steady),
+        "ms": 1e3 * float(np.median(steady)),
         "GiB": max(step["memory_gib"] for step in result.metrics),
-        "seconds": time.perf_counter() - begin,
+        "seconds": watch.seconds,
     }
 
 

@@ -379,7 +379,7 @@ def test_servers_get_merged_weights() -> None:
 
     def streamed(model: PreTrainedModel) -> dict[str, Tensor]:
         buckets = WeightStream(model, torch.float32).buckets(model, keep=True)
-        return {name: tensor for bucket in buckets for name, tensor in bucket}
+        return {name: tensor for bucket in buckets for name, tensor in bucket.tensors}
 
     before, after = streamed(build("qwen3_moe")), streamed(model)
     assert before.keys() == after.keys()

@@ -90,10 +90,13 @@ def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
 
 
 def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
-    """The state of a parameter before its first step: all moments are 0."""
+    """The state of a parameter before its first step: all moments are 0.
+
+    Moments in the format float32 have the dtype of the parameter, which is float64 in a float64 model.
+    """
     made = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if state != "int8":
-        dtype = torch.float32 if state == "float32" else torch.bfloat16
+        dtype = parameter.dtype if state == "float32" else torch.bfloat16
         return made | {kind: sharded_like(parameter, parameter.shape, dtype) for kind in INT8}
     for kind, rounding in INT8.items():
         made[kind] = sharded_like(parameter, parameter.shape, rounding.dtype)
