@@ -234,7 +234,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
         f"{sum(lengths):,} tokens{shared_tokens(plan)}, {plan.num_micro_batches} micro-batches on each of {data} data "
-        f"ranks, {plan.fill:.1%} full, slowest rank {plan.imbalance:.3f} of the mean"
+        f"ranks, {plan.fill:.1%} full, work of the slowest rank {plan.imbalance:.3f} times the mean"
     )
     if plan.widths is not None:
         packs = Counter(plan.widths[plan.is_first].tolist())

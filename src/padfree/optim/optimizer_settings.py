@@ -105,7 +105,7 @@ class OptimizerConfig:
         if self.name == "muon" and self.state != "float32":
             raise UserError(
                 "optimizer.state",
-                "Muon's orthogonalisation amplifies what rounding adds to its momentum",
+                "does not work with Muon, whose orthogonalisation amplifies the rounding errors of its momentum",
                 "use float32, or optimizer.name=adamw",
                 value=self.state,
             )
