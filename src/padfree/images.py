@@ -66,7 +66,7 @@ def check_images(
     if positions[-1] >= len(tokens):
         raise UserError(
             "images",
-            f"of {name} have a placeholder at token {positions[-1]} of {len(tokens)}",
+            f"of {name} have a placeholder at index {positions[-1]}, but there are only {len(tokens)} tokens",
             "remove images whose placeholders were cut off",
         )
     placeholder = tokens[positions[0]]

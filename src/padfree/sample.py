@@ -80,7 +80,7 @@ class Sample:
                 raise UserError(
                     "rotary_positions",
                     f"of {name} is a {positions.dtype} array of shape {positions.shape} for {len(tokens)} tokens",
-                    "give whole numbers of shape [P, n]",
+                    f"give integers of shape [P, {len(tokens)}], with P position ids per token",
                 )
             object.__setattr__(self, "rotary_positions", positions.astype(np.int64, copy=False))
         if self.routes is not None:

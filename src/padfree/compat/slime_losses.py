@@ -143,7 +143,7 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss and the clip fraction of each token. `ppo_kl` is the old log-probability minus the new one."""
+    """Return the loss of each token, and 1 for each clipped token. `ppo_kl`: old minus new log-probability."""
     clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     log_ratio = -checks.loss_input("ppo_kl", ppo_kl)
     losses, clipped = clipped_ratio(log_ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)

@@ -143,7 +143,7 @@ class _Dissection:
         return "".join(twin)
 
     def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
-        """The parts of a content with images. The types of the parts belong to the shape, their texts are leaves."""
+        """The parts of a message with images. Their types are part of the shape; their texts are leaves."""
         twins: list[Message] = []
         for part in parts:
             self._key.append(part["type"])

@@ -157,7 +157,8 @@ def setting(mapping: Mapping[str, str]) -> str:
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
     """Return the arguments that add the mapping `more` to a command line that already sets `mapping`.
 
-    If `more` needs the form `data.columns={...}`, which would replace `mapping`, the result repeats `mapping`.
+    If `more` can only be written as `data.columns={...}`, the setting would replace `mapping`. The result then also
+    contains the entries of `mapping`.
     """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words

@@ -7,8 +7,8 @@ Assistant turns in the prompt are not trained.
         prompt       user: "Add.\\n\\n2+2"
         completed    user: "Add.\\n\\n2+2"   assistant: "4"
 
-`RowReader.pair` reads a preference pair. The messages at the beginning of both conversations (u: user, a and b:
-assistant) are the context of both answers.
+`RowReader.pair` reads a preference pair. The messages with which both conversations begin are the context of both
+answers. In the example, u is a message of the user, and a and b are messages of the assistant:
 
     {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
         pair         u1 a1 u2 | a2          u1 a1 u2 | b2

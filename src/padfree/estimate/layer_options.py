@@ -1,4 +1,6 @@
-"""The bytes and the cost of each level for each layer of a model: the input of `padfree.estimate.levels`.
+"""For each layer of a model and each checkpointing level: the bytes kept for the backward pass, and the cost.
+
+`padfree.estimate.levels` uses these tables to choose a level for each layer.
 
 The cost of a level is the work that the backward pass repeats, in FLOPs per token. Memory bandwidth limits the kernels
 between matmuls. Such a kernel costs as many FLOPs as matmuls would compute in its time (`FLOPS_PER_BYTE`).

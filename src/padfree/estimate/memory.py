@@ -379,8 +379,9 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
     """The highest temporary memory, on top of the activations of all layers.
 
-    `kept`: the bytes that each layer keeps. `offloaded`: the bytes of an offloaded layer. In the backward pass of such
-    a layer, its tensors and those of the layer below are on the device.
+    `kept`: the bytes of activations that each layer keeps on the device. `offloaded`: the bytes of activations that an
+    offloaded layer copies to the host. In the backward pass of such a layer, its copied activations and those of the
+    layer below are on the device again.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):

@@ -69,7 +69,7 @@ class SplitStorage:
 
 
 def aligned(numbers: int) -> int:
-    """The elements that a weight with this number of elements takes in a `SplitStorage`."""
+    """Return how many elements a weight of this size takes up in a `SplitStorage`, including alignment."""
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 

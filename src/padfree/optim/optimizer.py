@@ -101,7 +101,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """The bytes of the optimizer state of these groups. All parameters are float32.
+    """The bytes of the optimizer state of these groups, if all parameters are float32.
 
     `numbers` returns how many elements of a parameter to count; by default all.
     """

@@ -82,8 +82,8 @@ class ChatTokenizer:
     def between(self, content: str, role: str, end: str) -> str:
         """Return the text between two responses: the message `content` of `role`, and the header of the next response.
 
-        `end`: the text with which the response ended. The chat template renders the text; without a chat template, the
-        result is `content` itself.
+        The chat template renders the message; without a chat template, the result is `content` itself. `end`: the text
+        with which the response ended.
         """
         if self.chat is None:
             return content

@@ -1,4 +1,4 @@
-"""`check_sampler`: compare log-probabilities of sampled tokens with the trainer's, bit by bit, and find a difference.
+"""`check_sampler`: test whether sampler and trainer compute the same bits, and find the first operator that differs.
 
     prompts -> sampler: prefill, decode steps   tokens, log-probabilities [n]     the kernels of `rollout.exact`
             -> trainer: one pack of all samples log-probabilities [n]             equal bits?

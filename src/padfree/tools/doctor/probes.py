@@ -32,7 +32,7 @@ TEXTS = (TEXT[:60], TEXT[118:190])
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TextAnswer:
-    """The answer to a text or to messages, and the ids that the tokenizer of the model gives for them."""
+    """A prompt (a text or messages), its ids by the tokenizer of the model, and the answer of the server."""
 
     asked: str | list[dict[str, str]]
     expected: list[int]

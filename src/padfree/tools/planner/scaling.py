@@ -121,7 +121,7 @@ class StepTime:
     def losses(self) -> dict[str, float]:
         """Return the seconds that a step loses to each cause, keyed by a description of the cause.
 
-        A step without losses takes only its compute time, divided evenly over the ranks.
+        Without these losses, a step would take only its compute time, divided evenly over the ranks.
         """
         return {
             f"ranks wait for the slowest rank ({self.micro_batches:.1f} micro-batches per rank)": self.waiting,

@@ -123,7 +123,7 @@ class Speaker:
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise UserError(
                     "chat template",
-                    f"the template drops the {message['role']} message",
+                    f"does not render the {message['role']} message",
                     "put its text into a message of another role, or give another template with --chat-template",
                 )
         return text

@@ -207,7 +207,7 @@ class ServerApi(ABC):
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
-        """Serve the adapters in `folder` as model `name`, and unload older adapters of `model`.
+        """Serve the adapters in `folder` under the name `name`, and unload older adapters of the base model `model`.
 
         Only an engine with `takes_adapters` implements this.
         """
