@@ -24,7 +24,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """The queries that see later keys. Query segment i sees segment i of the later keys causally."""
+    """The queries that see later keys, and these keys. Query segment i attends to key segment i with a causal mask."""
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order
     segments_q: Segments

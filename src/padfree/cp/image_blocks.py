@@ -4,8 +4,9 @@
     ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
     queries    rank 0: 1 2 8    rank 1: 3 6 7     see the later keys of their block, which may be on other ranks
 
-In such a model, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`). With the
-method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`, each rank has all tokens.
+In Gemma 3, for example, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`).
+With the method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`, each rank has all
+tokens.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def _described(part: dict[str, Any]) -> str:
 def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
     """Whether the tokenizer adds a space before a text.
 
-    The tokenizer must also replace each space with U+2581. Raises `UserError` if it changes the text in other ways.
+    Apart from that, the tokenizer may only replace each space with U+2581. Raises `UserError` if it changes the text
+    in other ways.
     """
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}

@@ -102,7 +102,7 @@ def recipes_of(
 
 
 def _writes_all(recipe: Recipe, count: int) -> bool:
-    """Whether the calls give a value to all `count` elements, even if the tensor is created without values."""
+    """Whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty` creates it."""
     create, *others = recipe
     if "empty" not in create.function._schema.name:
         return True

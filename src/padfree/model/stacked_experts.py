@@ -30,7 +30,7 @@ def _is_stacked(module: nn.Module) -> bool:
 def undivided(model: nn.Module, expert: int, shards: int) -> str | None:
     """The reason why the experts of this model cannot be divided over `expert` ranks. None if they can.
 
-    `shards` is the number of ranks over which FSDP2 shards each of the `expert` parts.
+    The experts are divided into `expert` parts, and FSDP2 shards each part over `shards` ranks.
     """
     name, found = type(model).__name__, stacked_experts(model)
     if not found:

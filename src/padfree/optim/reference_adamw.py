@@ -1,4 +1,4 @@
-"""The reference implementation of AdamW with moments in bfloat16 or int8, and what all implementations receive.
+"""The reference implementation of AdamW with moments in bfloat16 or int8, and the arguments of all implementations.
 
     m, v       = the moments in float32
     m          = m + (1 - beta1) * (gradient - m)

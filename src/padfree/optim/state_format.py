@@ -50,7 +50,7 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 class Rounding(NamedTuple):
-    """The levels of one moment in int8: (c / most)^(2^squarings) for c from 0 to `most`."""
+    """In int8, code c of a moment stands for (c / most)^(2^squarings) times the scale, for c from 0 to `most`."""
 
     most: int
     squarings: int
@@ -65,7 +65,8 @@ class RowRange(NamedTuple):
 
     first + r // inner * outer + r % inner
 
-    For a matrix whose rows are sharded, inner is at least the number of rows.
+    A matrix sharded by rows has no gaps: `inner` equals `outer`. Experts [E, out, in] sharded along `out` have gaps:
+    the rank holds `inner` of the `outer` rows of each expert.
     """
 
     first: int
@@ -73,7 +74,7 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """The range without its first rows. A range with gaps (`inner` < `outer`) cannot be divided."""
+        """The range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` < `outer`)."""
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
 
@@ -111,7 +112,7 @@ def rows_of(parameter: Tensor) -> RowRange:
 
 
 def row_range(shape: torch.Size, region: Region) -> RowRange:
-    """The rows of a region of a tensor with this shape. Only its first two dimensions may be sharded."""
+    """The matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
     whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(

@@ -137,7 +137,7 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce `dys` to the three tensors that the kernel takes: add all others to the third, in float32."""
+    """Reduce the gradients `dys` to the three that the kernel takes: add further ones to the third, in float32."""
     if len(dys) <= 3:
         return dys
     last = dys[2].float()

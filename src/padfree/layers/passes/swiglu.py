@@ -83,7 +83,7 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether this graph computes the tensor of `node`, possibly reshaped, and it has `num_users` users."""
+    """Whether the tensor of `node` may be overwritten: this graph computes it, and exactly `num_users` nodes read it."""
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):

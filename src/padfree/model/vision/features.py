@@ -101,7 +101,7 @@ def _joined(features: Any) -> Tensor:
 
 
 def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
-    """The features [m, D] of the m placeholders of this rank, and the further features of the tower likewise."""
+    """The tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
     found = output.pooler_output
     parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
     if images.inputs:
