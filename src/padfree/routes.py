@@ -42,7 +42,7 @@ def unknown_in(dtype: np.dtype[Any]) -> int:
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return unknown routes of `length` tokens, with the dtype, R and k of `like`."""
+    """Return unknown routes [length, R, k] of `length` tokens. `like` are routes with the same dtype, R and k."""
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 
 

@@ -85,7 +85,8 @@ class ModelSizes:
     def head(self) -> int:
         """The size of an attention head: the larger one, if full and windowed attention differ.
 
-        The properties `query`, `key`, `value` and `output` also return the larger size.
+        The properties `query`, `key`, `value` and `output` also return the larger of the sizes of full and windowed
+        attention.
         """
         return max(self.attention.head, self.windowed_attention.head)
 

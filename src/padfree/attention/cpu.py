@@ -250,7 +250,7 @@ class _PieceTensors:
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
         """Write n token ranges, which begin at `starts`, into each tensor, or add to them if `add` is True.
 
-        `pieces` has one tensor [Hkv · n, group, length, ...] for each of the tensors.
+        `pieces` has one tensor [Hkv · n, group, length, ...] for each tensor that is written.
         """
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):

@@ -100,8 +100,8 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """The keys that each node of a prefix tree sees.
 
-    Returns None if the samples share no prefix. `long_prefixes` are the indices of the long prefixes, and `paged` says
-    whether to prepare pages. None lets this function choose.
+    Returns None if the samples share no prefix. `long_prefixes` are the indices of the nodes that are treated as long
+    prefixes, and `paged` says whether to prepare pages. This function chooses each of the two if it is None.
     """
     if segments.parents is None:
         return None

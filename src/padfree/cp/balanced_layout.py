@@ -64,7 +64,7 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
 
 
 def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """Divide a pack over `world` ranks: the ascending starts of the pieces, and the rank of each."""
+    """Divide a pack over `world` ranks. Returns the ascending starts of the pieces, and the rank of each piece."""
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)

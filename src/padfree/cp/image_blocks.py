@@ -70,7 +70,7 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """For `allgather`: this rank's queries that see later keys, and how the rank receives these keys."""
+        """For the method `allgather`: this rank's queries that see later keys, and how the rank receives these keys."""
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends
             own = [concatenated_ranges(first, last - first) for first, last in zip(starts, ends, strict=True)]

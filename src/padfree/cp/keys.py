@@ -131,7 +131,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) into parts, each inside one piece: arrays with range, piece, begin and end."""
+    """Cut key ranges [begin, end) at the borders of pieces. Returns, for each part, its range, piece, begin and end."""
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1

@@ -114,7 +114,7 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Ranges (index in the selection, length) with every token once; tokens of the first part come last."""
+        """Ranges (index in the selection, length) that hold every token once. Tokens of the first part come last."""
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:
@@ -138,7 +138,7 @@ class Selection:
 def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
     """The `Selection` of the ranges [starts, ends) of tokens from parts of the given sizes.
 
-    Tokens are numbered across parts, and no range crosses the boundary of a part.
+    Token numbers count through all parts, and no range crosses the boundary between two parts.
     """
     starts, ends = starts[ends > starts], ends[ends > starts]
     borders = np.cumsum(sizes, dtype=np.int64)
@@ -157,8 +157,8 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
         """One occurrence of each token in the selection, as ranges of tokens.
 
-        With `layer` 0 it is the last occurrence, with 1 the second to last, and so on; tokens with fewer occurrences
-        are left out. Returns arrays (token, index in the selection, length), sorted by token.
+        `layer` 0 stands for the last occurrence of each token, 1 for the second to last, and so on. Tokens with fewer
+        occurrences are left out. Returns arrays (token, index in the selection, length), sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -149,9 +149,7 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the weight gradient of one chunk: the gradient [C, kept] of the logits, transposed, times `hidden` [C,
-        D].
-        """
+        """Add the weight gradient of one chunk, from the gradient [C, kept] of its logits and `hidden` [C, D]."""
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return

@@ -71,7 +71,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """Three sums per block (`peak`, `total`, `moment`) of R tokens over K blocks, and the logit of each label."""
+    """Three values (`peak`, `total`, `moment`) for each of R tokens and K blocks, and the logit of each label."""
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]

@@ -115,7 +115,8 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile, and write the values of each block into `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write each block's largest logit and sums into
+        `sums`.
 
         If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it, each minus
         the largest logit of its token and block. `kept` is a multiple of the block size, or the vocabulary size.

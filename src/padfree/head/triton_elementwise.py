@@ -377,7 +377,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """The same as `elementwise.scale_`, but the device checks whether the factor is 1."""
+    """The same as `elementwise.scale_`, but the kernel writes nothing if the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

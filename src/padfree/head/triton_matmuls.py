@@ -72,7 +72,7 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to sums per token, and write the sums.
+    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to the values in `BlockSums` for each token.
 
     The part begins at token `first_row` and vocabulary column `first`.
     """

@@ -341,7 +341,8 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
     """Compare one sample at a time with a pack as a data collator makes it, under the attention `implementation`.
 
-    The implementation is one of transformers' own, or `LENGTHS_PROBE`, a substitute for flash attention.
+    `implementation` is an attention implementation of transformers, or `LENGTHS_PROBE`, a substitute for flash
+    attention.
     """
     _randomise(model)
     samples = _Samples(model)

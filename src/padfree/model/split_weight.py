@@ -238,7 +238,7 @@ def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _compute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation with plain float32 tensors, and split what it has written to."""
+    """Call an operation with plain float32 tensors, and split the tensors that it has written to."""
     wholes: dict[tuple[int, int], tuple[SplitWeight, Tensor]] = {}  # several views of a weight share one joined tensor
     weights: dict[int, SplitWeight] = {}  # by the id of the plain tensor
 

@@ -4,8 +4,9 @@
     experts.gate_up_proj    [E, 2 I, D]
     experts.down_proj       [E, D, I]
 
-transformers computes such modules through its `ExpertsInterface`. Every parameter, biases included, has one entry per
-expert in dimension 0. Experts that are a list of modules, or that a model computes in another way, are not found.
+transformers computes modules with stacked experts through its `ExpertsInterface`. Every parameter of such a module,
+biases included, has one entry per expert in dimension 0. Experts that are a list of modules, or that a model computes
+in another way, are not found.
 """
 
 from __future__ import annotations

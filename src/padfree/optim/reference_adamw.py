@@ -6,8 +6,8 @@
     weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
     state      = m and v, rounded stochastically
 
-`rate` and `correction` contain the bias corrections of the step. They are computed on the device in float64: the step
-counter is on the device, because it does not count skipped steps.
+In the formula for the weight, `rate` and `correction` contain the bias corrections. They are computed on the device in
+float64, from the step counter. This counter is on the device, because it does not count skipped steps.
 """
 
 from __future__ import annotations

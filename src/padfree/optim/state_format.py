@@ -84,7 +84,7 @@ def num_blocks(columns: int) -> int:
 
 
 def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
-    """The bytes of both moments for this number of weights, in matrix rows of `columns` weights."""
+    """The bytes of both moments of `numbers` weights, which form matrix rows of `columns` weights."""
     if state != "int8":
         return 2 * numbers * (4 if state == "float32" else 2)
     return 2 * numbers + 2 * 4 * num_blocks(columns) * (numbers // max(1, columns))
@@ -107,7 +107,7 @@ def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
 
 
 def rows_of(parameter: Tensor) -> RowRange:
-    """The rows of a parameter with two or more dimensions that this rank holds."""
+    """The matrix rows that this rank holds of a parameter with two or more dimensions."""
     return row_range(parameter.shape, local_region(parameter))
 
 

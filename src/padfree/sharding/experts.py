@@ -29,7 +29,7 @@ All ranks of a group must call each layer the same number of times. A rank witho
 pack of one token.
 
 The class of the module stays unchanged. A new forward of the instance calls the old one with a view of the module that
-has only this rank's experts. It breaks the graph of a compiled layer.
+has only this rank's experts. The new forward is a graph break in a compiled layer.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Compute each of R rows with its expert: rows [R, D] and experts [R] -> [R, D]."""
+    """Apply its expert to each of R hidden states: `rows` [R, D] and `experts` [R] -> [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
         # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the

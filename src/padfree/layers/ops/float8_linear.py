@@ -18,8 +18,8 @@ therefore cast twice: by rows and by columns.
 q is the float8 tensor. R' is the number of rows R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the
 added elements are 0. `largest` [K] is the largest absolute value in each column of x.
 
-`after` is not read. It is a tensor of the backward pass, so that the compiler does not cast weights in forward and keep
-them until backward.
+`float8_columns` does not read its argument `after`, which is a tensor of the backward pass. The argument keeps the
+compiler from casting weights in forward already and storing them until backward.
 
 A scale is a power of two, and the largest value of a row divided by its scale fits into float8 (at most 448).
 Multiplication by a power of two is exact, so all devices give the same bits. A row with an infinite or NaN value gets

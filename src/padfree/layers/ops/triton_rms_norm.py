@@ -37,7 +37,7 @@ class LaunchConfiguration(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number of columns of a token that are loaded at once: 8 per thread."""
+        """The number of elements of a token that are loaded at once: 8 per thread."""
         return 8 * 32 * self.warps // self.rows
 
 

@@ -1,6 +1,6 @@
 """Insert matmuls with epilogues into a layer's graphs, after autograd.
 
-`matmul_epilogues_pass`, before Inductor's own passes:
+`matmul_epilogues_pass` runs before Inductor's own passes:
 
     swiglu(gate, a·b)                          becomes   matmul_swiglu(a, b, gate)
     swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
@@ -9,7 +9,7 @@
 An add is replaced only if it is not part of a longer sum. For matmul_swiglu_backward and matmul_add, no other node may
 read the result of the matmul a·b.
 
-`matmul_epilogues_overwrite_pass`, after Inductor's passes, in a backward graph that recomputes gate and up:
+`matmul_epilogues_overwrite_pass` runs after Inductor's passes, and changes backward graphs that recompute gate and up:
 
     matmul_swiglu_backward(a, b, gate, up)     becomes   matmul_swiglu_backward_, which writes over gate and up
 """

@@ -4,8 +4,8 @@
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-T is the number of tokens, H the number of heads, d the head size, and t are the normalised heads. The intermediate
-results must have no other user. The compiler handles a QK-norm without RoPE.
+T is the number of tokens, H the number of heads, d the head size, and t are the normalised heads. No other node may
+read the intermediate results. The compiler handles a QK-norm without RoPE.
 """
 
 from __future__ import annotations

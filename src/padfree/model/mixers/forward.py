@@ -142,7 +142,8 @@ def hand_context(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook that passes the `AttnContext` in place of the mask.
 
-    It is for modules that pass a mask to their submodules but drop other keyword arguments, such as `attn_context`.
+    The hook is for modules that pass a mask to their submodules but drop other keyword arguments, such as
+    `attn_context`.
     """
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:
