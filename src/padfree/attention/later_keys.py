@@ -6,7 +6,7 @@
 
 A causal call covers the whole pack. A second call computes the attention of image tokens to the later keys of their
 image. The two results are merged by their log-sum-exp. A window limits only earlier keys, so it affects only the first
-call. The backend needs a raw backward.
+call. The backend must be able to compute the gradients of one block of keys by itself (a raw backward).
 """
 
 from __future__ import annotations

@@ -82,8 +82,9 @@ class ContextPlan:
     def _order(self) -> tuple[Tensor, Tensor] | None:
         """The permutation between rank order and pack order, as two index arrays [T]. None if the orders are equal.
 
-        Rank order is rank 0's tokens, then rank 1's, and so on. The first array lists the tokens' indices in the pack
-        in rank order. The second array is the inverse: it lists the tokens' indices in rank order in pack order.
+        Rank order is rank 0's tokens, then rank 1's, and so on. The first array has, for each token in rank order, the
+        index of the token in the pack. The second array is the inverse: it has, for each token of the pack, its index
+        in rank order.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():

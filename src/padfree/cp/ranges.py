@@ -87,8 +87,7 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `summed`, but returns two gradients: one for the first of the parts, and one for all other parts
-        together.
+        """Like `summed`, but returns two gradients: of the first of the parts, and of all other parts together.
 
         May overwrite `gradient`. If no token is selected twice and few tokens must move, both results are views of
         `gradient`.

@@ -226,7 +226,7 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
-    """Scale the queries q [T, H, d] by their position in the sample instead of the position in the pack.
+    """Scale the queries q [T, H, d] by the factor for their position in the sample, not in the pack.
 
     Some layers, such as those of Llama 4, multiply each query by a factor that depends on its position, but count
     positions along the whole pack. This function replaces that factor by the one for the position in the sample.
