@@ -209,7 +209,7 @@ def _trained(
 def _undisturbed(config: Config) -> Iterator[None]:
     """Context manager that restores the random state at its end.
 
-    An exception of the block that is a bug in padfree gets a note that says so.
+    If the block raises an exception that is a bug in padfree, the exception gets a note that says so.
     """
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures

@@ -20,7 +20,10 @@ from padfree.errors import UserError
 
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
-    """Convert the values to an array of the same dtype. `name` identifies the values in error messages."""
+    """Convert the values to a numpy array without changing their dtype (bfloat16 becomes float32).
+
+    `name` identifies the values in error messages.
+    """
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values

@@ -306,8 +306,8 @@ class PackedBatch:
     def unpack(self, values: Tensor) -> list[Tensor]:
         """Split a [T, ...] tensor into one view per sample, without the pad.
 
-        For a batch with `entries`, `values` is [E, ...]. The results have one value per token of the sample, 0 without
-        a label.
+        If samples share prefixes, `values` is [E, ...] with one value per scored token (`entries`). Each result then
+        has one value per position of its sample, which is 0 at positions that predict no scored token.
         """
         if not isinstance(values, Tensor):
             raise UserError(
@@ -328,7 +328,8 @@ class PackedBatch:
     def model_inputs(self) -> dict[str, Any]:
         """The keyword arguments of an HF model whose own attention supports packs.
 
-        `padfree.compat.hf.PackedCollator` tests on a small copy of the model whether its attention does.
+        Whether the model's own attention supports packs is not checked here. `padfree.compat.hf.PackedCollator` tests
+        it on a small copy of the model.
         """
         assert self.segments.parents is None, "transformers' own attention does not support shared prefixes"
         if self.images is not None:
@@ -386,9 +387,9 @@ class PrefixKeys:
 class AttnContext:
     """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
 
-    `segments` describes the whole pack. `layout`: None, or with context parallelism how the pack is sharded. This
-    process then holds one shard, and `padfree.cp` has prepared `plan` for it. `prefix_keys` is set if samples share
-    prefixes and this process attends to the whole pack.
+    `segments` describes the whole pack. With context parallelism, `layout` says which tokens each rank holds, and
+    `padfree.cp` has prepared `plan` for the tokens of this rank. Otherwise both are None. `prefix_keys` is set if
+    samples share prefixes and this process attends to the whole pack.
     """
 
     segments: Segments
@@ -449,9 +450,9 @@ class LocalImages:
 class LocalBatch:
     """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
 
-    With `entries`, labels, weights, sample_index and rollout have shape [e], for this rank's e entries. A filler is a
-    pack of one unscored token. A rank with fewer packs than other ranks runs fillers, so that all ranks make the same
-    number of passes.
+    If samples share prefixes, labels, weights, sample_index and rollout have shape [e] instead, for the e scored tokens
+    (`entries`) that this rank predicts. A filler is a pack of one unscored token. A rank with fewer packs than other
+    ranks runs fillers, so that all ranks make the same number of passes.
     """
 
     input_ids: Tensor  # [T/world]

@@ -45,7 +45,7 @@ class KeptSets:
 
     @staticmethod
     def whole(length: int) -> KeptSets:
-        """Return the sets of `length` tokens that were not sampled, or sampled from the whole vocabulary."""
+        """Return the kept sets of `length` tokens that were not sampled, or sampled from the whole vocabulary."""
         return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     @staticmethod

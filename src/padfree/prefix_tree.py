@@ -4,10 +4,11 @@
     positions     0 1 2        3 4        3 4 5          first      0 3 3
     paths      0            0 1        0 2               from the root to each node
 
-The letters stand for tokens: the samples are p p p a a and p p p b b b. The queries of a node see all keys of its
-ancestors, and its own keys causally. Each of the S nodes stores its tokens once. A sample is a path from a root to the
-node where the sample ends. `first` is the position of a node's first token. Nodes are in preorder: the descendants of a
-node directly follow it, so that a subtree is one range of the pack. A pack that shares nothing has only roots.
+The letters in the picture stand for tokens: the samples are p p p a a and p p p b b b. The queries of a node see all
+keys of its ancestors, and its own keys causally. Each of the S nodes stores its tokens once. A sample is a path from a
+root to the node where the sample ends. `first` is the position of a node's first token. Nodes are in preorder: the
+descendants of a node directly follow it, so that a subtree is one range of the pack. A pack that shares nothing has
+only roots.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Indices = NDArray[np.int64]
 
 
 class PathRanges(NamedTuple):
-    """Ranges [begin, end) of a pack, path by path, each path from its root to its last node."""
+    """The token ranges [begin, end) of a pack on each path of a prefix tree, from the root to the last node."""
 
     number: Indices  # [m] index of the path, ascending
     begin: Indices  # [m]
@@ -110,7 +111,8 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 class PathPages(NamedTuple):
     """The keys of all paths, stored in pages of the same size. Paths share the whole pages of a prefix.
 
-    A path copies the partial page at the end of its prefix. Free entries of its last page repeat its last token.
+    If a prefix ends inside a page, each path that continues it gets a copy of this page. Free slots of a path's last
+    page repeat the path's last token.
 
     Three nodes p, a and b, where p is the parent of a and b, in pages of two tokens:
 
@@ -126,7 +128,8 @@ class PathPages(NamedTuple):
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
     """Return the number of pages that each of S nodes adds, [S].
 
-    A node adds the pages that hold its own tokens. `size`: the number of tokens of a page.
+    The pages that a node adds hold its own tokens. If its prefix ends inside a page, the first of them also holds
+    copies of the prefix's last tokens. `size` is the number of tokens of a page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts
@@ -151,11 +154,12 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """For each token of the pack, return the indices of its copies in the paths: the transpose of `prefix_ranges`.
+    """For each token of the pack, return where it occurs in the concatenated paths of all nodes.
 
-    The paths of all nodes are concatenated. A token has one copy in each path that contains it.
+    Example: the paths of the nodes p p p, a a and b b b are p p p | p p p a a | p p p b b b. Each token p occurs three
+    times.
 
-    Returns `copies` [K] and `begins` [C + 1] for K copies of C tokens. The copies of token i have the indices
+    Returns `copies` [K] and `begins` [C + 1] for K occurrences of C tokens. Token i occurs at the indices
     `copies[begins[i]:begins[i + 1]]`.
     """
     lengths = np.diff(offsets)

@@ -4,9 +4,9 @@
     uint8                 up to 255 experts; 255 marks an unknown route
     int16                 more experts; -1 marks an unknown route
 
-Row j holds the route of token j as an input of the model. The last token of a response was sampled but never an input,
-so its route is unknown. The routes of a token are known in all layers or in none. If they are unknown, the trainer's
-own routers choose the experts.
+`routes[j]` are the experts that processed token j when it was an input of the model. The last token of a response was
+sampled but never an input, so its route is unknown. The routes of a token are known in all layers or in none. If they
+are unknown, the trainer's own routers choose the experts.
 
     prompt 7 8, response 5 6 0        tokens    7  8  5  6  0
                                       routes    r  r  r  r  -       one input gives the route of one token
@@ -42,7 +42,7 @@ def unknown_in(dtype: np.dtype[Any]) -> int:
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return unknown routes of `length` tokens, with the dtype, R and k of `like`."""
+    """Return unknown routes [length, R, k] of `length` tokens. `like` are routes with the same dtype, R and k."""
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 
 
@@ -116,7 +116,7 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Return keys [n] of each sample. Two samples have equal keys up to the first token or route that differs."""
+    """Number the pairs (token, route) of each sample: [n] integers. Equal pairs have equal numbers, in all samples."""
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []
     for ids, own in zip(tokens, routes, strict=True):

@@ -109,7 +109,10 @@ class Sample:
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether a policy sampled each token: the trained tokens of a sample with `logprobs`."""
+        """Bools [n]: whether a policy sampled each token.
+
+        A policy sampled all trained tokens of a sample that has `logprobs`, and no tokens of other samples.
+        """
         return self.mask & (self.logprobs is not None)
 
     @property

@@ -85,7 +85,8 @@ class ModelSizes:
     def head(self) -> int:
         """The size of an attention head: the larger one, if full and windowed attention differ.
 
-        The properties `query`, `key`, `value` and `output` also return the larger size.
+        The properties `query`, `key`, `value` and `output` also return the larger of the sizes of full and windowed
+        attention.
         """
         return max(self.attention.head, self.windowed_attention.head)
 
@@ -257,7 +258,7 @@ _NOTHING = AttentionSizes(head=1, query=0, gate=0, key=0, value=0, output=0)
 def _linear(module: nn.Module) -> list[tuple[str, nn.Module, int, int]]:
     """Return a tuple for each linear layer in a module, in order.
 
-    A tuple has the last part of the layer's name, the layer, its input width and its output width.
+    Each tuple is (last part of the layer's name, the layer, its input width, its output width).
     """
     found: list[tuple[str, nn.Module, int, int]] = []
     for name, each in module.named_modules():
@@ -307,10 +308,10 @@ def _language_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]
 
 
 def _met_weights(model: PreTrainedModel, met: float) -> float:
-    """Return the number of weights that one token is multiplied with in matmuls.
+    """Return the number of matmul weights that process one token.
 
-    `met`: the fraction of the experts that a token is routed to, with which the weights of routed experts are
-    multiplied. The tower of a vision-language model does not count.
+    `met` is the fraction of the experts that a token is routed to: only this fraction of the weights of routed experts
+    counts. The tower of a vision-language model does not count.
     """
     found = 0.0
     for name, module in _language_modules(model):

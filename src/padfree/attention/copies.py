@@ -3,7 +3,7 @@
     take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
     sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the copies
 
-In the example, a b c are the elements, and p q r s t are the gradients of their five copies.
+In the two lines above, a b c are the elements, and p q r s t are the gradients of their five copies.
 
 padfree copies elements if samples of a pack share a prefix: each sample that continues the prefix gets a copy of the
 prefix's keys. The sums have a fixed order, so the results are deterministic. The gradient of an element without copies

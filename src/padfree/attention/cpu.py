@@ -9,8 +9,9 @@ The fused kernel computes the scores of 512 keys before it applies the mask. So 
 one without a mask. Cutting segments into pieces avoids most of this work: segments of 64 to 512 tokens took 18% less
 time.
 
-Pieces also allow windows, and segments with fewer queries than keys. The causal flag of the kernel supports neither.
-Short pieces of the same shape share one kernel call, which halves the time for 32 segments of 16 tokens.
+Because each piece can have its own mask, windows and segments with fewer queries than keys work too. The causal flag of
+the kernel supports neither. Short pieces of the same shape share one kernel call, which halves the time for 32 segments
+of 16 tokens.
 
 bfloat16 inputs are computed in float32: on one core of an aarch64 server, the bfloat16 kernel took 190 times as long.
 """
@@ -49,8 +50,8 @@ keys each.
 class _Shape:
     """The shape of a piece, which determines the mask of the piece.
 
-    The first query of the piece is aligned with key `diagonal` of the piece. None: every query sees all keys of the
-    piece.
+    `diagonal` is the index of the last key that the first query of the piece sees. It is one higher for each following
+    query. If `diagonal` is None, every query sees all keys of the piece.
     """
 
     queries: int
@@ -234,7 +235,10 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n pieces, which begin at `starts`, of each tensor: [Hkv · n, group, length, ...]. A view if n is 1."""
+        """Read n token ranges, which begin at `starts`, from each tensor: [Hkv · n, group, length, ...].
+
+        A view if n is 1.
+        """
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
         index, n = _token_index(starts, length), len(starts)
@@ -244,7 +248,10 @@ class _PieceTensors:
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
-        """Write n pieces [Hkv · n, group, length, ...] into each tensor, or add them if `add` is True."""
+        """Write n token ranges, which begin at `starts`, into each tensor, or add to them if `add` is True.
+
+        `pieces` has one tensor [Hkv · n, group, length, ...] for each tensor that is written.
+        """
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
             if index is None:
@@ -260,7 +267,7 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield the slices of queries and keys, and the mask [queries, keys], of each piece of a soft-capped plan."""
+    """For attention with a soft cap: yield each piece's slice of queries, slice of keys, and mask [queries, keys]."""
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
 

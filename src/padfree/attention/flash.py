@@ -19,7 +19,7 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The keys to the left of its own that a query sees, or -1 if no segment is longer than the window."""
+    """The number of keys before its own that a query sees, or -1 if no segment is longer than the window."""
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 

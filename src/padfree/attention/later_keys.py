@@ -6,7 +6,7 @@
 
 A causal call covers the whole pack. A second call computes the attention of image tokens to the later keys of their
 image. The two results are merged by their log-sum-exp. A window limits only earlier keys, so it affects only the first
-call. The backend needs a raw backward.
+call. The backend must be able to compute the gradients of one block of keys by itself (a raw backward).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """The queries that see later keys. Query segment i sees segment i of the later keys causally."""
+    """The queries that see later keys, and these keys. Query segment i attends to key segment i with a causal mask."""
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order
     segments_q: Segments

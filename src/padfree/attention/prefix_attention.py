@@ -15,7 +15,8 @@ These queries are adjacent in the pack, so the call needs no copies.
     keys          p p p | a a | b b b                   p is a long prefix
     long prefix   a a b b b   see   p p p               without a mask
 
-Long prefixes need a layer without a window, and a backend with a raw backward.
+Long prefixes are used only in layers without a window, and only with backends that can compute the gradients of one
+block of keys by themselves (`Capabilities.raw_backward`).
 
 Backends with pages share whole pages of a prefix in the forward pass. Only the partial page at a branch point is
 copied. Pages need a layer without a window.
@@ -99,8 +100,8 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """The keys that each node of a prefix tree sees.
 
-    Returns None if the samples share no prefix. `long_prefixes` are the indices of the long prefixes, and `paged` says
-    whether to prepare pages. None lets this function choose.
+    Returns None if the samples share no prefix. `long_prefixes` are the indices of the nodes that are treated as long
+    prefixes, and `paged` says whether to prepare pages. This function chooses each of the two if it is None.
     """
     if segments.parents is None:
         return None
@@ -180,7 +181,7 @@ def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
 
 
 def _array_starts(sizes: Sequence[int]) -> list[int]:
-    """The start of each array in the tensor of `_concatenated`, and the end of the last array."""
+    """The start of each array in the tensor that `_concatenated` returns, and the end of the last array."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 

@@ -110,8 +110,8 @@ class _SelectKeys(torch.autograd.Function):
 class _GatherKeys(torch.autograd.Function):
     """Exchange keys and values with the other ranks, and return those that this rank's pieces read.
 
-    Takes this rank's keys and values, each [T/world, ...], and returns the keys and values of its pieces, each [K,
-    ...].
+    Takes the keys and values that this rank owns, each [T/world, ...]. Returns the K keys and values that the queries
+    of this rank see, each [K, ...].
     """
 
     @staticmethod
@@ -144,8 +144,9 @@ def _exchanged(
 ) -> list[tuple[Tensor, ...]]:
     """Exchange slices of several tensors with all ranks in one all-to-all.
 
-    `leaving` holds the slices to send, in rank order. `send[r]` and `receive[r]` are the numbers of tokens sent to rank
-    r and received from it. Returns the slices received from all ranks, in rank order, for each tensor.
+    `leaving` holds the slices of tokens to send: those for rank 0 first, then those for rank 1, and so on. `send[r]`
+    and `receive[r]` are the numbers of tokens sent to rank r and received from it. Returns, for each tensor, the slices
+    that were received from rank 0, rank 1, and so on.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

@@ -115,13 +115,13 @@ class Communication:
 
     @property
     def forward(self) -> Indices:
-        """The bytes that each rank sends in the forward pass, as an array [world]."""
+        """The bytes that each rank sends in the forward pass of the attention layer, as an array [world]."""
         sent: Indices = self.forward_links.sum(axis=1)
         return sent
 
     @property
     def backward(self) -> Indices:
-        """The bytes that each rank sends in the backward pass, as an array [world]."""
+        """The bytes that each rank sends in the backward pass of the attention layer, as an array [world]."""
         sent: Indices = self.backward_links.sum(axis=1)
         return sent
 

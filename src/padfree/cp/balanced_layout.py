@@ -64,7 +64,7 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
 
 
 def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """Divide a pack over `world` ranks: the ascending starts of the pieces, and the rank of each."""
+    """Divide a pack over `world` ranks. Returns the ascending starts of the pieces, and the rank of each piece."""
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
@@ -106,10 +106,10 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle into two parts: a window for one half of its ranks, and the remainder for the other half.
+    """Cut each circle of pieces in two: a window for one half of the circle's ranks, the remainder for the other half.
 
-    Each rank gets `share` tokens, and work near `mean_work` but at most `most_work`. `last`: the new circles are not
-    cut again.
+    Each rank gets `share` tokens. Its work, in (query, key) pairs, is near `mean_work` and at most `most_work`. `last`
+    is True if every new circle belongs to one rank, so that it is not cut again.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -157,7 +157,7 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches each circle for the window whose more expensive side has the lowest cost per rank."""
+    """Searches each circle of pieces for a window that divides the cost equally between inside and outside."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -189,7 +189,9 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """The modelled cost of the parts [first, end) of documents that a cut creates."""
+        """The modelled cost of attention on the parts [first, end) of documents that a cut creates, in (query, key)
+        pairs.
+        """
         if self.last:
             return tile_cost(first, end).astype(np.float64)
         # A part may be cut again, so its tiles are not known yet. On average, rounding to whole tiles adds half a tile
@@ -200,11 +202,12 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """The expected cost of cutting the parts [first, end) again if their work exceeds one rank's share.
+        """The expected cost, in (query, key) pairs, of later cuts through the parts [first, end) of documents.
 
-        A cut costs as much as the keys before it. If n ranks share the work of a part equally, the mean position of the
-        work is 2/3 (end^3 - first^3) / (end^2 - first^2). Each rank's part starts half a part earlier on average. The
-        start of the first part is not a cut.
+        A part is cut again if its work exceeds one rank's share. The cost of a cut is proportional to the number of
+        keys before the cut, because a second rank must read these keys. If n ranks share the work of a part equally,
+        the mean position of the work is 2/3 (end^3 - first^3) / (end^2 - first^2). Each rank's share starts half a
+        share earlier on average. The start of the first share is not a cut.
         """
         ends = end + first
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
@@ -227,7 +230,9 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """The relative cost per rank inside and outside each of N windows: an array [2, N]."""
+        """The cost per rank inside and outside each of N windows, relative to the mean over the circle's ranks: an
+        array [2, N].
+        """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
         before, behind, whole = self.spent[piece], self.spent[piece + 1], self.whole_cost[circle]
@@ -242,7 +247,10 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The relative cost per rank of the more expensive side of each window; `REFUSED` for too much work."""
+        """The score of each window: its cost per rank inside or outside, whichever is higher, relative to the mean.
+
+        Windows with too much work inside or outside get `REFUSED` or more.
+        """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
         miss: Reals = np.maximum(self.low[circle] - load, load - self.high[circle])
@@ -260,7 +268,10 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """For each circle, the best window that begins at the start of a piece, and its score."""
+        """For each circle of pieces, find the best window that begins at the start of a piece.
+
+        Returns the window's begin and its score.
+        """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
@@ -268,7 +279,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in the mask `which`, the best window with a cut inside a piece, and its score."""
+        """For each circle in the mask `which`, find the best window among those that begin or end inside a piece.
+
+        Returns the window's begin and its score.
+        """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.
         even = 2 * self.size == self.total
@@ -306,7 +320,7 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """The given windows, and the same windows moved by less than a tile so that one cut falls between two tiles."""
+        """The given windows, and copies of them moved by less than a tile so that one end falls between two tiles."""
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]

@@ -6,8 +6,8 @@
     pieces       ranges of `own`, one document each           the query segments; pieces of one document are adjacent
 
 A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. The first
-layer of a model computes further data, such as which rank sends which keys. The data are cached here for the other
-layers.
+attention layer of a model also computes, for example, which rank sends which keys. The results are cached here for the
+other layers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class ContextPlan:
     def _order(self) -> tuple[Tensor, Tensor] | None:
         """The permutation between rank order and pack order, as two index arrays [T]. None if the orders are equal.
 
-        The first array maps indices from rank order to pack order, the second from pack order to rank order.
+        Rank order is rank 0's tokens, then rank 1's, and so on. The first array has, for each token in rank order, the
+        index of the token in the pack. The second array is the inverse: it has, for each token of the pack, its index
+        in rank order.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():

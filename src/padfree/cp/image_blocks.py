@@ -4,8 +4,9 @@
     ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
     queries    rank 0: 1 2 8    rank 1: 3 6 7     see the later keys of their block, which may be on other ranks
 
-In such a model, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`). With the
-method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`, each rank has all tokens.
+In Gemma 3, for example, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`).
+With the method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`, each rank has all
+tokens.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """For `allgather`: this rank's queries that see later keys, and how the rank receives these keys."""
+        """For the method `allgather`: this rank's queries that see later keys, and how the rank receives these keys."""
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends
             own = [concatenated_ranges(first, last - first) for first, last in zip(starts, ends, strict=True)]

@@ -8,8 +8,8 @@ A piece [a, b) of a document reads the keys [0, b) of the document. With a windo
 1, b). The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key
 once, even if several of its pieces read it.
 
-If samples share prefixes, documents are nodes of a prefix tree, and a piece also reads the keys of its node's
-ancestors.
+If samples share prefixes, documents are nodes of a prefix tree. The queries of a piece then also read the keys of all
+ancestors of the piece's node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
-    """The keys that the pieces of one rank read, and the ranks that own them."""
+    """The keys that the queries of one rank see, and the ranks that own these keys."""
 
     # the ranges of the pool, (starts, ends) in the pack: the rank's own, then those received from rank 0, rank 1, ...
     pool: tuple[Indices, Indices]
@@ -131,7 +131,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) into parts, each inside one piece: arrays with range, piece, begin and end."""
+    """Cut key ranges [begin, end) at the borders of pieces. Returns, for each part, its range, piece, begin and end."""
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
@@ -155,13 +155,13 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """The needs in the mask `which`, sorted by reader or owner and then in pack order."""
+        """Select the key ranges in the mask `which`, and sort them by reader or owner, then by pack order."""
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """The index of each key in the concatenation of all needed ranges. `keys` are pack indices."""
+        """The index of each key if the key ranges [begin, end) are concatenated. `keys` are indices in the pack."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

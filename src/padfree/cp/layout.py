@@ -5,10 +5,10 @@
     headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0              the rank of each token
     balanced    nearly equal costs    most documents are whole, some are divided over ranks (see `balanced_layout`)
 
-The example has 16 tokens and 4 ranks. A document is a segment of the pack, and a *piece* is a range of tokens of one
-document on one rank. The query at position p of its document reads p + 1 keys. A piece [a, b) therefore computes
-b(b+1)/2 - a(a+1)/2 pairs of a query and a key: its *work*. The pad counts as a document, because kernels compute it
-too.
+In the example above, 16 tokens are divided over 4 ranks. A document is a segment of the pack, and a *piece* is a range
+of tokens of one document on one rank. The query at position p of its document reads p + 1 keys. A piece [a, b)
+therefore computes b(b+1)/2 - a(a+1)/2 pairs of a query and a key: its *work*. The pad counts as a document, because
+kernels compute it too.
 
 If samples share prefixes, a document is a node of the prefix tree. Its queries also read the keys of the node's
 ancestors, so its first position is the number of these keys.

@@ -6,9 +6,9 @@
 Two pieces of one document on a rank both read the start of the document. So some tokens are selected twice, and their
 gradients must be added. The order of additions is fixed, so that the sum is deterministic.
 
-The gradient of each token is copied from one of its occurrences. Other occurrences are added in layers, each of which
-has a token at most once. If there are many layers, all occurrences of a token are summed at once
-(`padfree.attention.copies`).
+For the backward pass, the gradient of each token is copied from the token's last occurrence in the selection. Then the
+gradients of all second to last occurrences are added in one operation. If any token occurs more than twice, all
+occurrences are summed at once instead (`padfree.attention.copies`).
 
 There are few ranges, so slices and one concatenation move the tokens at memory speed. A selection of a single range is
 a view.
@@ -49,7 +49,8 @@ def segments_of(lengths: Indices, device: torch.device) -> Segments:
 class Selection:
     """A selection of m of the n tokens of a tensor, in any order and with repetitions: [n, ...] -> [m, ...].
 
-    The tensor may be given in several parts, whose tokens are numbered across the parts.
+    The n tokens may be given as several tensors (parts). Token numbers count through all parts: with parts of 3 and 2
+    tokens, token 3 is the first token of the second part.
     """
 
     sizes: tuple[int, ...]  # [n_i]
@@ -72,7 +73,10 @@ class Selection:
         return torch.cat(slices) if slices else parts[0][:0]
 
     def summed(self, gradient: Tensor) -> Tensor:
-        """Compute the gradient of the tensor [n, ...] from the gradient of the selection [m, ...] of all its tokens."""
+        """Turn the gradient [m, ...] of the selected tokens into the gradient [n, ...] of the tensor.
+
+        Every token of the tensor must be selected at least once.
+        """
         self._check_all_selected()
         if self.sums is not None:
             return sum_copies(gradient.contiguous(), self.sums.index, self.sums.copy_index, self.sums.offsets)
@@ -83,7 +87,7 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `summed`, but returns two gradients: that of the first part, and that of all other parts together.
+        """Like `summed`, but returns two gradients: of the first of the parts, and of all other parts together.
 
         May overwrite `gradient`. If no token is selected twice and few tokens must move, both results are views of
         `gradient`.
@@ -109,7 +113,7 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """The ranges of all tokens, as (index in the selection, length), sorted by part."""
+        """Ranges (index in the selection, length) that hold every token once. Tokens of the first part come last."""
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:
@@ -133,7 +137,7 @@ class Selection:
 def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
     """The `Selection` of the ranges [starts, ends) of tokens from parts of the given sizes.
 
-    Tokens are numbered across parts, and no range crosses the boundary of a part.
+    Token numbers count through all parts, and no range crosses the boundary between two parts.
     """
     starts, ends = starts[ends > starts], ends[ends > starts]
     borders = np.cumsum(sizes, dtype=np.int64)
@@ -150,10 +154,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """The occurrences of tokens that are added in one layer.
+        """One occurrence of each token in the selection, as ranges of tokens.
 
-        Layer 0 has the last occurrence of every token, layer 1 the second to last one, and so on. Returns arrays
-        (token, index in the selection, length), sorted by token.
+        `layer` 0 stands for the last occurrence of each token, 1 for the second to last, and so on. Tokens with fewer
+        occurrences are left out. Returns arrays (token, index in the selection, length), sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -96,8 +96,8 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """A ring step with shared prefixes. None if this rank computes nothing in the step.
 
-    The block comes from the rank `distance` places earlier in the ring. `border[i]` is the index in the block at which
-    its i-th piece begins.
+    The keys in this step come from the rank `distance` places earlier in the ring. `border[i]` is the index of the
+    first key of that rank's i-th piece in its block of keys.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -142,9 +142,9 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates the ring for one rank, without a process group.
 
-    `blocks` holds the blocks of all ranks; `collect` returns them in the order of a real ring. If `blocks` is None,
-    `collect` returns zeros, and `posted[i]` is this rank's contribution to the gradient of the block of rank `rank -
-    i`.
+    For the keys, `blocks` holds the keys and values of all ranks, and `collect` returns them in the order of a real
+    ring. For the gradients, `blocks` is None: `collect` returns zeros, and `posted[i]` afterwards holds this rank's
+    contribution to the gradient of the keys and values of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -195,7 +195,8 @@ def ring_forward(
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
     """Merge the result of one block into `out` and `lse`, the result of the earlier blocks.
 
-    `queries` are the indices of the queries of `part`; None means all queries.
+    `part` and `part_lse` are the output and the log-sum-exp of attention to one block. They cover only the queries with
+    the indices `queries`; None means all queries.
     """
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)
@@ -219,7 +220,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's q, k and v in float32.
 
-    `dout` is the gradient of the output. `out` and `lse` are the results over all blocks and the sinks.
+    `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp of attention to all blocks,
+    with the sinks included.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None

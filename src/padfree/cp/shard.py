@@ -164,7 +164,7 @@ def gather_tokens(
     - "partial": each rank computes one term of the loss. The gradients of all ranks are summed, and each rank keeps the
       part for its tokens.
 
-    In both cases, the gradients of the parameters, summed over the ranks, equal those of one process.
+    With both values of `loss`, the gradients of the parameters, summed over the ranks, equal those of one process.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)

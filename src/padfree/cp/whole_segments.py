@@ -97,7 +97,8 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
     """The bytes that each rank sends in the forward pass of one layer with whole segments, as an array [world].
 
-    The input and the output of the layer are [T, width]. The backward pass sends as many bytes.
+    Ranks send tokens of the layer's input [T, width] before the layer, and tokens of its output [T, width] back after
+    it. The backward pass sends the same number of bytes again.
     """
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):

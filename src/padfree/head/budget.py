@@ -122,11 +122,13 @@ def plan_fused(
 ) -> FusedPlan:
     """Return the fastest plan of `fused_loss` within the memory budget, or chunks of one token if none fits.
 
-    The sizes of a plan in bytes:
+    The arguments in bytes:
 
-    - `logit_bytes`: a kept logit; `row_bytes`: everything else for one token of a chunk.
-    - `sum_bytes`: an element of a gradient while it is summed; `gradient_bytes`: an element of the returned gradient.
-    - `twice_bytes`: the extra memory traffic of a logit that is computed twice.
+    - `logit_bytes`: the memory of one logit that is stored until its gradient is computed.
+    - `row_bytes`: all other memory for one token of a chunk.
+    - `sum_bytes`: one element of a gradient while chunks are added to it.
+    - `gradient_bytes`: one element of the gradient that is returned.
+    - `twice_bytes`: the extra memory traffic of one logit that is computed twice.
 
     With `keep_all`, no logit is computed twice; chunks are smaller instead.
     """
@@ -161,7 +163,7 @@ def plan_fused(
 def even_part(whole: int, largest: int, *, multiple: int) -> int:
     """Divide `whole` into equal parts of at most `largest`, and return the size of a part.
 
-    The size is rounded up to a multiple of `multiple`, unless it would then exceed `largest`.
+    The part's size is rounded up to a multiple of `multiple`, unless it would then exceed `largest`.
     """
     number = -(-whole // largest)
     part = -(-whole // number)

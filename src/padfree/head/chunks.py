@@ -3,8 +3,9 @@
     logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss with respect to its scores  ->  gradient of
     the logits, in the same memory  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
 
-C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. The columns [kept, V) of the
-vocabulary take part in the softmax; `tiles.tiled_gradients` computes their gradients after all chunks.
+C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. Only the logits of the vocabulary
+columns [0, kept) are stored. The other columns take part in the softmax; `tiles.tiled_gradients` computes their
+gradients after the last chunk.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the contribution of one chunk: `gradient` [C, kept] of the logits, and `hidden` [C, D]."""
+        """Add the weight gradient of one chunk, from the gradient [C, kept] of its logits and `hidden` [C, D]."""
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return
@@ -162,8 +163,9 @@ class WeightSums:
             bytes of the gradient   | 16-bit gradient of columns 0 1 2 3 ...          |
             shared sums, same bytes | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
 
-        A rounded piece takes half the memory of its sums, so it overwrites only sums that were already rounded. The
-        first piece is an exception and is rounded into separate memory.
+        Rounded numbers take half the memory of their sums. So the rounded numbers of a piece overwrite only the sums of
+        earlier pieces, which are no longer needed. The first piece would overwrite its own sums, and is rounded into
+        separate memory.
         """
         for start, end, part in self.parts:
             if part is not self.grad_weight:

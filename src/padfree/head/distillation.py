@@ -124,7 +124,7 @@ class _Pair:
         return call.task(self.teacher_hidden, head.weight, head.bias)
 
     def results(self, divergences: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, ...]:
-        """Turn the values [M] of the labelled tokens into the loss and three values for each of all N tokens."""
+        """Return the loss, and the three arguments scattered from the M labelled tokens to all N tokens."""
         call, loss = self.call, (self.weights * divergences).sum()
         if call.poison is not None:
             loss = loss + call.poison

@@ -7,8 +7,8 @@
     reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL(s | t))
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
-The sums are over the V entries of the vocabulary. The last column is the derivative with respect to x_j, the student's
-logit of entry j.
+The sums of these three formulas are over the V entries of the vocabulary. The right column is the derivative with
+respect to x_j, the student's logit of entry j.
 
 With top-k, the teacher's k most probable entries keep their probabilities, and all others are merged into one outcome,
 "the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries.
@@ -16,7 +16,8 @@ With top-k, the teacher's k most probable entries keep their probabilities, and 
     teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         an entry j of the rest has the gradient s_j · c, with
     student   .4 .2 | .3 .1                    .4 .2 .4         the same c for all entries of the rest
 
-Entries as probable as entry number k are also kept, so that the result does not depend on the order of the vocabulary.
+If several entries tie for rank k, all of them keep their probabilities, so that the result does not depend on the order
+of the vocabulary.
 
 `triton_divergence` has the same functions as Triton kernels.
 """
@@ -44,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model, and the values that turn them into log-probabilities."""
+    """The stored logits of R tokens of one model (student or teacher), and what turns them into log-probabilities."""
 
     below: Tensor  # [R, V] x - peak of the block
     block_peak: Tensor  # [R, K]

@@ -9,8 +9,9 @@ logit of the block, so blocks can be merged without overflow:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
-If the gradient will need the logits again, they are stored as x − peak. In bfloat16 training, float16 is used: it is
-more precise than bfloat16 near 0, where the probable entries are.
+If the gradient will need the logits again, they are stored minus the largest logit of their token and block. In
+bfloat16 training they are stored in float16, which is more precise than bfloat16 near 0, where the probable entries
+are.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """Three sums per block (`peak`, `total`, `moment`) of R tokens over K blocks, and the logit of each label."""
+    """Three values (`peak`, `total`, `moment`) for each of R tokens and K blocks, and the logit of each label."""
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
@@ -212,10 +213,10 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Reduce a tile of raw logits [R, W] to sums per block, and write them into `sums`.
+    """Reduce a tile of raw logits [R, W] to the values in `BlockSums` (largest logit, sum of exponentials, ...).
 
-    The tile begins at column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given, x -
-    peak is written into it. Overwrites `raw_logits`.
+    The tile begins at column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given, each
+    logit minus the largest logit of its token and block is written into it. Overwrites `raw_logits`.
     """
     num_columns = raw_logits.shape[1]
     logits = _logits_(raw_logits, first, head, rows)
@@ -239,7 +240,8 @@ def reduce_tile(
 def _sum_of_rows(values: Tensor) -> Tensor:
     """Sum [R, K] over K, in the same order for every token.
 
-    PyTorch sums the last few rows of this layout in another order. The sum is therefore over a contiguous copy.
+    `values` is the transpose of a [K, R] tensor. PyTorch sums the last few rows of such a tensor in another order than
+    the rest, so a contiguous copy is summed.
     """
     return values.contiguous().sum(1)
 
@@ -268,7 +270,7 @@ def gradient_from_raw_logits(
 ) -> None:
     """Write the gradient of the raw logits of a tile into `out` [R, W].
 
-    The tile begins at column `first` of the vocabulary. Overwrites `raw_logits` [R, W].
+    The tile holds the columns [first, first + W) of the vocabulary. Overwrites `raw_logits` [R, W].
     """
     logits = _logits_(raw_logits, first, head, rows)
     log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
@@ -286,7 +288,8 @@ def gradient_from_stored(
 ) -> None:
     """Write the gradient of the raw logits into `out` [R, V], computed from the logits that `reduce_tile` stored.
 
-    `peak` [R, K] was also written by `reduce_tile`. `out` may be the memory of `stored`.
+    `peak` [R, K] has the largest logit of each token in each of the K blocks, also from `reduce_tile`. `out` may be the
+    memory of `stored`.
     """
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])

@@ -82,10 +82,11 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Compute the logits of `hidden` [R, D] block by block, and write their sums into `sums`.
+    """Compute the logits of `hidden` [R, D] block by block, and write each block's largest logit and sums into `sums`.
 
-    If `stored` [R, kept] is given, x - peak of the vocabulary columns [0, kept) is written into it as float16. Values
-    below the range of float16 become -inf. The matrix rows of `stored` must be aligned to 16 bytes.
+    If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it as float16, each
+    minus the largest logit of its token and block. Values below the range of float16 become -inf. The matrix rows of
+    `stored` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -177,7 +178,7 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one pipeline stage less if `written` is written element by element."""
+    """The configuration, with one pipeline stage less if rows of `written` do not end at a multiple of 16 bytes."""
     return (
         configuration
         if written is None or not _is_cut(written)

@@ -107,7 +107,7 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is an `LmHead`; otherwise combine the four arguments into one.
+    """Return `weight` if it is an `LmHead`; otherwise make an `LmHead` from the four arguments.
 
     An `LmHead` has its own bias, softcap and logit_scale, so these arguments must have their defaults.
     """
@@ -367,9 +367,9 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
 
 
 def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledRows:
-    """Combine the rows with their kept sets. On the CPU, a label outside its kept set raises a `UserError`.
+    """Add the kept sets to the labelled tokens `rows`. On the CPU, a label outside its kept set raises a `UserError`.
 
-    On a GPU, the log-probability of such a label is NaN, because a check would synchronise.
+    On a GPU, the log-probability of a label outside its kept set is NaN instead, because a check would synchronise.
     """
     if len(kept) != len(rows.labels):
         raise UserError(

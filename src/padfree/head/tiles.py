@@ -115,10 +115,11 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile, and write their sums into `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write each block's largest logit and sums into
+        `sums`.
 
-        If `stored` [R, kept] is given, x - peak of the vocabulary columns [0, kept) is written into it. `kept` is a
-        multiple of the block size, or the vocabulary size.
+        If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it, each minus
+        the largest logit of its token and block. `kept` is a multiple of the block size, or the vocabulary size.
         """
         tile_rows, tile_columns = self.memory.shape
         kept = 0 if stored is None else stored.shape[1]
@@ -195,8 +196,8 @@ def tiled_gradients(
 ) -> None:
     """Compute the gradients through the vocabulary columns [first_column, V), whose logits are computed again.
 
-    Writes these columns of `grad_weight` [V, D] and `grad_bias` [V]. The gradient of hidden is added to `grad_hidden`
-    [M, D], or overwrites it if `first_column` is 0.
+    Writes `grad_weight[first_column:]` and `grad_bias[first_column:]`, for `grad_weight` [V, D] and `grad_bias` [V].
+    The gradient of the hidden states is added to `grad_hidden` [M, D], or overwrites it if `first_column` is 0.
     """
     head, num_rows = task.head, task.num_rows
     hidden = task.hidden_rows(0, num_rows)

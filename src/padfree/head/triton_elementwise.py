@@ -69,9 +69,9 @@ def _logits(
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """The gradient of a logit without the term of the label: -p · (g + h · (log p + entropy)).
+    """The gradient of a logit with probability p: -p · (g + h · (log p + entropy)). The caller adds g for the label.
 
-    g and h are the gradients of the log-probability and the entropy.
+    g is the gradient of the loss with respect to the token's log-probability, h that with respect to its entropy.
     """
     pull = pull_logprob
     if HAS_ENTROPY:
@@ -87,7 +87,7 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """The slope of a logit, finite also outside a kept set, where the gradient is 0."""
+    """The derivative of the soft cap. It is finite also for logits outside a kept set, whose gradient is 0."""
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)
 
@@ -377,7 +377,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """The same as `elementwise.scale_`, but the device checks whether the factor is 1."""
+    """The same as `elementwise.scale_`, but the kernel writes nothing if the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

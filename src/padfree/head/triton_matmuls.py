@@ -72,7 +72,7 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to sums per token, and write the sums.
+    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to the values in `BlockSums` for each token.
 
     The part begins at token `first_row` and vocabulary column `first`.
     """
@@ -117,7 +117,8 @@ def _gradient_part(
 ):  # fmt: skip
     """Write the gradient of the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
 
-    Column 0 of `out` is column `first_column` of the vocabulary. The part begins at column `first` of `out`.
+    This part of the tile begins at column `first` of `out`. Column 0 of `out` is column `first_column` of the
+    vocabulary.
     """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
@@ -183,8 +184,8 @@ def _multiply(
 ):  # fmt: skip
     """One step of the matmul loop, over one part of the hidden dimension.
 
-    If the current tile is complete, the step begins the next tile. Returns the new state of the loop: the raw logits so
-    far, the step and the tile.
+    After the last part of the hidden dimension, the next call begins the next tile. Returns the new state of the loop:
+    the partial sums of the tile's raw logits, the number of the step and the tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:

@@ -14,7 +14,7 @@ Compiled layers are marked in their graph before autograd (`mark_saved`):
     host        saves what `selective` saves, and the results of the matmuls q k v o; most of these tensors are kept in
                 host memory (`padfree.layers.offload`)
 
-Each mode recomputes the activations that free the most memory for the least time.
+Each of these modes recomputes the activations that free the most memory for the least time.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _unlike_config(
 ) -> str | None:
     """Compare the tensors of the files with those that `save_pretrained` would write.
 
-    Return a description of the first difference, or None if they are equal.
+    Returns a description of the first tensor that is missing, unexpected or of another shape. None if all agree.
     """
     with torch.device("meta"):
         model = model_from_config(copy.deepcopy(config), dtype, trust_remote_code)

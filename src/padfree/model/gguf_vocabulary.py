@@ -48,7 +48,7 @@ class GgufVocabulary:
 def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
     """The vocabulary of a tokenizer, for a model whose embedding has `size` rows.
 
-    A row without a token gets a name with its index: row 7 becomes `[PAD7]`.
+    An embedding row without a token gets a name with its index: row 7 becomes `[PAD7]`.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
@@ -135,7 +135,8 @@ def _described(part: dict[str, Any]) -> str:
 def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
     """Whether the tokenizer adds a space before a text.
 
-    The tokenizer must also replace each space with U+2581. Raises `UserError` if it changes the text in other ways.
+    Apart from this first space, the tokenizer must only replace each space with U+2581. Raises `UserError` if it
+    changes the text in other ways.
     """
     steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
     replaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}

@@ -10,8 +10,8 @@ as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backen
 The `AttnContext` describes the samples of a pack of T tokens, and is passed with every call. No state is kept between
 calls, so that recomputed activations and other models in the same process always see their own batch.
 
-No mask function is registered under this name. Therefore transformers passes None as the mask without looking at
-`position_ids`. With a mask function, it would compare positions on the device and synchronise.
+padfree registers no mask function in transformers. Therefore transformers passes None as the attention mask without
+looking at `position_ids`. With a mask function, it would compare positions on the device and synchronise.
 
 Every keyword argument that reaches the function is either used, or known to be irrelevant to attention. Any other
 argument raises an error, so that a layer with an unsupported feature is not computed wrongly.
@@ -184,8 +184,8 @@ def sees_whole_images(module: nn.Module) -> bool:
 def mark_chunked_layers(model: PreTrainedModel) -> None:
     """Store the chunk size in each layer that attends inside chunks of positions, as most layers of Llama 4 do.
 
-    The config lists these layers by index. A layer must not read its own index while it runs, because the compiler
-    would then compile every layer separately.
+    The config lists the layers with chunks by index. A layer must not read its own index while it runs, because the
+    compiler would then compile every layer separately.
     """
     for module in model.modules():
         config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -226,8 +226,7 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
-    """Correct queries [T, H, d] that a layer has scaled by the position in the pack instead of the position in the
-    sample.
+    """Scale the queries q [T, H, d] by the factor for their position in the sample, not in the pack.
 
     Some layers, such as those of Llama 4, multiply each query by a factor that depends on its position, but count
     positions along the whole pack. This function replaces that factor by the one for the position in the sample.

@@ -11,12 +11,12 @@ names, which gives the names in HF files. Call `attach` first, because it tests 
 The initial values of A depend only on the seed and on the name of A, not on ranks, on the order of layers or on the
 other targets. B is 0, so that the model initially equals the one without adapters.
 
-Adapters are for linear layers below the head. The following layers stay frozen with "all-linear", and raise an error if
-they are named as targets:
+Adapters are for linear layers below the head. With "all-linear", the following layers get no adapter. Naming them as
+targets raises an error:
 
-- embeddings and the head, because the losses read the head's weight directly, without the adapter;
-- the tower and the projector of a vision-language model;
-- linear layers of a mixer whose forward reads their weight directly (Mamba's time step).
+- the embeddings and the head get no adapter, because the losses read the head's weight directly, without the adapter;
+- the tower and the projector of a vision-language model get no adapter;
+- a linear layer whose weight a mixer reads directly (Mamba's time step) gets no adapter.
 
 Experts that transformers keeps in one tensor, and routers that are more than a linear layer, also stay frozen with
 "all-linear". They get adapters (`padfree.model.expert_adapters`) if they are named as targets. A longer name selects

@@ -72,7 +72,10 @@ def region_of(
 
 
 def sharded_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros that are sharded like a parameter. Only the last dimension may differ, and it is not sharded then."""
+    """Zeros [shape] that are sharded like a parameter.
+
+    `shape` may differ from the parameter's in the last dimension if that dimension is not sharded.
+    """
     if torch.Size(shape) == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
     sizes = [part.stop - part.start for part in local_region(parameter)]

@@ -5,15 +5,17 @@
                                                               shuffled; only attention and mixers know the order
     state    | 9 | another 13    | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
 
-Packed and single must give the same logits and the same gradient of every parameter. They differ if the model
+The runs `packed` and `single` must give the same logits and the same gradient of every parameter. They differ if the
+model
 - has a recurrent state or a convolution,
 - needs a mask that transformers would have created,
 - does not pass its sliding window to the attention function,
 - derives positions from the index in the pack.
 
 Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak
-between samples is visible in the first digits. In the pack `state`, outputs and gradients of the unchanged samples must
-not depend on earlier samples, in this pack or in the previous one.
+between samples is visible in the first digits. The run `state` has the samples in another order and one of them with
+other tokens: outputs and gradients of the unchanged samples must stay the same, so they depend neither on earlier
+samples nor on the previous pack.
 
 Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
 
@@ -198,7 +200,7 @@ def _module_classes(model: nn.Module) -> set[str]:
 def undisturbed() -> Iterator[None]:
     """Context manager: its block runs on the CPU in float32, with gradients, and without log messages or warnings.
 
-    At its end, the caller's random state, default device and gradient mode are restored.
+    At the end of the block, the caller's random state, default device and gradient mode are restored.
     """
     verbosity, dtype = hf_logging.get_verbosity(), torch.get_default_dtype()
     elsewhere = torch.get_default_device().type != "cpu"
@@ -253,7 +255,7 @@ class _Samples:
 def _compare(model: PreTrainedModel) -> Verdict:
     """Compare the outputs and gradients of a pack with the outputs and gradients of its samples, run one at a time.
 
-    If they agree, the model passes: `leak` of the returned verdict is None.
+    If the pack and the single samples agree, the model passes: `leak` of the returned verdict is None.
 
     A mixer is a module that mixes tokens without attention. If several sets of modules could be the mixers, they are
     tried in order until one passes.
@@ -339,7 +341,8 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
     """Compare one sample at a time with a pack as a data collator makes it, under the attention `implementation`.
 
-    The implementation is one of transformers' own, or `LENGTHS_PROBE`, a substitute for flash attention.
+    `implementation` is an attention implementation of transformers, or `LENGTHS_PROBE`, a substitute for flash
+    attention.
     """
     _randomise(model)
     samples = _Samples(model)
@@ -376,9 +379,9 @@ def _by_lengths(
 def _register_permuted(order: Tensor) -> list[str]:
     """Register an attention function under the name `PROBE` that undoes a permutation of the pack's tokens.
 
-    The model runs on a shuffled pack: index i holds token `order[i]`. The function restores the original order,
-    computes attention, and shuffles the result again. Returns a list to which each call of the function appends the
-    class name of the calling layer.
+    The probe runs the model on a shuffled pack: index i holds token `order[i]`. The attention function `PROBE` restores
+    the original order, computes attention, and shuffles the result again. Returns a list to which each call of `PROBE`
+    appends the class name of the calling layer.
     """
     calls: list[str] = []
     inverse = torch.argsort(order)

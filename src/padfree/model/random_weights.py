@@ -10,7 +10,7 @@ row of a padding token). A model is not drawn this way if the initial value of a
 Every rank draws all tensors, which takes a GPU less time than receiving them. A rank holds only one whole tensor at a
 time.
 
-The numbers depend on the kind of device, because PyTorch's generators do.
+A GPU and a CPU draw different numbers from the same seed, because their random number generators differ.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def recipes_of(
 
 
 def _writes_all(recipe: Recipe, count: int) -> bool:
-    """Whether the calls give a value to all `count` elements, even if the tensor is created without values."""
+    """Whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty` creates it."""
     create, *others = recipe
     if "empty" not in create.function._schema.name:
         return True

@@ -11,8 +11,8 @@ scale, and with gradients. If the routes are the router's own choices, no bit ch
 Routes are an argument of the model's forward. A hook stores the context of a call when it enters a decoder layer,
 including when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
 
-The load-balancing loss counts a router's own choices. The returned tensor of choices has them as its attribute
-`own_choices`.
+The load-balancing loss counts the experts that the router itself would choose. They are in the attribute `own_choices`
+of the tensor of choices that the router returns.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 class RouterRecorder:
     """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls.
 
-    With `own`, it records the choices that the routers would make, even if routes are replayed.
+    With `own`, the recorded choices are those that the routers themselves would make, even if routes are replayed.
     """
 
     def __init__(self, routers: list[Router], *, own: bool = False) -> None:

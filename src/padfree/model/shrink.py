@@ -196,7 +196,8 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
     """The number of key heads of the small copy.
 
-    Multi-query attention stays multi-query, and likewise grouped-query and multi-head attention.
+    A copy of a model with multi-query attention also has multi-query attention, and likewise for grouped-query and
+    multi-head attention.
     """
     if num_key_heads == 1:
         return 1

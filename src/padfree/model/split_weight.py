@@ -9,8 +9,8 @@ As integers, a finite float32 value and its rounding differ by at most 2^15. The
 value, because rounding carries into the exponent as integer addition does. This includes subnormal numbers and values
 that round to infinity.
 
-The differences from -2^15 to 2^15 are 2^16 + 1 numbers, one more than fit into 16 bits. `rest` therefore stores both
--2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
+The difference of weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into 16
+bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
 
     2 + 2 + 1/8 bytes per weight instead of 4 + 2       weight = rounded * 2^16 + rest + tie * 2^16, as integers
 
@@ -238,7 +238,7 @@ def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _compute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation with plain float32 tensors, and split what it has written to."""
+    """Call an operation with plain float32 tensors, and split the tensors that it has written to."""
     wholes: dict[tuple[int, int], tuple[SplitWeight, Tensor]] = {}  # several views of a weight share one joined tensor
     weights: dict[int, SplitWeight] = {}  # by the id of the plain tensor
 

@@ -4,8 +4,9 @@
     experts.gate_up_proj    [E, 2 I, D]
     experts.down_proj       [E, D, I]
 
-transformers computes such modules through its `ExpertsInterface`. Every parameter, biases included, has one entry per
-expert in dimension 0. Experts that are a list of modules, or that a model computes in another way, are not found.
+transformers computes modules with stacked experts through its `ExpertsInterface`. Every parameter of such a module,
+biases included, has one entry per expert in dimension 0. Experts that are a list of modules, or that a model computes
+in another way, are not found.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _is_stacked(module: nn.Module) -> bool:
 def undivided(model: nn.Module, expert: int, shards: int) -> str | None:
     """The reason why the experts of this model cannot be divided over `expert` ranks. None if they can.
 
-    `shards` is the number of ranks over which FSDP2 shards each of the `expert` parts.
+    The experts are divided into `expert` parts, and FSDP2 shards each part over `shards` ranks.
     """
     name, found = type(model).__name__, stacked_experts(model)
     if not found:

@@ -123,8 +123,9 @@ def language_model(wrapper: Wrapper, config: PreTrainedConfig, dtype: torch.dtyp
 def save_whole(
     wrapper: Wrapper, language: PreTrainedModel, tensors: dict[str, Tensor], folder: Path, max_shard_size: str
 ) -> None:
-    """Write the whole multimodal model to `folder`: the language model from `tensors`, all other tensors from the old
-    folder.
+    """Write the whole multimodal model to `folder`.
+
+    The weights of the language model come from `tensors`, all others from the folder that the model was loaded from.
     """
     whole = load_whole(wrapper, "auto")
     names = names_inside(whole, language)

@@ -1,7 +1,8 @@
 """AdamW. Each rank updates its local shards as plain tensors, not as DTensors.
 
 AdamW is elementwise and needs no communication. DTensors would cost 20 ms of host time per step for 300 parameters. The
-kernels read two values on the device: whether the step is finite, and the factor of the gradients.
+kernels read two values on the device: whether loss and gradients are finite, and the factor by which gradients are
+multiplied.
 
 With `optimizer.state=float32`, torch's fused kernel makes the step. With other formats of the moments,
 `padfree.optim.rounded_adamw` does.

@@ -6,9 +6,9 @@
     weight  = (1 - lr * weight_decay) * weight - lr * update_rms * sqrt(max(A, B)) * update
 
 The Newton-Schulz update of a matrix [A, B] has orthonormal rows or columns, so its elements have root mean square 1 /
-sqrt(max(A, B)). The last line scales this to lr * `update_rms` for any shape. AdamW's updates have a root mean square
-of about 0.2 lr. With `update_rms` 0.2, a learning rate and a weight decay tuned for AdamW therefore also suit Muon
-(Moonshot AI, "Muon is scalable for LLM training").
+sqrt(max(A, B)). The last line of the formulas above scales this root mean square to lr * `update_rms` for any shape.
+AdamW's updates have a root mean square of about 0.2 lr. With `update_rms` 0.2, a learning rate and a weight decay tuned
+for AdamW therefore also suit Muon (Moonshot AI, "Muon is scalable for LLM training").
 
 Momentum, coefficients and norms match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
 `padfree.optim.reference_muon` is a plain implementation for one matrix.

@@ -54,8 +54,8 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """The current learning rates by metric name.
 
-        The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. Rates of
-        `optimizer.groups` are not metrics.
+        The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. The rates of
+        `optimizer.groups` are not returned.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}
@@ -103,7 +103,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
     """The bytes of the optimizer state of these groups, if all parameters are float32.
 
-    `numbers` returns how many elements of a parameter to count; by default all.
+    The function `numbers` returns the number of elements of a parameter to count. By default all count; for one rank's
+    share, for example, it returns the elements that the rank holds.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)

@@ -150,7 +150,9 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning-rate schedule: a linear rise over `warmup` steps, then a constant rate or a decay to `final`."""
 
-    kind: ScheduleKind = setting("constant", about="Shape after the warmup; linear and cosine need run.steps.")
+    kind: ScheduleKind = setting(
+        "constant", about="How the learning rate changes after the warmup; linear and cosine need run.steps."
+    )
     warmup: int = setting(
         0, least=0, about="Number of steps over which the learning rate rises linearly.", fix="give 0 or more steps"
     )

@@ -1,4 +1,4 @@
-"""The reference implementation of AdamW with moments in bfloat16 or int8, and what all implementations receive.
+"""The reference implementation of AdamW with moments in bfloat16 or int8, and the arguments of all implementations.
 
     m, v       = the moments in float32
     m          = m + (1 - beta1) * (gradient - m)
@@ -6,8 +6,8 @@
     weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
     state      = m and v, rounded stochastically
 
-`rate` and `correction` contain the bias corrections of the step. They are computed on the device in float64: the step
-counter is on the device, because it does not count skipped steps.
+In the formula for the weight, `rate` and `correction` contain the bias corrections. They are computed on the device in
+float64, from the step counter. This counter is on the device, because it does not count skipped steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW with moments that are rounded after each step, by plain PyTorch on the CPU and by Triton on a GPU.
 
 reference_adamw     the update, and its implementation in plain PyTorch
-triton_adamw        the same as one kernel
+triton_adamw        the same update as one Triton kernel
 """
 
 from __future__ import annotations

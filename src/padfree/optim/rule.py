@@ -38,7 +38,7 @@ class UpdateRule(Protocol):
         ...
 
     def state_bytes(self, group: Group, numbers: int, columns: int) -> int:
-        """The bytes of optimizer state for `numbers` float32 elements, in matrix rows of `columns` elements."""
+        """The bytes of optimizer state of `numbers` float32 weights, which form matrix rows of `columns` weights."""
         ...
 
 

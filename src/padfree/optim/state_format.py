@@ -50,7 +50,7 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 class Rounding(NamedTuple):
-    """The levels of one moment in int8: (c / most)^(2^squarings) for c from 0 to `most`."""
+    """In int8, code c of a moment stands for (c / most)^(2^squarings) times the scale, for c from 0 to `most`."""
 
     most: int
     squarings: int
@@ -65,7 +65,8 @@ class RowRange(NamedTuple):
 
     first + r // inner * outer + r % inner
 
-    For a matrix whose rows are sharded, inner is at least the number of rows.
+    A matrix sharded by rows has no gaps: `inner` equals `outer`. Experts [E, out, in] sharded along `out` have gaps:
+    the rank holds `inner` of the `outer` rows of each expert.
     """
 
     first: int
@@ -73,7 +74,7 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """The range without its first rows. A range with gaps (`inner` < `outer`) cannot be divided."""
+        """The range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` < `outer`)."""
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
 
@@ -83,7 +84,7 @@ def num_blocks(columns: int) -> int:
 
 
 def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
-    """The bytes of both moments for this number of weights, in matrix rows of `columns` weights."""
+    """The bytes of both moments of `numbers` weights, which form matrix rows of `columns` weights."""
     if state != "int8":
         return 2 * numbers * (4 if state == "float32" else 2)
     return 2 * numbers + 2 * 4 * num_blocks(columns) * (numbers // max(1, columns))
@@ -106,12 +107,12 @@ def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
 
 
 def rows_of(parameter: Tensor) -> RowRange:
-    """The rows of a parameter with two or more dimensions that this rank holds."""
+    """The matrix rows that this rank holds of a parameter with two or more dimensions."""
     return row_range(parameter.shape, local_region(parameter))
 
 
 def row_range(shape: torch.Size, region: Region) -> RowRange:
-    """The rows of a region of a tensor with this shape. Only its first two dimensions may be sharded."""
+    """The matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
     whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(

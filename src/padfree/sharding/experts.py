@@ -8,8 +8,9 @@
     return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
     rank 0   output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
 
-a0 is the hidden state of token a on its way to expert 0; c is a token of rank 1. For each expert that a token chose,
-the token's rank sends a row (its hidden state) and receives a row (the expert's output). Nothing is padded or dropped.
+In the picture, a0 is the hidden state of token a on its way to expert 0; c is a token of rank 1. For each expert that a
+token chose, the token's rank sends a row (its hidden state) and receives a row (the expert's output). Nothing is padded
+or dropped.
 
 The ranks first exchange how many rows each expert gets. The host reads these numbers, so it synchronises once per layer
 and forward pass.
@@ -24,10 +25,11 @@ remaining ranks along another dimension:
 
 FSDP2 sums the gradients of an expert over the groups. Routers and shared experts are sharded like all other weights.
 
-All ranks of a group must call each layer the same number of times. A rank without samples therefore computes a filler.
+All ranks of a group must call each layer the same number of times. A rank without samples therefore computes a filler
+pack of one token.
 
 The class of the module stays unchanged. A new forward of the instance calls the old one with a view of the module that
-has only this rank's experts. It breaks the graph of a compiled layer.
+has only this rank's experts. The new forward is a graph break in a compiled layer.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Compute each of R rows with its expert: rows [R, D] and experts [R] -> [R, D]."""
+    """Apply its expert to each of R hidden states: `rows` [R, D] and `experts` [R] -> [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
         # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the
@@ -127,7 +129,10 @@ class Routes(NamedTuple):
 
 @torch.no_grad()
 def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
-    """Find the routes of choices [T, k]; every rank holds `local` experts. The host synchronises once. Collective."""
+    """Find which hidden states go to which rank, for the chosen experts [T, k].
+
+    Every rank holds `local` experts. The host synchronises once. Collective.
+    """
     ranks, flat = group.size(), choices.reshape(-1)
     order = torch.argsort(flat, stable=True)
     bounds = torch.arange(local * ranks + 1, device=flat.device)

@@ -161,7 +161,10 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 
 
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
-    """Recompute decoder layers by `mode`. Trained blocks of the vision tower follow the first layer."""
+    """Recompute decoder layers by `mode`.
+
+    Trained blocks of the vision tower are recomputed like the first decoder layer.
+    """
     layers = layers_of(model)
     mode = stretched(mode, len(layers)) if stretch else mode
     levels = levels_of(mode, len(layers)) if is_by_layer(mode) else (cast(LayerLevel, mode),) * len(layers)

@@ -1,5 +1,6 @@
 """padfree's custom operators for compiled layers. Each has a reference in plain torch and a file of kernels.
 
+operator             what it computes                                   kernels
 rms_norm             RMSNorm, with the residual sum before it           triton_rms_norm
 qk_norm_rope         QK-norm and RoPE of one projection                 triton_qk_norm_rope
 swiglu               silu(gate) · up                                    triton_swiglu

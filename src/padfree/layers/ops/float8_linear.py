@@ -15,11 +15,11 @@ therefore cast twice: by rows and by columns.
     float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
     float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
 
-R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added columns are 0. `largest` is the
-largest absolute value of each column.
+q is the float8 tensor. R' is the number of rows R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the
+added elements are 0. `largest` [K] is the largest absolute value in each column of x.
 
-`after` is not read. It is a tensor of the backward pass, so that the compiler does not cast weights in forward and keep
-them until backward.
+`float8_columns` does not read its argument `after`, which is a tensor of the backward pass. The argument keeps the
+compiler from casting weights in forward already and storing them until backward.
 
 A scale is a power of two, and the largest value of a row divided by its scale fits into float8 (at most 448).
 Multiplication by a power of two is exact, so all devices give the same bits. A row with an infinite or NaN value gets
@@ -209,7 +209,7 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and the `largest` values of the columns of x and of the weight, or empty tensors."""
+    """Return y, and the largest absolute value of each column of x and of the weight, or empty tensors."""
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)
         return torch.nn.functional.linear(x, weight, bias), empty, empty.clone()

@@ -5,7 +5,7 @@
     matmul_swiglu_backward    a [T, K], b [K, N], gate, up [T, N]    -> dgate, dup, given dact = a·b
     matmul_swiglu_backward_   the same arguments                     writes dgate over gate and dup over up
 
-b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
+The matrix b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
 
 On Hopper, the operators are matmuls of `quack-kernels`. On other devices they are plain torch.
 `passes.matmul_epilogues` inserts them into compiled layers.

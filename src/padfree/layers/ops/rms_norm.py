@@ -8,8 +8,8 @@
 
 D is the hidden size. The arithmetic is float32, and y is rounded once.
 
-`dys` are the gradients of y from the matmuls that read y, and `residual` is the gradient of the residual stream. The
-kernel adds all of them, so that no sum is written to memory separately.
+Several matmuls read the output y of the norm, and each gives one of the gradients `dys` of y. `residual` is the
+gradient of the residual stream. The kernel adds all of them, so that no sum is written to memory separately.
 
 On a GPU, Triton kernels are used (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts the operators
 into compiled layers.

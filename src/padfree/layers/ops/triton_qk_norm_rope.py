@@ -92,7 +92,7 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the numbers of ROWS head vectors from `first` on, the columns of half a head, and a mask."""
+    """Return the row indices, the column indices and the mask of half a block of ROWS head vectors."""
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < HALF)

@@ -37,7 +37,7 @@ class LaunchConfiguration(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number of columns of a token that are loaded at once: 8 per thread."""
+        """The number of elements of a token that are loaded at once: 8 per thread."""
         return 8 * 32 * self.warps // self.rows
 
 
@@ -137,7 +137,7 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce `dys` to the three tensors that the kernel takes: add all others to the third, in float32."""
+    """Reduce the gradients `dys` to the three that the kernel takes: add further ones to the third, in float32."""
     if len(dys) <= 3:
         return dys
     last = dys[2].float()

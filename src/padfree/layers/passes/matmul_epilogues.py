@@ -1,14 +1,15 @@
 """Insert matmuls with epilogues into a layer's graphs, after autograd.
 
-`matmul_epilogues_pass`, before Inductor's own passes:
+`matmul_epilogues_pass` runs before Inductor's own passes:
 
     swiglu(gate, a·b)                          becomes   matmul_swiglu(a, b, gate)
     swiglu_backward(a·b, gate, up)             becomes   matmul_swiglu_backward(a, b, gate, up)
     a·b + c                                    becomes   matmul_add(a, b, c)
 
-An add is replaced only if it is not part of a longer sum. In the last two cases, the matmul must have no other user.
+An add is replaced only if it is not part of a longer sum. For matmul_swiglu_backward and matmul_add, no other node may
+read the result of the matmul a·b.
 
-`matmul_epilogues_overwrite_pass`, after Inductor's passes, in a backward graph that recomputes gate and up:
+`matmul_epilogues_overwrite_pass` runs after Inductor's passes, and changes backward graphs that recompute gate and up:
 
     matmul_swiglu_backward(a, b, gate, up)     becomes   matmul_swiglu_backward_, which writes over gate and up
 """
@@ -120,7 +121,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """Return the factors of the matmul behind `node` [T, N] or [1, T, N], or None."""
+    """Return the factors a and b of the matmul whose result, possibly reshaped, is `node`, or None."""
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None

@@ -1,11 +1,11 @@
 """Replace QK-norm and RoPE in a layer's graph.
 
-Before autograd, `qk_norm_rope_pass`, for heads [1, T, H, d] and angles [1, T, d]:
+`qk_norm_rope_pass` runs before autograd and replaces these nodes, for heads [1, T, H, d] and cos and sin [1, T, d]:
 
     RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
 
-T is the number of tokens, H the number of heads, d the head size, and t are the normalised heads. The intermediate
-results must have no other user. The compiler handles a QK-norm without RoPE.
+T is the number of tokens, H the number of heads, d the head size, and t are the normalised heads. No other node may
+read the intermediate results. The compiler handles a QK-norm without RoPE.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """Find the only use of a norm of `heads` [1, T, H, d] as RoPE of its transpose [1, H, T, d], or None."""
+    """Match RoPE on the transposed result [1, H, T, d] of a norm.
+
+    None if there is no RoPE or the result is read elsewhere.
+    """
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):
         return None
@@ -71,10 +74,10 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """Return the node of cos or sin [1, T, d] if `multiplied` computes `factor` · cos or `factor` · sin.
+    """If the node `multiplied` is `factor` · cos or `factor` · sin, return the node of cos or sin [1, T, d].
 
     `factor` is the node of the transposed heads [1, H, T, d], or of their rotated halves. Returns None if `multiplied`
-    computes something else, or if the angles do not fit `heads` [1, T, H, d].
+    is something else, or if the shape or dtype of cos or sin does not fit `heads` [1, T, H, d].
     """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):

@@ -1,10 +1,10 @@
 """Replace SwiGLU in a layer's graph.
 
-Before autograd, `swiglu_pass`:
+`swiglu_pass` runs before autograd:
 
     silu(gate) · up, both of them results of matmuls                                    becomes   swiglu(gate, up)
 
-After autograd, `swiglu_overwrite_pass`, in a backward graph that recomputes gate and up:
+`swiglu_overwrite_pass` runs after autograd, and changes backward graphs that recompute gate and up:
 
     act = swiglu(gate, up)    ...    dgate, dup = swiglu_backward(dact, gate, up)       becomes   swiglu_backward_
 
@@ -83,7 +83,7 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether this graph computes the tensor of `node`, possibly reshaped, and it has `num_users` users."""
+    """Whether the tensor of `node` may be overwritten: this graph computes it, and has `num_users` readers of it."""
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):

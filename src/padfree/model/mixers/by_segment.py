@@ -17,7 +17,9 @@ from torch import Tensor
 
 
 def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Apply `call` to all segments. Each of `values` is [t, ...] with t = sum(lengths). Returns [t, D'].
+    """Apply `call` to all segments.
+
+    `values` are tensors [t, ...] with one entry per token, t = sum(lengths). Returns [t, D'].
 
     `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D'], where D' is the output
     width. If there are no tokens, `call` gets one token of zeros and its result is multiplied by 0, because all ranks

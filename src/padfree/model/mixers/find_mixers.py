@@ -198,7 +198,8 @@ def _has_context(call: _MixerCall) -> bool:
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
     """The parameters of forward, besides `hidden`, that hold one value per token and affect the result.
 
-    The effect is tested, because modules also get many arguments that they do not use.
+    Each argument is reversed along the tokens to see whether the output changes, because modules also get many
+    arguments that they do not use.
     """
     output = _first_tensor(call.output)
     assert output is not None

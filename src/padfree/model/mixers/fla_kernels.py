@@ -4,8 +4,8 @@
     kimi_delta_attention       chunk_kimi_delta_attention         Kimi-Linear: a decay for each channel
     mamba2_scan                mamba2_chunk_scan                  Mamba-2: linear attention with a decay for each head
 
-Each function replaces the function of transformers in the second column and takes the same arguments. In a compiled
-layer each is a graph break, because the kernels are already compiled by Triton.
+Each function of this file (first column) replaces a function of transformers (second column) and takes the same
+arguments. In a compiled layer, each call is a graph break, because Triton has already compiled the kernels.
 """
 
 from __future__ import annotations

@@ -61,8 +61,9 @@ class MixerState:
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
     """Replace the forward of the modules that `mixers` describe by `packed_forward`. Returns the number of modules.
 
-    May be called again for the same model. `order` is for the probe (see `MixerState`). If `fast` is True, all segments
-    are processed at once, provided that a test on the device of the first batch passes.
+    May be called again for the same model. `order` is the shuffled order of the tokens in the probe's packs (see
+    `MixerState`). If `fast` is True, a mixer processes all segments at once, provided that a test on the device of the
+    first batch passes.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -141,7 +142,8 @@ def hand_context(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """A forward pre-hook that passes the `AttnContext` in place of the mask.
 
-    The hook is for modules that pass a mask to their submodules but drop other keyword arguments.
+    The hook is for modules that pass a mask to their submodules but drop other keyword arguments, such as
+    `attn_context`.
     """
     context = kwargs.get("attn_context")
     if not isinstance(context, AttnContext) or kwargs.get("attention_mask") is not None:
@@ -243,7 +245,8 @@ def _holds_tensors(value: Any) -> bool:
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
     """Apply `call` to whole segments.
 
-    Each of `tokens` is [T/world, ...]; returns [T/world, D'] with zeros for padding.
+    Each tensor in `tokens` holds one value per token of this rank, [T/world, ...]. Returns [T/world, D'] with zeros for
+    padding tokens.
     """
     segments = context.segments
     if context.layout is not None:

@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] per head
 
-g_t is the log decay and beta_t the learning rate of token t. A short convolution on q, k and v comes before the
-recurrence.
+In these formulas, g_t is the log decay and beta_t the learning rate of token t. A short convolution on q, k and v comes
+before the recurrence.
 """
 
 from __future__ import annotations

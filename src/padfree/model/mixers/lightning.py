@@ -2,7 +2,7 @@
 
     S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] per head
 
-λ is the decay. transformers computes the recurrence in blocks, in plain PyTorch.
+In these formulas, λ is the decay. transformers computes the recurrence in blocks, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 def state_flops(module: nn.Module) -> int:
     """The FLOPs per token of the recurrence, computed in blocks of n tokens.
 
-    The count includes the products with keys and values inside a block, reading the state at its beginning, and
-    updating the state at its end.
+    The FLOPs include the products with keys and values inside a block, reading the state at the beginning of the block,
+    and updating the state at its end.
     """
     heads, dim = _heads(module)
     return heads * (4 * int(module.block_size) * dim + 4 * dim * dim)  # type: ignore[arg-type]

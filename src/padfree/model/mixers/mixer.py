@@ -1,4 +1,6 @@
-"""`Mixer`: how the modules of a class are called. `MixerKind`: how a kind is recognised and what it costs.
+"""`Mixer` says with which arguments a class of mixers is called.
+
+`MixerKind` says how a kind of mixer is recognised, how many FLOPs it takes and how many activations it saves.
 
 A mixer is a module that mixes tokens without softmax attention: a recurrence, a convolution, a shift.
 `padfree.model.mixers.find_mixers` finds the mixers of a model by their behaviour on the probe's small copy. The kind of
@@ -22,7 +24,7 @@ pass on the mask.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """How the modules of one class of mixers are called."""
+    """The arguments with which the modules of one class of mixers are called."""
 
     class_name: str  # from `qualified_name`
     kind: str
@@ -35,7 +37,7 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerKind:
-    """A kind of mixer: how to recognise it and what it costs."""
+    """A kind of mixer: how to recognise it, how many FLOPs it takes, and how many activations it saves."""
 
     name: str
     matches: Callable[[nn.Module], bool]

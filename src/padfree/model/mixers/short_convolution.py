@@ -2,7 +2,8 @@
 
     y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i = 0, 1, 2
 
-x is the input, B and C are the gates, w_i the weights of the convolution, and ∘ is the product by elements.
+In this formula, x is the input, B and C are the gates, w_i are the weights of the convolution, and ∘ is the elementwise
+product.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class _Trial:
     def reason(self) -> str | None:
         """The reason why the test fails. None if it passes.
 
-        The reason is cached per process for each name, class, config and device.
+        The result of the test is cached per process for each name, class, config and device.
         """
         key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
         if key not in _TRIALS:
@@ -223,7 +223,7 @@ def _outcome(
 
 
 def _apart(values: Tensor, expected: Tensor) -> float:
-    """The difference of two tensors in norm, relative to the norm of `expected`.
+    """The norm of the difference of two tensors, relative to the norm of `expected`.
 
     A norm is used so that a single entry near zero does not matter.
     """

@@ -96,7 +96,7 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """An image that is as large as one tile. The tower gets two: the whole image, and the only part of the image."""
+    """An image as large as one tile. The tower gets two tiles: the whole image, and the only part of the image."""
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
 

@@ -4,8 +4,8 @@
     features       gathered for the M placeholders of the pack  -> [M, D]              gradients of shared images add up
     input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own language model
 
-Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These are gathered
-for the placeholders in the same way.
+Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. They are gathered for
+the placeholder tokens like the main features.
 
 Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). They exchange features
 and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
@@ -101,7 +101,7 @@ def _joined(features: Any) -> Tensor:
 
 
 def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
-    """The features [m, D] of the m placeholders of this rank, and the further features of the tower likewise."""
+    """The tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
     found = output.pooler_output
     parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
     if images.inputs:
