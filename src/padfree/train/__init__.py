@@ -1,14 +1,14 @@
 """Training: SFT and RL share one loop, on any number of processes.
 
-A step, in the order in which a sample passes it:
+The modules of a training step, in the order in which a sample passes through them:
 
 trainer         Trainer: the loop over batches, updates, metrics, evaluations and checkpoints
 batcher         data rows and groups, and the batcher that forms global batches of them
 batch_preparer  global batches with advantages and log-probabilities
 global_batch    the samples of a batch, its updates, and both in a checkpoint
 engine          plan, packs, gradients and update of one optimizer step
-microbatch      builds the packs of one rank from samples
-router_balance  balances the load of experts
+microbatch      builds this rank's packs (the micro-batches: samples laid end to end, without padding between them)
+router_balance  balances how many tokens the experts of a mixture-of-experts model receive
 step            the states of a step: prepared, pending, reported
 step_pipeline   finishes steps, and writes their metrics
 
@@ -18,9 +18,10 @@ scorer          scores without gradients: log-probabilities, values, rewards
 critic          PPO's value model, its loss and its advantages
 evaluate        metrics on held-out data
 rl              the reference model, reward models, and the log of sampled responses
-finite_checks   errors for numbers that are not finite
-float8_budget   the layers that stay in bfloat16
-batch_times, rank_imbalance_timer    seconds of phases, and of each rank
+finite_checks   errors for losses, metrics, scores and weights that are NaN or infinite
+float8_budget   chooses the layers that stay in bfloat16 when the others multiply in float8
+batch_times     seconds of each phase of a batch
+rank_imbalance_timer    forward seconds of each rank's layers, which show a slow rank
 
 The start and the end of a run:
 
@@ -28,18 +29,18 @@ run             train: a whole run, from its settings to the exported model
 preflight       checks a run's settings and data, and refuses the run before anything is written or loaded
 check_data      refuses data that a run cannot train on
 vocabulary      checks that all models of a run use the same token ids
-training_data   tokenizer, samples, and what reads images
+training_data   loads the tokenizer and the samples, and prepares the reading of images
 shared_turns    tokens that the samples of a row share
 resolve_auto    the values that `auto` settings take on this device
-disk            whether the disk can hold what a run writes
+disk            checks whether the disk can hold the checkpoint and the model that a run writes
 setup           builds loss, models and engine from the settings
 precomputed     log-probabilities of the reference, computed once
 start_run       opens the run's files, restores its checkpoint, and creates its trainer
 resume          settings that may change between a checkpoint and the run that resumes from it
-finished        whether an earlier start has finished the run, or left it without a checkpoint
+finished        whether an earlier start has finished the run, or has ended it without a checkpoint
 early_imports   imports the packages that the first GPU step needs, while the data is read
-determinism     deterministic algorithms, and random states
-failures        failures that a user can fix, as a `UserError`
+determinism     switches to deterministic algorithms; saves and restores random states
+failures        turns failures that a user can fix (lost process, memory, disk, NaN) into a `UserError`
 data_view       rows of the data as `padfree data` shows them
 """
 

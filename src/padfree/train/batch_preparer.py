@@ -1,9 +1,13 @@
 """Global batches that are ready for training: with rewards, advantages and log-probabilities.
 
-batcher  -> groups                       samples from the data
-rollouts -> groups -> collector          episodes, sampled now or while earlier batches were trained
-         -> old log-probabilities, advantages (from rewards, a critic or a teacher), reference log-probabilities
-         -> GlobalBatch                  its samples, the samples of each update, metrics, times
+A batch comes from one of two sources and then passes the same two steps:
+
+batcher -> groups                        samples that the data files contain (SFT, preference pairs, given rollouts)
+batcher -> prompts -> collector          episodes that the policy generates, now or ahead of time
+
+         -> log-probabilities, advantages    of the policy before the updates and of the reference; advantages come from
+                                             rewards, a critic or a teacher
+         -> GlobalBatch                      the samples, their division into updates, metrics, times
 """
 
 from __future__ import annotations
@@ -49,9 +53,10 @@ class BatchPreparer:
         rollouts: Collector | None = None,
         end_tokens: tuple[int, ...] = (),
     ) -> None:
-        """`teacher` gives the advantages if `loss.advantage` is `teacher`, and `critic` if it is `gae`. `rollouts`
-        generates samples from the batcher's prompts. A model that the run does not use is None. `end_tokens`: token ids
-        that end a response, if known.
+        """`batcher` yields samples or prompts, and `rollouts` generates samples from the prompts.
+
+        `teacher` computes the advantages if `loss.advantage` is `teacher`, and `critic` computes them if it is `gae`. A
+        model that the run does not use is None. `end_tokens`: the token ids that end a response, if they are known.
         """
         self.engine, self.batcher = engine, batcher
         self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
@@ -94,12 +99,13 @@ class BatchPreparer:
 
     @property
     def last_batch_number(self) -> int:
-        """The number of the newest batch that the batcher has produced."""
+        """The number of the newest batch that the batcher has produced; the collector may still be sampling it."""
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:
-        """Continue sampling after a resume. `step`: updates made so far. `remaining`: updates left in the current
-        batch.
+        """Continue sampling after a resume.
+
+        `step`: the number of updates made so far. `remaining`: the number of updates left in the current batch.
         """
         if self.rollouts is not None:
             self.rollouts.resume(self.batcher, self.engine.model, step, remaining=remaining)
@@ -118,19 +124,22 @@ class BatchPreparer:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `extra` dict, except the position in the data. Collective."""
+        """Return what a checkpoint stores (in its `extra` dict) about rollouts and reference model. Collective.
+
+        The position in the data is not included; `cursor` returns it.
+        """
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """Return the models to store in a checkpoint besides the policy, by name; None if the run has no such model."""
+        """Return the models besides the policy that a checkpoint stores: `reference` and `critic`; None if unused."""
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
             "critic": self._trained_critic(),
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """Return the models to restore besides the policy, by name; None if the run has no such model."""
+        """Return the models besides the policy that a checkpoint restores: `reference`, `critic`; None if unused."""
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),
@@ -140,7 +149,7 @@ class BatchPreparer:
         return None if self.critic is None else TrainedModel(self.critic.engine.model, self.critic.engine.optimizer)
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Continue from `extra`, the dict that a checkpoint stores. Load the models before this call."""
+        """Continue from a checkpoint, whose `extra` dict is given. Load the checkpoint's models before this call."""
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
@@ -148,7 +157,10 @@ class BatchPreparer:
             self.rollouts.restore(extra)
 
     def next(self, step: int) -> GlobalBatch | None:
-        """Return the next batch, or None after the last. `step`: updates made so far, i.e. the policy version."""
+        """Return the next batch, or None after the last batch.
+
+        `step`: the number of updates made so far, which is also the version of the policy.
+        """
         times = BatchTimes()
         with times.measure_rest("preparing"):
             found = self._next(step, times)
@@ -199,7 +211,7 @@ class BatchPreparer:
         )
 
     def _models(self, times: BatchTimes) -> Models:
-        """Return the models of the run, wrapped so that the duration of each call is added to `times`."""
+        """Return the run's models as functions of samples. The seconds of each call are added to `times`."""
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
             policy=times.timed("old_logprobs", self.engine.scorer.logprobs),
@@ -230,8 +242,8 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 def distinct(samples: list[Sample]) -> list[Sample]:
     """Give each repetition of a sample in a batch a uid and a group of its own.
 
-    If the run has several epochs and the data is small, a batch can contain a sample twice. The repeated row, pair or
-    group then counts as a separate unit for token weights and advantages.
+    A batch can contain a sample twice if the data is smaller than a batch and the run has several epochs. Token weights
+    and advantages then treat the repeated row, pair or group as a separate one.
     """
     seen: dict[str | int, int] = {}
     found = []
@@ -249,10 +261,10 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return metrics of a rollout batch: its rewards, and the number of trained tokens per response.
+    """Return metrics of a batch of rollouts: statistics of the rewards, and the mean number of trained tokens.
 
-    `sources`: names of the data sources; the mean reward of each is also returned. `end_tokens`: tokens that end a
-    response; with them, the metrics include the share of responses that were cut off.
+    With `sources`, the names of the data sources, the metrics include the mean reward of each source. With
+    `end_tokens`, the token ids that end a response, they include the share of responses that were cut off.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

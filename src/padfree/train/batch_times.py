@@ -1,9 +1,9 @@
 """How the time of an RL run divides into phases: `seconds/...` in the metrics.
 
-    collector                                   reference       scorer           engine
-    |weight_sync|waiting|sampling|rewards|  |reference|     |old_logprobs|  |update| |logging| |update| ...
-    '---- one call of the collector -----'
-    '---- one batch: its time outside of these phases is `seconds/preparing` ----'
+    called by   trainer loop: collector         reference     scorer           engine
+    phases      weight_sync|waiting|sampling|rewards|reference|old_logprobs|   |update| |logging| |update| ...
+                '------- one call of the collector ---------'
+                '--- one batch; the time outside of these phases is `seconds/preparing` ---'
 
     last update |logging|evaluation|checkpoint| ... batch ... | other | update
 
@@ -12,7 +12,8 @@ first update. Logging, evaluations and checkpoints come after an update, so they
 `seconds/other` is the time that no phase has measured: with it, the phases add up to the time between two updates,
 unless some of them run at the same time.
 
-The collector returns the seconds of its own phases by name (`timings`). The rest of a call counts as sampling.
+The collector, which generates the rollouts, returns the seconds of its own phases by name (`timings`). The rest of a
+call of the collector counts as sampling.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PARTS = (
 
 
 def unmeasured(seconds: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metric of the seconds that no phase in `metrics` has measured."""
+    """Return `seconds/other`: `seconds`, the time of a step, minus the phases that `metrics` contains."""
     measured = sum(value for name, value in metrics.items() if name.startswith("seconds/"))
     return {"seconds/other": max(seconds - measured, 0.0)}
 
@@ -74,7 +75,7 @@ class BatchTimes:
 
     @contextmanager
     def measure_rest(self, part: str) -> Iterator[None]:
-        """Like `measure`, but without the time that the block spends in other phases."""
+        """Context manager like `measure`, but the time that its block spends in other phases is not counted again."""
         begin, known = time.perf_counter(), sum(self.seconds.values())
         yield
         rest = time.perf_counter() - begin - (sum(self.seconds.values()) - known)
@@ -87,7 +88,7 @@ class BatchTimes:
         return found
 
     def split_sampling(self, timings: Mapping[str, float]) -> None:
-        """Move seconds from sampling to other phases. `timings`: the seconds to move, by name of the phase."""
+        """Move seconds from the phase "sampling" to other phases. `timings`: the seconds to move, by phase name."""
         assert timings.keys() <= set(PARTS), timings
         rest = self.seconds["sampling"] - sum(timings.values())
         self.seconds |= {"sampling": max(rest, 0.0), **timings}

@@ -4,8 +4,10 @@ samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
 rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (with pairs, answers)
 sources       a   a a a | b b   b         parts       4 3: samples of each source; row_counts 2 2: rows of each source
 
+In this example, 7 samples come from 4 rows of two data files, a and b.
+
 `make_batcher` returns the batcher. Its batches are the same on every rank. `count_steps` computes the number of steps
-of a run before it starts, from the lengths of the samples alone.
+of a run before the run starts; it needs only the lengths of the samples.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ Batcher = TokenBudgetBatcher[Group] | FixedSizeBatcher[Group]
 
 
 BYTES_PER_TOKEN = 9
-"""Bytes of host memory per token of a step: an id, a mask and a log-probability."""
+"""Bytes of host memory per token of a step: 4 for the token id, 1 for the loss mask, 4 for a log-probability."""
 
 UNGROUPED = ("reinforce++", "gae", "teacher", "given")
 """Kinds of advantages (`loss.advantage`) that do not compare the samples of a group."""
@@ -49,14 +51,14 @@ MANY_SAMPLES = 1_000_000
 
 
 def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
-    """Whether batches consist of data rows. Otherwise, they consist of groups of rollouts or prompts."""
+    """Return whether a batch consists of data rows. If not, it consists of groups of rollouts, or of prompts."""
     return loss.task.in_rows and rollout.source is None
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """Return [R+1]: the index of the first sample of each of the R data rows, then the number of samples.
+    """Return [R+1]: for each of R data rows, the index of its first sample; the last entry is the number of samples.
 
-    A conversation can be several samples of one row, a preference pair is two, and in RL every sample is a row.
+    A conversation row can hold several samples, a preference pair holds two, and in RL every sample is a row.
     """
     known: Indices | None = getattr(samples, "row_starts", None)
     size = loss.task.group_size if in_rows(loss, rollout) else 1
@@ -106,7 +108,7 @@ def epoch_order(data: DataConfig, sizes: Sequence[int], *, seed: int) -> EpochOr
 
 
 def lengths_of(samples: Samples) -> Indices:
-    """Return the number of tokens of each of n samples, [n]. A prompt counts with a response of maximum length."""
+    """Return the number of tokens of each of n samples, [n]. For a prompt, a response of maximum length is included."""
     if isinstance(samples, StoredSamples):
         return samples.lengths
     return np.array([len(sample) for sample in samples], dtype=np.int64)
@@ -131,9 +133,9 @@ class Rows(Sequence[Group]):
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Return the batcher. Its global batches consist of whole data rows or, in RL, of whole groups.
+    """Return the batcher, which yields global batches of whole data rows or, in RL, of whole groups of rollouts.
 
-    A prompt counts as a group. `parts`: the number of samples of each source of a mixture.
+    A prompt counts as a group. `parts`: the number of samples of each source, if the data is a mixture of sources.
     """
     data, batch = config.data, config.batch
     if not len(samples):
@@ -164,7 +166,7 @@ def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) ->
             f"{batch.samples} is less than the {len(largest)} samples of group {largest[0].group!r}",
             f"give {len(largest)} or more",
         )
-    # `length=len` makes the budget count samples instead of tokens: a batch takes as many whole groups as fit.
+    # `length=len` makes the budget count samples instead of tokens, so that a batch takes as many whole groups as fit.
     return TokenBudgetBatcher(groups, budget=batch.samples, buffer_size=1, length=len, **order)
 
 
@@ -186,9 +188,9 @@ def _check_step_memory(config: Config, samples: Samples) -> None:
 
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """Return the units of batches, which are data rows or groups, and the number of units of each source.
+    """Return the units of which batches consist, data rows or groups, and the number of units of each source.
 
-    `parts`: the number of samples of each source of a mixture.
+    `parts`: the number of samples of each source, if the data is a mixture of sources.
     """
     if in_rows(config.loss, config.rollout):
         starts = row_starts(config.loss, config.rollout, samples)
@@ -220,10 +222,10 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
 
 
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
-    """The number of optimizer steps in all epochs of the data.
+    """Return the number of optimizer steps in all epochs of the data.
 
-    With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. If the number
-    of tokens alone shows that there are at least `enough` steps, the result is `enough`.
+    With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. The function
+    returns `enough` without counting if the total number of tokens already shows that there are at least that many.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
@@ -240,7 +242,7 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
         and config.batch.tokens is not None
         and int(lengths_of(samples).sum()) * epochs >= config.batch.tokens * enough
     ):
-        return enough  # no step exceeds its token budget
+        return enough  # a step has at most `batch.tokens` tokens
     once = replace(config, data=replace(config.data, epochs=1), batch=replace(config.batch, overlong="alone"))
     counted: Any = (
         _Lengths(samples, row_starts(config.loss, config.rollout, samples))
@@ -257,7 +259,7 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
 def planned_steps(config: Config, source: TrainingData) -> int | None:
     """Return the approximate number of optimizer steps of the run.
 
-    If `data.epochs` is None or counting would take too long, return the setting `run.steps`, which may be None.
+    If `data.epochs` is None or counting would take too long, the result is the setting `run.steps`, which may be None.
     """
     steps, quick = config.run.steps, config.batch.samples is not None and config.rollout.source is None
     if config.data.epochs is None or (not quick and len(source.samples) > MANY_SAMPLES):
@@ -267,7 +269,7 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
 
 
 class _Lengths(Sequence[Any]):
-    """Stands for the samples where only their lengths are needed, so that no tokens are read."""
+    """Replaces the samples while steps are counted: entry i has the length of sample i, and no tokens are read."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._lengths, self.row_starts = lengths_of(samples), starts

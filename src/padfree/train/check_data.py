@@ -24,7 +24,7 @@ from padfree.tasks.reading import Samples, TrainingData
 from padfree.train.batcher import lengths_of, row_starts
 
 TABLE_MARGIN = 8
-"""A position table may be longer than the config says by this many entries (OPT's by two)."""
+"""A table of position embeddings may have up to this many entries more than `max_position_embeddings` (OPT's has 2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +37,10 @@ class ModelLimits:
 
     @staticmethod
     def of(model: PreTrainedModel) -> ModelLimits:
-        """Find the limits of a model from its modules.
+        """Read the limits from the modules of a model.
 
-        An embedding or buffer with about one entry per position is taken for a table of position embeddings.
+        A second embedding, or a buffer, with about `max_position_embeddings` entries counts as a table of position
+        embeddings. Only such a table limits the length of a sample.
         """
         embeddings = model.get_input_embeddings()
         language = language_part(model)
@@ -56,7 +57,7 @@ class ModelLimits:
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:
-        """Return the limits for samples that both this model and the other must accept."""
+        """Return the stricter of both models' limits, for samples that both models read."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
             self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
@@ -75,8 +76,8 @@ def check_fits(
 ) -> None:
     """Raise a `UserError` if a token id is outside the vocabulary, or a sample is longer than the model supports.
 
-    `place(i)` says where sample i comes from. `setting` and the two cures, i.e. advice to the user, appear in the
-    message.
+    The other arguments are texts of the error message: `place(i)` names the file and line of sample i, `setting` is the
+    setting to blame, and the two cures tell the user what to change.
     """
     if limits.positions is not None:
         lengths = lengths_of(samples)
@@ -117,11 +118,11 @@ def check_source(
     rollout: RolloutConfig,
     setting: str = "data.path",
 ) -> None:
-    """Refuse data that the model cannot process or that lacks what the loss needs."""
+    """Raise a `UserError` if the model cannot process the data, or if the data lacks what the loss needs."""
     sampled = rollout.source is not None
     limit = limits.positions
     shorter = "a lower rollout.max_new_tokens, or " if sampled else ""
-    # The token ids of text come from the tokenizer. Scan them only if the tokenizer has ids that the model lacks.
+    # The tokenizer makes the token ids of text. Scan them only if the tokenizer has ids that the model lacks.
     text = isinstance(source.samples, StoredSamples) and not source.given_ids
     looked_at = not text or _largest_id(tokenizer) >= limits.vocabulary
     check_fits(
@@ -149,9 +150,9 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Return the indices of samples without trained tokens. Only given rollouts are checked.
+    """Return the indices of given rollouts that have no trained tokens; an empty list for any other data.
 
-    Rows of text without trained tokens are already refused or dropped when they are read.
+    Rows of text without trained tokens need no check, because they are refused or dropped when they are read.
     """
     if isinstance(source.samples, StoredSamples):
         return []
@@ -171,10 +172,10 @@ def check_lengths(
     context: int,
     budget: bool = True,
 ) -> None:
-    """Refuse samples over `batch.max_tokens` (per rank) or `batch.tokens` (per step), if batch.overlong is "error".
+    """If batch.overlong is "error", refuse samples over `batch.max_tokens` (per rank) or `batch.tokens` (per step).
 
-    `context`: the largest number of context ranks that share a pack. With `budget=False`, `batch.tokens` is not
-    checked, because an evaluation has no steps.
+    `context`: the largest number of context ranks that share a pack, i.e. the tokens of one micro-batch. `budget=False`
+    leaves out the check of `batch.tokens`; an evaluation needs this, because it has no steps.
     """
     if batch.overlong != "error":
         return
@@ -188,10 +189,9 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if a unit of samples has more than `cap` × `context` tokens in all.
+    """Raise a `UserError` if a unit (a sample, a pair or a data row) has more than `cap` × `context` tokens.
 
-    A unit is a sample, a pair or a data row. `starts`: the index of the first sample of each unit, then the number of
-    samples.
+    `starts`: for each unit, the index of its first sample; the last entry is the number of samples.
     """
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
@@ -250,7 +250,7 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
 
 
 def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
-    """Refuse rollouts without routes if the run replays routes."""
+    """Refuse given rollouts that do not record the experts of each token, if `rollout.routing` is `replay`."""
     if rollout.routing != "replay":
         return
     missing = [index for index, sample in enumerate(source.samples) if getattr(sample, "routes", None) is None]
@@ -264,7 +264,7 @@ def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:
-    """Call a built-in reward function for every row: a row that it cannot grade raises an error."""
+    """Call padfree's reward function `name` on every row, because it raises an error if it cannot grade a row."""
     if name not in BUILT_IN:
         return
     reward = load_reward(name)

@@ -5,8 +5,8 @@
     every update     critic   ½ (v - return)², clipped around V  own optimizer, `critic.lr`
                      policy   as with any other advantage        skipped in the first `critic.warmup` updates
 
-v is the value that the critic computes during the update. The loss is the larger of two squared errors: the error of v,
-and the error of v clipped to V ± `critic.clip`.
+n is the number of tokens of a sample, and v is the value that the critic computes during the update. The critic's loss
+is the larger of two squared errors: the error of v, and the error of v clipped to V ± `critic.clip`.
 
 Values V, returns and advantages are computed once per batch and stored in the samples. Every update of the batch uses
 the stored numbers, also after a resume.
@@ -49,7 +49,7 @@ class Critic:
         return found, {"critic/explained_variance": explained_variance(found)}
 
     def step(self, samples: Sequence[Sample], *, lr_factor: float, step: int) -> dict[str, float]:
-        """Update the critic once towards the returns of these samples; return its metrics."""
+        """Update the critic once towards the returns of these samples, and return the metrics of the update."""
         try:
             report = self.engine.step(samples, lr_factor=lr_factor, step=step)
         except NonFiniteError as error:
@@ -79,7 +79,7 @@ class ValueMicroBatchLoss(MicroBatchLoss):
 
 
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
-    """Return the samples with these values [n], and with the advantages and returns computed from them.
+    """Return copies of the samples that hold `values` (one array [n] per sample), and advantages and returns from GAE.
 
     In GAE (generalised advantage estimation), the last scored token gets the reward of the sample. The return of a
     token is its value plus its advantage before whitening.
@@ -111,9 +111,9 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Return the explained variance of the critic: 1 for a perfect critic, 0 for a constant one.
+    """Return the explained variance of the critic: the share of the variance of the returns that its values explain.
 
-    The variance is that of the returns of all scored tokens.
+    It is 1 for a perfect critic and 0 for a constant one. All scored tokens of the samples count.
     """
     scored = [sample.scored for sample in samples]
     values, returns = (

@@ -5,8 +5,10 @@
     trained    0                                                        | 1              | 0
     messages   1 user: tokens 3 to 4      2 assistant: tokens 9 to 11, 2 of them trained
 
+In this example, only the assistant's message and its end token are trained.
+
 The samples are loaded as in a run: with the same settings, limits and token cache. The text shown is decoded from the
-tokens. To find the tokens of each message, the row is rendered again.
+tokens of the sample. To find the tokens of each message, the chat template is applied to the row once more.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from padfree.tasks.reading import TrainingData, text_settings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownPart:
-    """Consecutive tokens that are all trained, or all untrained."""
+    """A stretch of consecutive tokens of a sample that are either all trained or all untrained."""
 
     text: str
     trained: bool
@@ -58,12 +60,12 @@ class ShownMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownSample:
-    """One sample of a row. In RL on prompts, a sample is a prompt."""
+    """One sample of a row, as it is shown. In RL on prompts, a sample is a prompt."""
 
     name: str
     parts: tuple[ShownPart, ...]
     messages: tuple[ShownMessage, ...] = ()
-    facts: Mapping[str, Any]  # other contents of the sample: its reward, the maximum length of a response
+    facts: Mapping[str, Any]  # further lines to show, e.g. the reward, or the maximum length of a response
 
     @property
     def num_tokens(self) -> int:
@@ -92,9 +94,9 @@ def shown_rows(
     count: int = 1,
     images: ImageSettings | None = None,
 ) -> list[ShownRow]:
-    """Return `count` rows, starting at row `first`: a number counted from 1, or `file:line`.
+    """Return `count` rows, starting at row `first`, which is a number counted from 1, or `file:line`.
 
-    `turns`: whether rows are conversations. `images`: what reads the images of rows.
+    `turns`: whether rows are conversations. `images`: how the images of rows are read; None if rows have no images.
     """
     rows = _rows(source)
     begin = _row_index(rows, first)
@@ -110,7 +112,7 @@ def shown_rows(
 
 
 def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
-    """Return the rows in use: `file:line` of each row, and the indices of its samples."""
+    """Return the rows that gave samples: `file:line` of each row, and the indices of its samples."""
     found: list[tuple[str, list[int]]] = []
     for index in range(len(source.samples)):
         place = _row_of(source.place(index))
@@ -168,7 +170,10 @@ def _sample(
 def _parts(
     tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any, images: Sequence[Image] = ()
 ) -> tuple[ShownPart, ...]:
-    """Return the parts of a sample. The placeholder tokens of an image are shown as one line."""
+    """Return the parts of a sample, which is cut wherever trained tokens follow untrained ones or the reverse.
+
+    The placeholder tokens of an image become one part with a short description of the image.
+    """
     if images:
         found: list[ShownPart] = []
         done = 0
@@ -183,7 +188,7 @@ def _parts(
     if tokenizer is None:
         texts = [" ".join(map(str, tokens[a:b].tolist())) for a, b in pairwise(borders)]
     else:
-        # A tokenizer may decode a part differently on its own than within the text, e.g. drop its leading space.
+        # Decode from the beginning of the sample, because a tokenizer may drop a part's leading space otherwise.
         whole = [_decoded(tokenizer, tokens[:border]) for border in borders]
         texts = [after[len(before) :] for before, after in pairwise(whole)]
     return tuple(

@@ -13,11 +13,11 @@ from torch import Tensor
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Context manager: if `wanted`, operations without a deterministic algorithm raise an error."""
+    """Context manager: if `wanted`, use deterministic algorithms, and raise an error for operations that have none."""
     if not wanted:
         yield
         return
-    # Without this variable torch refuses deterministic matmuls. cuBLAS reads it when it creates its first handle.
+    # torch refuses matmuls in deterministic mode unless this variable is set. cuBLAS reads it at its first use.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False

@@ -1,10 +1,10 @@
-"""Check that the disk can hold the first checkpoint of a run, if it saves any, and the exported model.
+"""Check that the disk can hold what a run writes: its first checkpoint, if it saves any, and the exported model.
 
     checkpoint    float32 weights, and the optimizer state of the trained weights (with adapters: only the adapters);
                   also the critic and its optimizer state
     export        the whole model in `checkpoint.export_dtype`, or the adapters
 
-The check counts too little rather than too much: log files and later checkpoints are not counted.
+The check is a lower bound: it leaves out log files and later checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from padfree.optim.optimizer import make_groups, state_bytes
 FLOAT32 = 4
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 INODES = 64
-"""Minimum number of files and folders that a run creates."""
+"""A file system with fewer free inodes than this is refused, because a run creates at least this many files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class DiskUse:
 
     checkpoint: int
     export: int
-    saves: bool = True  # False: only a signal makes the run write a checkpoint
+    saves: bool = True  # False: the run writes a checkpoint only if a signal stops it
 
     @property
     def all(self) -> int:
@@ -75,9 +75,9 @@ def _count(model: nn.Module, *, trained: bool = False) -> int:
 
 
 def free_space(folder: Path) -> tuple[int, int | None]:
-    """Return the free bytes and the free inodes of the file system of `folder`.
+    """Return the free bytes and the free inodes (how many more files fit) of the file system of `folder`.
 
-    The number of inodes, i.e. of further files, is None if the file system does not limit it.
+    The number of inodes is None if the file system does not limit it.
     """
     nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     found = os.statvfs(nearest)
@@ -107,7 +107,7 @@ def check_disk(config: Config, model: PreTrainedModel) -> None:
 
 
 def disk_line(config: Config, model: PreTrainedModel) -> str:
-    """Return what a dry run prints about disk space: the bytes that the run will write, and the free bytes."""
+    """Return the line of a dry run about disk space: the bytes that the run will write, and the free bytes."""
     use, free = disk_use(config, model), free_space(Path(config.run.folder))[0]
     export = f", the exported model {shown_size(use.export)}" if use.export else ""
     when = "" if use.saves else " (written only after a signal)"

@@ -4,10 +4,10 @@
     thread             | triton, compiler, flash-attn-4, quack-kernels                 |
                                                                                   wait
 
-These packages take seconds to import, and padfree imports each only at its first use, in the first step. The thread
-ignores import errors, because the import at the first use reports them. A run that ends early, e.g. because its
-settings are refused, waits for the import in progress: Python must not stop a thread inside the
-import of an extension module.
+Importing these packages takes seconds. Without the thread, padfree would import each of them in the first step. The
+thread ignores import errors, because the import at the first use reports them. A run that ends early, e.g. because its
+settings are refused, waits for the import in progress: Python must not stop a thread inside the import of an extension
+module.
 """
 
 from __future__ import annotations

@@ -57,18 +57,18 @@ class LossSettings:
     aggregation: WeightMode = "token-mean"
     constant: float | None = None  # the divisor of aggregation "constant"
     groups_are_rows: bool = False  # a `group` is a data row, whose samples count as one sample in the token weights
-    sources: tuple[str, ...] = ()  # sources of a data mixture; the loss of each is reported
+    sources: tuple[str, ...] = ()  # names of the sources of a data mixture; the loss of each is reported
     max_grad_norm: float | None = 1.0  # None: no clipping
     head_memory: Memory = "speed"  # "low": the head uses about 1 GiB at most and recomputes part of its work
     load_balancing: float = 0.0  # coefficient of the load-balancing loss of expert routers
     router_bias: float = 0.0  # how far one step moves a router's expert-selection bias
-    skip_zero_gradient: bool = True  # leave out samples whose gradient is 0 (`padfree.tasks.batch_advantages`)
+    skip_zero_gradient: bool = True  # do not compute samples whose gradient is 0 (`padfree.tasks.batch_advantages`)
 
 
 UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_)).with_numbers(
     **{name: np.zeros(1, np.float32) for name in TOKEN_ARRAYS}
 )
-"""A sample of one token without a loss: its gradient is 0."""
+"""A sample of one token that is not scored, so its gradient is 0."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +82,7 @@ class _Sums:
 
 
 class Engine:
-    """Makes the optimizer steps of a training. The scorer holds the model."""
+    """Makes the optimizer steps of a training run on the model that `scorer` holds."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Engine:
         settings: LossSettings,
         micro_batch_loss: MicroBatchLoss | None = None,
     ) -> None:
-        """`micro_batch_loss`: the loss to minimise; None: the loss of the task in `settings`."""
+        """`micro_batch_loss`: the loss to minimise. If it is None, the task in `settings` chooses the loss."""
         self.scorer, self.optimizer, self.settings = scorer, optimizer, settings
         if micro_batch_loss is None:
             assert isinstance(settings.loss, TaskSettings)
@@ -107,7 +107,7 @@ class Engine:
                 scorer.model, scorer.mesh, coefficient=settings.load_balancing, bias_rate=settings.router_bias
             )
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._with_gradients: list[nn.Parameter] | None = None  # parameters that got a gradient in the last pass
+        self._with_gradients: list[nn.Parameter] | None = None  # parameters that got a gradient in the last backward
         self._may_skip = settings.skip_zero_gradient and may_skip(
             settings.loss, has_router_term=self.router is not None
         )
@@ -126,7 +126,10 @@ class Engine:
         return self.begin(self.prepare(samples), lr_factor=lr_factor, step=step).finish()
 
     def prepare(self, samples: Sequence[Sample], *, eager: bool = True) -> PreparedStep:
-        """Plan and pack a global batch. With `eager=False`, each pack is built when the step reaches it."""
+        """Plan and pack a global batch, which is the input of one step.
+
+        With `eager=False`, each pack (micro-batch) is built only when the step reaches it.
+        """
         settings = self.settings
         grouped = settings.aggregation == "group-mean"
         groups = [sample.group for sample in samples]
@@ -141,7 +144,7 @@ class Engine:
         if settings.groups_are_rows:
             num_rows = len({group or index for index, group in enumerate(groups)})
         skipped = None
-        if self._may_skip:  # the weights above count all samples
+        if self._may_skip:  # the token weights above are computed from all samples, also from those skipped here
             samples, weights, skipped = _computed(samples, weights)
         plan = self.packer.plan(samples, keep_groups=self.micro_batch_loss.keeps_groups)
         packs = self.packer.lay_out(samples, plan, weights)
@@ -203,7 +206,10 @@ class Engine:
         )
 
     def gradients(self, prepared: PreparedStep) -> _Sums:
-        """Add the gradients of the whole batch to the parameters; return this rank's sums of losses and counts."""
+        """Run forward and backward over this rank's packs, so that gradients add up in the parameters.
+
+        Return this rank's sums of losses, labels and statistics.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
             return self._zero_gradients(prepared)
@@ -239,11 +245,11 @@ class Engine:
         return sums
 
     def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
-        """Set the gradients of a batch to 0 without a pass, because all of its samples are skipped.
+        """Set the gradients of a batch to 0 without computing anything, because all of its samples are skipped.
 
-        The optimizer decays moments and weights only if a parameter has a gradient. Therefore exactly the parameters
-        that get a gradient in a pass are set to 0. Before the first pass, a pass over one unscored token finds these
-        parameters.
+        The optimizer updates only parameters that have a gradient: it decays their moments and weights even if the
+        gradient is 0. Therefore exactly the parameters that get a gradient in a backward pass are set to 0. If no pass
+        has been made yet, a pass over one unscored token finds these parameters.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
@@ -258,10 +264,10 @@ class Engine:
         return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
     def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
-        """Return the sums over the global batch as one tensor.
+        """Add up the sums of all ranks, so that they are sums over the global batch, and return them as one tensor.
 
-        The tensor holds the loss, the number of labels, the stop votes, the loss of each source, then the sum and the
-        count of each statistic.
+        The tensor holds the loss, the number of labels, the number of ranks that want to stop, the loss of each source,
+        and the sum and the count of each statistic.
         """
         num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(
@@ -280,7 +286,10 @@ class Engine:
 def _computed(
     samples: Sequence[Sample], weights: Sequence[Floats]
 ) -> tuple[Sequence[Sample], Sequence[Floats], SkippedSamples]:
-    """Return the samples that have a gradient, their token weights, and the counts of the skipped samples."""
+    """Leave out the samples whose gradient is 0, because all of their advantages are 0.
+
+    Return the remaining samples, their token weights, and the counts of the skipped samples.
+    """
     computed = has_advantage(samples)
     if computed.all():
         return samples, weights, SkippedSamples()

@@ -7,14 +7,14 @@
     events.jsonl         the model was exported after the last step
     settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
 
-A run is finished if all of these conditions hold. If not, it resumes from the checkpoint and does the rest.
+A run is finished if all of these conditions hold. If not, the run resumes from the newest checkpoint and does the rest.
 
 A run with `checkpoint.every=none` writes `end.json` at its end, in place of a last checkpoint. The file holds the last
 step, the position in the data, and the record of settings and data. Such a run cannot continue to train, because the
 weights of the last step are only in the exported model; a new start that would have to train is refused. A start that
 trains in the folder removes the file.
 
-The files of the run folder show all of this, so no model is loaded to find out.
+The files of the run folder show all of this, so the checks load no model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, check_settings, data_record
 
 AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
-"""Prefixes of the settings that control what happens after the last step."""
+"""Prefixes of the settings that a finished run still depends on: they control evaluation, export and the best model."""
 
 
 def finished_step(config: Config, source: TrainingData) -> int | None:
@@ -65,7 +65,7 @@ def _all_trained(config: Config, source: TrainingData, extra: dict[str, Any]) ->
     if ROLLOUTS in extra or extra.get(QUEUE):
         return False
     batcher = make_batcher(config, source.samples, source.parts)
-    with suppress(UserError):  # the checkpoint has other settings; resuming will report them
+    with suppress(UserError):  # the checkpoint was made with other settings; resuming will report them
         batcher.load_state_dict(extra["batcher"])
         return next(iter(batcher), None) is None
     return False
@@ -80,7 +80,7 @@ def write_end(folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def read_end(folder: Path, *, resume: bool) -> dict[str, Any] | None:
-    """Return the contents of `end.json`; None if there is no such file, or if the run must not resume."""
+    """Return the contents of `end.json`. Return None if there is no such file, or if `resume` is false."""
     return read_json(folder / END) if resume else None
 
 
@@ -97,9 +97,9 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 
 
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
-    """Raise a `UserError` if a run that ended without a checkpoint would have to train on.
+    """Raise a `UserError` if a run that ended without a checkpoint would have to train on, which it cannot.
 
-    `raised_steps_only`: check only whether `run.steps` was raised, because the data is not read yet.
+    `raised_steps_only`: check only whether `run.steps` was raised, because the data has not been read yet.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)
@@ -107,7 +107,7 @@ def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_s
         return
     settings, step = end["made_with"]["settings"], int(end["step"])
     if not is_complete(folder, step, exports=settings["checkpoint.export"]):
-        return  # the run was killed before its end, so there is no result that starting over could lose
+        return  # the run was killed before its end, so starting over loses no result
     steps = run.steps
     raised = steps != settings["run.steps"] and (steps is None or steps > step)
     if raised_steps_only and not raised:
@@ -147,23 +147,26 @@ def check_newest(config: Config) -> None:
 
 
 def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that the run would resume from (None: a new run), and its `extra` dict."""
+    """Return the checkpoint that the run would resume from, and its `extra` dict; (None, {}) for a new run."""
     newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
     extra: dict[str, Any] = {}
     if newest is not None:
-        with suppress(CheckpointError, OSError):  # loading the checkpoint will report the error
+        with suppress(CheckpointError, OSError):  # the error is reported when the checkpoint is loaded
             extra = read_manifest(newest, "remove it")["extra"]
     return newest, extra
 
 
 def _last_extra(config: Config) -> dict[str, Any]:
-    """Return the `extra` dict of the ended run or of the newest checkpoint; an empty dict for a new run."""
+    """Return the record in `end.json` or, without that file, the newest checkpoint's `extra` dict; {} for a new run."""
     return read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
 
 
 def data_day(config: Config) -> datetime.date:
-    """The date for chat templates: the one stored by the ended run or in the checkpoint to resume from, else today."""
-    with suppress(KeyError, TypeError, ValueError, OSError):  # no date is stored; loading reports damaged files
+    """Return the date that chat templates write: the date that an earlier start stored, otherwise today.
+
+    The date is stored in `end.json` or in the checkpoint to resume from.
+    """
+    with suppress(KeyError, TypeError, ValueError, OSError):  # no date is stored; damaged files are reported at loading
         extra = _last_extra(config)
         return datetime.date.fromisoformat(extra[MADE_WITH]["data"]["day"])
     return today()

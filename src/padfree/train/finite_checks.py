@@ -1,6 +1,6 @@
-"""Numbers of a run that must be finite: losses, metrics, scores of other models, and weights.
+"""Check the numbers of a run that must be finite: losses, metrics, scores of other models, and weights.
 
-what                           when it is checked           how it is reported
+what                           when it is checked           how an error is reported
 loss, gradient norm            every step                   NonFiniteError, before the update (`Engine`)
 log-probabilities, values,     whenever they are computed   the model, the sample and the token (`Scorer`)
 rewards of a reward model
@@ -25,7 +25,7 @@ from padfree.sample import Sample
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is not finite. The error holds the samples of the step. The step has changed no weight."""
+    """A loss or gradient is NaN or infinite. `samples`: the samples of the step, which has changed no weight."""
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class NonFiniteError(RuntimeError):
 
 
 def nonfinite_cause(model: nn.Module, step: int) -> str:
-    """Return what is known about the cause of a non-finite loss, as the end of an error message. Collective."""
+    """Say whether weights or data cause a non-finite loss, as a text that ends an error message. Collective."""
     name = _nonfinite_on_any_rank(model)
     if name is not None:
         return f"; the cause is in the weights: {name} is not finite; resume a checkpoint with a lower optimizer.lr"
@@ -43,15 +43,15 @@ def nonfinite_cause(model: nn.Module, step: int) -> str:
 
 
 def check_weights(model: nn.Module, step: int, name: str = "the model", lr: str = "optimizer.lr") -> None:
-    """Raise a `NonFiniteError` if updates have made a weight non-finite. Call this before a save. Collective.
+    """Raise a `NonFiniteError` if updates have made a weight NaN or infinite. Call this before a save. Collective.
 
-    The message contains the `name` of the model and `lr`, the setting of its learning rate.
+    The message contains `name`, what the model is called, and `lr`, the setting of its learning rate.
     """
     found = _nonfinite_on_any_rank(model)
     if found is not None:
         raise NonFiniteError(
-            f"step {step}: the updates have made {found} of {name} not finite, so nothing is saved; resume the "
-            f"previous checkpoint with a lower {lr}"
+            f"step {step}: the updates have made the weight {found} of {name} non-finite, so nothing is saved; resume "
+            f"the previous checkpoint with a lower {lr}"
         )
 
 
@@ -64,10 +64,10 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 
 
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
-    """Raise a `UserError` if a score is not finite. All ranks must pass the same scores.
+    """Raise a `UserError` if a score is NaN or infinite. All ranks must pass the same scores.
 
-    `scores[i]` [n]: scores of the tokens of sample i. For the message: `setting` is the setting of the model that
-    computed the scores, and `what` says what a score is, e.g. "log-probability".
+    `scores[i]` [n]: the scores of the n tokens of sample i. For the message, `setting` is the setting that names the
+    scored model, and `what` says what a score is, e.g. "log-probability".
     """
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)

@@ -1,13 +1,13 @@
 """Measure how much float8 changes the gradients, and choose the decoder layers that stay in bfloat16.
 
-    pass                     what is compared with a pass without float8
-    all layers in float8     the gradient of each layer: its distance `together`
-    layer l alone            the gradients of all layers: the largest distance is the distance of layer l `alone`
+    measurement    which layers multiply in float8    what is measured for layer l
+    `together`     all layers                         the change of the gradient of layer l
+    `alone`        only layer l                       the largest change of the gradient of any layer
 
-The distance of a layer is the norm of the change that float8 makes in its gradients, divided by the norm of the
-gradients without float8. A layer's rounding also reaches the gradients of other layers, so the distances with float8 in
-all layers (`together`) do not tell which layer causes them. The distances with float8 in one layer at a time (`alone`)
-do.
+Each measurement compares a forward and backward pass with one that does not use float8. The change, called distance, is
+the norm of the difference of a layer's gradients, divided by the norm of the gradients without float8. A layer's
+rounding also reaches the gradients of other layers. Therefore only the distances with float8 in one layer at a time
+(`alone`) tell which layer causes a change.
 
 At most `MOST` elements of each parameter's gradient are compared, evenly spread, because a copy of the whole gradient
 would need too much memory. Random numbers (dropout) are the same in all passes.
@@ -37,21 +37,23 @@ KEY = "float8"
 """Checkpoints store the choice of layers under this key of the `extra` dict."""
 
 MOST = 1 << 16
-"""The number of elements of a parameter's gradient that are compared."""
+"""At most this many elements of each parameter's gradient are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Float8Distance:
-    """How much float8 in all layers changes the gradient of one decoder layer (`together`), and how much float8 in this
-    layer alone changes any gradient (`alone`).
+    """The effect of float8 on gradients, for one decoder layer.
+
+    `together`: how much float8 in all layers changes the gradient of this layer. `alone`: how much float8 in only this
+    layer changes the gradient of any layer, at most. Both are relative to the norm of the gradient.
     """
 
     layer: int
     together: float
-    alone: float | None  # None: not measured
+    alone: float | None  # None: not measured, because every distance `together` is within the budget
 
     def exceeds(self, budget: float) -> bool:
-        """Whether float8 in this layer changes a gradient by more than `budget`. A distance of NaN always does."""
+        """Whether float8 in this layer changes a gradient by more than `budget`. NaN counts as more."""
         return self.alone is not None and not self.alone <= budget
 
 
@@ -67,7 +69,7 @@ class Float8Layers:
         self._products = {linear: linear.float8_products for linears in self.layers.values() for linear in linears}
 
     def use(self, numbers: Collection[int]) -> None:
-        """Let these layers multiply in float8, and all others as `nn.Linear` does."""
+        """Let the layers with these numbers multiply in float8, and all others in bfloat16."""
         for number, linears in self.layers.items():
             for linear in linears:
                 use_float8(linear, self._products[linear] if number in numbers else ())
@@ -92,9 +94,10 @@ def measure_distances(
     group: dist.ProcessGroup | None = None,
     budget: float = 0.0,
 ) -> tuple[Float8Distance, ...]:
-    """Measure the distances of all layers. `gradients` runs a pass and leaves its gradients in the parameters.
+    """Measure how much float8 in each layer changes the gradients.
 
-    `alone` is measured only if a distance `together` exceeds `budget`. Collective over `group`.
+    `gradients` runs a forward and backward pass that leaves gradients in the parameters. `Float8Distance.alone` is
+    measured only if a distance `together` exceeds `budget`. Collective over `group`.
     """
 
     def compute(numbers: Iterable[int]) -> dict[int, list[Tensor]]:
@@ -116,7 +119,7 @@ def measure_distances(
 
 
 def _sampled_gradients(model: PreTrainedModel) -> dict[int, list[Tensor]]:
-    """For each layer, the gradients of its parameters in float32; of each parameter at most `MOST` elements."""
+    """Return copies of each layer's gradients in float32: of each parameter, at most `MOST` evenly spread elements."""
     return {
         number: [_sampled(parameter) for parameter in layer.parameters() if parameter.grad is not None]
         for number, layer in enumerate(layers_of(model))
@@ -132,7 +135,7 @@ def _sampled(parameter: nn.Parameter) -> Tensor:
 def _distances(
     found: Mapping[int, list[Tensor]], without: Mapping[int, list[Tensor]], group: dist.ProcessGroup | None
 ) -> dict[int, float]:
-    """The distance of each layer that has gradients. A gradient of 0 with and without float8 has the distance 0."""
+    """Return the distance of each layer that has gradients. If a gradient is 0 in both passes, its distance is 0."""
     numbers = [number for number, gradients in without.items() if gradients]
     if not numbers:
         return {}
@@ -149,7 +152,7 @@ def _distances(
 
 
 def _square_sum(tensors: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """The sum of squares of all elements, or of their differences to the elements of `others`, in float64."""
+    """Return the sum of squares, in float64, of all elements or, with `others`, of their differences to `others`."""
     parts = tensors if others is None else [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.stack([part.double().square().sum() for part in parts]).sum()
 
@@ -161,9 +164,9 @@ def _largest(values: Iterable[float]) -> float:
 
 
 class Float8Budget:
-    """Chooses the layers that stay in bfloat16, on the first micro-batch of a run, and keeps the choice.
+    """Chooses the layers that stay in bfloat16 on the first micro-batch of a run, and keeps this choice.
 
-    Before the choice, all layers use float8, e.g. in an evaluation before the first step.
+    Until the choice is made, e.g. in an evaluation before the first step, all layers use float8.
     """
 
     def __init__(self, engine: Engine, budget: float) -> None:
@@ -177,7 +180,7 @@ class Float8Budget:
         return [each.layer for each in self.distances or () if each.exceeds(self.budget)]
 
     def choose(self, prepared: PreparedStep) -> bool:
-        """Choose the layers, unless they are chosen. Return whether this call chose them. Collective."""
+        """Choose the layers if no choice was made before. Return whether this call made it. Collective."""
         if self.distances is not None or not len(prepared.packs):
             return False
         first = replace(prepared, packs=prepared.packs[:1])
@@ -193,20 +196,20 @@ class Float8Budget:
         return True
 
     def state(self) -> dict[str, Any]:
-        """The entries of a checkpoint's `extra` dict."""
+        """Return the choice as entries of a checkpoint's `extra` dict."""
         if self.distances is None:
             return {}
         return {KEY: {"budget": self.budget, "distances": [asdict(each) for each in self.distances]}}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Take the choice of a checkpoint, unless it was made with another budget."""
+        """Restore the choice from a checkpoint's `extra` dict, unless it was made with another budget."""
         stored = extra.get(KEY)
         if stored is not None and stored["budget"] == self.budget:
             self.distances = tuple(Float8Distance(**each) for each in stored["distances"])
             self._apply()
 
     def line(self) -> str:
-        """The choice in one line."""
+        """Return the choice in one line for the user."""
         assert self.distances is not None
         kept = self.bfloat16_layers
         far = _largest(each.together for each in self.distances)

@@ -1,7 +1,9 @@
 """A global batch and its updates, and its representation in a checkpoint.
 
     5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])   (epoch, samples)
-                                             done    2 updates were made, so the third part is next
+                                             done    2: two updates were made, so the third part is next
+
+In this example, each of the two epochs divides the five samples into two parts, and each part gives one update.
 
 SFT makes one update per batch. RL makes epochs × mini-batches updates of a batch, and all of them use advantages and
 log-probabilities that were computed before the first update. If a run stops between two updates of a batch, it needs
@@ -34,7 +36,7 @@ from padfree.sample import TOKEN_ARRAYS, Sample
 
 KEY = "rollouts"
 ARRAYS = (*TOKEN_ARRAYS, "routes")
-"""The optional arrays of a sample with one entry, or one row, for each token."""
+"""The optional arrays of a sample that have one entry, or one row, per token."""
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
@@ -54,7 +56,7 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GlobalBatch:
-    """The samples of a global batch, and the division into updates. `done`: number of updates made so far."""
+    """The samples of a global batch, and their division into updates. `done`: the number of updates made so far."""
 
     samples: Sequence[Sample]
     parts: Sequence[Indices]
@@ -80,9 +82,9 @@ class GlobalBatch:
         return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `extra` dict that store this batch. Collective.
+        """Return the entries that store this batch in a checkpoint's `extra` dict: JSON values and tensors. Collective.
 
-        The field `raw_reward` is left out, because no update uses it.
+        The field `raw_reward` of the samples is left out, because no update uses it.
         """
         samples = whole(self.samples)
         records = [
@@ -136,7 +138,7 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Restore the batch that `state` stored in `extra`.
 
-        `epochs`, `mini_batches`: as when the batch was stored. `images`: the images of the prompts by digest.
+        `epochs`, `mini_batches`: must be as when the batch was stored. `images`: the images of the prompts by digest.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -184,7 +186,7 @@ class GlobalBatch:
 
 
 def _image_record(sample: Sample) -> dict[str, Any]:
-    """The digest of each image of a sample, and its number of placeholder tokens."""
+    """Return the digest of each image of a sample, and the number of placeholder tokens that stand for it."""
     if not sample.images:
         return {}
     found = [(image.digest, len(image.positions)) for image in sample.images]
@@ -194,7 +196,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 def _images_of(
     extra: Mapping[str, Any], records: Sequence[Mapping[str, Any]], images: Mapping[str, Image]
 ) -> list[dict[str, Any]]:
-    """The images and rotary positions of each stored sample, as arguments of `Sample`."""
+    """Return the images and the rotary positions of each stored sample, as keyword arguments of `Sample`."""
     stored = [record.get("images", ()) for record in records]
     if not any(stored):
         return [{} for _ in records]

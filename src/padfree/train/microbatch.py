@@ -1,12 +1,14 @@
 """Divide the samples of a step into packs, and build each pack on the device. All of padfree's packs are built here.
 
-    plan       slot [5 9 12] of data rank 1           a slot is one micro-batch of one data rank
+A pack is the input of one micro-batch: samples laid end to end on one token axis.
+
+    plan       [5 9 12] for data rank 1               the samples of one micro-batch of one data rank
     collate    [T]       5 5 5 9 9 12 12 12           the tokens of samples 5, 9 and 12, padded to a multiple of cp
     shard      [T/cp]    the tokens, labels, weights and AttnContext of one context rank (cp: number of context ranks)
 
-If a step has fewer samples than micro-batches, a micro-batch without tokens becomes a filler: a pack with one unscored
-token. Its rank must take part in every collective of the step. The filler adds exactly 0 to the loss and to the
-gradients.
+If a step has fewer samples than micro-batches, a micro-batch without samples becomes a filler: a pack with one unscored
+token. The filler is needed because its rank must take part in every collective of the step. It adds exactly 0 to the
+loss and to the gradients.
 """
 
 from __future__ import annotations
@@ -41,20 +43,20 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSettings:
-    """Settings of packs: how many context ranks share one, whether prefixes are shared, and which tokens are scored."""
+    """Settings of packs: how context ranks divide one, whether prefixes are shared, and which tokens are scored."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"
     share_prefixes: SharePrefixes = False
     ends: bool = False  # score only the end of each sample, not every token (`at_ends`)
-    routes: bool = False  # packs have the routes of their samples, which the model replays
+    routes: bool = False  # the model replays the experts that are recorded for each token, so packs contain them
     pad_token: int | None = None  # padding token id, which does not count as the end of a sample
     min_tokens: int = 0  # shorter packs are padded to this number of tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """A pack, and this context rank's shard of it."""
+    """A pack, and the shard of it that this context rank computes."""
 
     packed: PackedBatch  # on the host, including padding
     local: LocalBatch
@@ -70,7 +72,7 @@ class MicroBatch:
 
 
 class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
-    """Micro-batches that are built one by one, each while the device computes the previous one."""
+    """Micro-batches that are built on first access: the host builds one while the device computes the previous one."""
 
     def __init__(self, number: int, packs: Iterator[tuple[MicroBatch, Indices]]) -> None:
         """`packs`: an iterator that builds the micro-batches. `number`: how many it builds."""
@@ -109,9 +111,10 @@ class Packer:
         unshared_reason: str | None,
         image_cost: TowerCost | None = None,
     ) -> None:
-        """`unshared_reason`: why the model cannot share prefixes; None if it can.
+        """`cost`: what a sample costs as a function of its length, by which packs and ranks are balanced.
 
-        `image_cost`: the cost of an image in the unit of `cost`; None if the model reads no images.
+        `unshared_reason`: why the model cannot share prefixes; None if it can. `image_cost`: the cost of an image in
+        the unit of `cost`; None if the model reads no images.
         """
         self.image_cost = image_cost
         self.mesh, self.max_tokens, self.pack_settings, self.overlong, self.cost = (
@@ -126,7 +129,7 @@ class Packer:
         self._check_sharing()
 
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
-        """Assign samples to packs and ranks. A pack holds up to `max_tokens` tokens per context rank.
+        """Decide which samples form which pack on which rank. A pack has up to `max_tokens` tokens per context rank.
 
         With `keep_groups`, all samples of a group are in one pack. If there are no samples, the plan has no packs.
         """
@@ -145,9 +148,9 @@ class Packer:
         )
 
     def lay_out(self, samples: Sequence[Sample], plan: StepPlan, weights: Sequence[Floats] | None = None) -> LazyPacks:
-        """Return this rank's packs of a plan. A pack is built on first access and then stays in memory.
+        """Return this rank's packs of a plan. A pack is built at the first access and then stays in memory.
 
-        `weights[i]` [n]: weights of the predictions of sample i.
+        `weights[i]` [n]: the token weights of sample i, i.e. the factors of its token losses in the batch loss.
         """
         return LazyPacks(plan.num_micro_batches, self.packs(samples, plan, weights=weights))
 
@@ -159,9 +162,10 @@ class Packer:
         *,
         weights: Sequence[Floats] | None = None,
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Build this rank's packs of a plan one by one, each with the indices of its samples. Packs are not kept.
+        """Build this rank's packs of a plan one after the other, and do not keep them.
 
-        `pack_settings`, if given, replace the packer's own settings. `weights`: see `lay_out`.
+        Each pack comes with the indices of its samples. `pack_settings`, if given, replace the packer's own settings.
+        `weights`: see `lay_out`.
         """
         here, slots = arrived(samples, plan.micro_batches), plan.packs_of(self.mesh.data.rank)
         settings, ahead = pack_settings or self.pack_settings, None
@@ -184,7 +188,7 @@ class Packer:
         return ((built(indices, width), indices) for indices, width in slots)
 
     def _image_costs(self, samples: Sequence[Sample]) -> NDArray[np.float64] | None:
-        """The cost of the images of each sample. None if no sample has images."""
+        """Return the cost of the images of each sample, or None if no sample has images."""
         if self.image_cost is None or not any(sample.images for sample in samples):
             return None
         return self.image_cost.of_samples(sample.images for sample in samples)
@@ -196,7 +200,7 @@ class Packer:
             )
 
     def _prefixes(self, samples: Sequence[Sample]) -> PrefixTree | None:
-        """Return the prefixes that samples of a step share.
+        """Return the tree of the prefixes that samples of a step share.
 
         Return None if sharing is off. If the model does not support sharing, warn once and return None.
         """
@@ -219,9 +223,10 @@ class Packer:
 def plan_samples(
     samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
 ) -> StepPlan:
-    """Return the plan of one step over `samples`, which share `prefixes`. `options`: see `plan_step`.
+    """Decide which samples form which micro-batch on which rank, for one step over `samples`.
 
-    With `keep_groups`, all samples of a group are in the same pack.
+    `prefixes`: the tree of the prefixes that samples share; None without sharing. With `keep_groups`, all samples of a
+    group are in the same pack. `options`: see `plan_step`.
     """
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = partial(plan_shared_step, prefixes) if prefixes is not None and prefixes.is_shared else plan_step
@@ -239,10 +244,10 @@ def make_micro_batch(
     width: int | None = None,
     chosen: Sequence[Sample] | None = None,
 ) -> MicroBatch:
-    """Build the pack of `samples[indices]`. `weights[i]` [n]: weights of the predictions of sample i.
+    """Build the pack of `samples[indices]`. `weights[i]` [n]: the token weights of sample i in the batch loss.
 
-    `prefixes`: the prefix tree of all `samples`. `width`: the number of context ranks of this pack, if packs have
-    different numbers. `chosen`: `samples[indices]` with their images already loaded.
+    `prefixes`: the prefix tree of all `samples`. `width`: the number of context ranks that share this pack, if that
+    number differs between packs. `chosen`: `samples[indices]` with their images already loaded.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices] if chosen is None else chosen
@@ -276,8 +281,8 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
-    transformers also reads a score at the last token that is not padding. A sample that consists of padding is scored
-    at its first token.
+    A reward model reads the score of a sample there, as the sequence classifiers of transformers do. A sample that
+    consists of padding only gets its label at its first token.
     """
     ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
     places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)
@@ -289,7 +294,7 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
 
 def filler(samples: Sequence[Sample]) -> Sample:
-    """Return a filler: a sample of one unscored token with the optional arrays (e.g. `advantages`) of `samples`."""
+    """Return a filler: one unscored token, with the same optional arrays (e.g. `advantages`) that `samples` have."""
     for sample in samples:
         if len(sample):
             text = replace(sample, images=(), rotary_positions=None)
@@ -300,7 +305,7 @@ def filler(samples: Sequence[Sample]) -> Sample:
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
-    """Return the number of labels on this rank, counted on the host so that nothing waits for the device."""
+    """Return the number of labels on this rank. The host counts them, so that it need not wait for the device."""
     if local.entries is not None:
         return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE

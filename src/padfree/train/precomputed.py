@@ -1,7 +1,7 @@
 """The reference's log-probabilities of all training samples, computed once and cached on disk.
 
     reference.precompute = true      first start    reference scores every sample -> <cache>/<key>/logprobs.npy [Σn]
-                                     later starts   open the file; nothing is scored
+                                     later starts   open the file; no sample is scored
 
 The name of the cached file is a hash of the samples, the reference's weights, and the settings and versions that affect
 the result. After scoring, the reference model is freed, so that training can use its memory.
@@ -33,7 +33,7 @@ SCORED_AT_A_TIME = 1024
 
 
 class ReferencedSamples(Sequence[Sample]):
-    """Samples with the reference's log-probabilities, read on access."""
+    """Training samples with the reference's log-probabilities, which are read from the cached file on access."""
 
     def __init__(self, samples: StoredSamples, logprobs: NDArray[np.float32]) -> None:
         self._samples, self._logprobs = samples, logprobs
@@ -68,7 +68,7 @@ def with_reference(
     there = torch.tensor(int(intact(cache / key)), device=mesh.device)
     dist.all_reduce(there, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     if not there:
-        # All ranks score together. Scoring must therefore not run inside `find_or_build`, whose lock one rank holds.
+        # Scoring is collective, so it must not run inside `find_or_build`, where only one rank works and holds a lock.
         found = np.concatenate([np.empty(0, np.float32), *_scored(samples, reference)])
 
         def build(folder: Path) -> None:

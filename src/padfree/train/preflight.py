@@ -4,11 +4,11 @@
                        model      its modules on the meta device, without weights: attention, leakage between samples,
                                   vocabulary, positions
                        data       tokenised: lengths, token ids, columns that the loss needs
-      -> Preflight     tokenizer, data and meta-device model, which the run then uses, and notes: unusual facts that
-                       are not errors
+      -> Preflight     tokenizer, data and meta-device model, which the run then uses, and notes: facts that are not
+                       errors but that the user should know
 
-A run, its dry run and `padfree plan` all call `preflight`, so they refuse the same configurations. `padfree.config`
-finds errors that the settings alone show.
+A run, its dry run (`--dry`) and `padfree plan` all call `preflight`, so they refuse the same configurations. Errors
+that the settings show without model and data are found earlier, in `padfree.config`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from padfree.train.vocabulary import check_vocabularies
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preflight:
-    """The objects that the checks have loaded, and notes to show before the first step."""
+    """What the checks of a run have loaded, and notes to show the user before the first step."""
 
     tokenizer: Any
     source: TrainingData
@@ -91,16 +91,16 @@ def preflight(
     planned: bool = False,
     progress: Progress | None = None,
 ) -> Preflight:
-    """Raise a `UserError` if the run cannot work. Collective: if one process refuses, all raise.
+    """Raise a `UserError` if the run cannot work. Collective: if one process refuses the run, all processes raise.
 
-    `dry`: do not import user code, and allow a device that this machine lacks. `planned`: the call comes from `padfree
+    `dry`: do not import user code, and accept a device type that this machine lacks. `planned`: the caller is `padfree
     plan`, so skip the checks of the run folder and of sample lengths.
     """
     day = data_day(config)
     if not dist.is_initialized():
         return _run_checks(config, processes, device_type, dry, planned, progress, day)
     days: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(days, day)  # midnight may fall between two ranks' calls
+    dist.all_gather_object(days, day)  # all ranks must use the same date, also if they start around midnight
     found, error = None, None
     try:
         found = _run_checks(config, processes, device_type, dry, planned, progress, days[0])
@@ -112,8 +112,10 @@ def preflight(
 
 
 def check_folder_usable(config: Config) -> None:
-    """Refuse a run folder that cannot be written, is not a run folder, is in use, or holds a checkpoint that this run
-    cannot resume.
+    """Raise a `UserError` if the run folder cannot be used.
+
+    It cannot be used if it is not writable, contains other files, belongs to another running process, or holds a
+    checkpoint that this run cannot resume.
     """
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
@@ -166,7 +168,7 @@ def _run_checks(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """Check the settings against this machine, without loading a model or data."""
+    """Check the settings against this machine and the number of processes, without loading a model or data."""
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % ((1 if context == "auto" else context) * replicate):
@@ -197,7 +199,7 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
 
 
 def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
-    """Return the model, built on the meta device, and the strictest input limits of all models of the run."""
+    """Return the trained model, built without weights, and the strictest input limits of all models of the run."""
     model = _checked_model(config, config.model.path, "model.path", config.model.init, config.loss.head)
     limits = ModelLimits.of(model)
     if config.model.vision and config.rollout.source is not None:
@@ -238,7 +240,7 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
     model = skeleton(path, trust_remote_code=code, setting=setting, head=head, vision=config.model.vision)
     try:
         if Path(path).exists():
-            # Check which tensors the model's files hold. This is skipped for a Hub id, whose files are not here yet.
+            # Check which tensors the model's files hold. The files of a Hub id are not on this machine yet.
             init_setting = "model.init" if setting == "model.path" else None
             open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
         attach(model, config.model.attention)
@@ -249,7 +251,10 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
 
 
 def check_attention(config: Config, model: PreTrainedModel, device_type: str) -> None:
-    """Refuse an attention backend that cannot run this model on the device. Skip the check if the GPU is missing."""
+    """Raise a `UserError` if the attention backend cannot run this model on the device.
+
+    The check is skipped if the device is a GPU that this machine does not have.
+    """
     sizes = ModelSizes.of(model.config)
     if sizes.latent or not sizes.query or (device_type == "cuda" and not torch.cuda.is_available()):
         return
@@ -260,7 +265,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 
 
 def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse `parallel.context=auto` if the model cannot divide a sample over several context ranks."""
+    """Raise a `UserError` for `parallel.context=auto` if several context ranks cannot share a sample of this model."""
     if config.parallel.context != "auto":
         return
     sizes = ModelSizes.of(model.config)
@@ -284,7 +289,7 @@ def check_context(config: Config, model: PreTrainedModel, processes: int) -> Non
 
 
 def check_replay(config: Config, model: PreTrainedModel) -> None:
-    """Refuse rollout.routing=replay if the routes of the trained model cannot be replayed."""
+    """Raise a `UserError` for `rollout.routing=replay` if the trained model cannot replay recorded expert choices."""
     if config.parallel.checkpointing == "host":
         raise UserError(
             "rollout.routing",
@@ -296,7 +301,7 @@ def check_replay(config: Config, model: PreTrainedModel) -> None:
 
 
 def check_experts(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Refuse `rollout.routing=replay` or `parallel.expert` above 1 if the trained model does not support it."""
+    """Raise a `UserError` if the model does not support `rollout.routing=replay` or `parallel.expert` above 1."""
     if config.rollout.routing == "replay":
         check_replay(config, model)
     expert = config.parallel.expert

@@ -1,14 +1,16 @@
-"""Forward time of a rank's own layers, without the time spent waiting for weights.
+"""Forward time of a rank's own layers, without the time spent waiting for weights of other ranks.
 
-    FSDP2's hook before the layer   waits for its weights       | our hook: a mark
+In the forward pass of each layer, these things happen in this order:
+
+    FSDP2's hook before the layer   waits for its weights       | our hook: records the begin
     the layer                       this rank's own work        |
-                                                                | our hook: a mark
+                                                                | our hook: records the end
     FSDP2's hook after the layer    frees the weights
 
-Under FSDP2 all ranks synchronise in every layer, so the time of a step does not show which rank is slow. On a GPU,
-events mark the begin and end of each layer, and the host reads them only with the results of the step. Compiled layers
-are not timed, because the hooks would break their graphs. Layers with expert parallelism are not timed, because they
-wait for tokens of other ranks.
+The timer is needed because FSDP2 synchronises all ranks in every layer, so the time of a step does not show which rank
+is slow. On a GPU, events mark the begin and end of each layer, and the host reads them only with the results of the
+step. Compiled layers are not timed, because the hooks would break their graphs. Layers with expert parallelism are not
+timed either, because they wait for tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """Return the timer of a model; None with one data rank, with compiled layers or with expert parallelism."""
+        """Return the timer of a model; None with one data rank, compiled layers or expert parallelism."""
         if mesh.data.size == 1 or mesh.experts is not None:
             return None
         if any(layer._compiled_call_impl is not None for layer in layers_of(model)):
@@ -47,7 +49,7 @@ class RankImbalanceTimer:
 
     def _mark(self, *_: Any) -> None:
         if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
-            return  # ignore scoring without gradients, and recomputation in backward, which may stop half-way
+            return  # ignore scoring, which has no gradients, and recomputation in backward, which may stop half-way
         if self._on_cuda:
             event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -56,9 +58,10 @@ class RankImbalanceTimer:
             self._marks.append(time.perf_counter())
 
     def cut(self) -> Callable[[], tuple[float, ...]]:
-        """End a step. Return a function that returns the forward seconds of each data rank.
+        """End the measurement of a step, and begin that of the next.
 
-        Call that function on all ranks, after the device has completed the step.
+        Return a function that returns the forward seconds of each data rank. Call it on all ranks, after the device has
+        completed the step.
         """
         marks, self._marks = self._marks, []
         return partial(self._seconds, marks)

@@ -1,10 +1,12 @@
 """Resolve `auto` settings from the device, the model and the memory estimate.
 
     parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   none for all layers if that fits the device, else the level of each layer that recomputes
-                             least (`padfree.estimate.levels`). Layers offload only if computing a layer takes longer
-                             than copying its activations to the host. On the CPU, and for compiled layers whose graphs
-                             are broken, all layers have the same level: the first of none, selective, full that fits
+    parallel.checkpointing   none (no layer recomputes) if that fits the device. Otherwise each layer gets a level such
+                             that the activations fit and as little as possible is recomputed
+                             (`padfree.estimate.levels`). A layer offloads activations to the host only if computing it
+                             takes longer than copying them. On the CPU, and if communication divides the graphs of
+                             compiled layers, all layers get the same level: the first of none, selective, full that
+                             fits
     parallel.reshard         false (layers stay gathered between forward and backward) if this also fits, else true
     rollout.exact            true if every operator of the model allows it on this device, else false
 
@@ -42,13 +44,13 @@ from padfree.rollout.engines.in_process import exact_operators
 from padfree.sizes import ModelSizes
 
 USABLE_FRACTION = 0.9
-"""Usable fraction of a device's memory; the rest is for the allocator, collectives and the driver."""
+"""Usable fraction of a device's memory. The allocator, collectives and the driver need the rest."""
 
 ASSUMED_MEMORY = 80.0 * 2**30
-"""Assumed memory, in bytes, of a GPU that this machine does not have."""
+"""Memory in bytes that a dry run assumes for a GPU if this machine has none."""
 
 PINNED_FRACTION = 0.5
-"""Fraction of the machine's memory that may be pinned for activations."""
+"""Fraction of the host's memory that may be pinned for offloaded activations."""
 
 VERBS = {
     "full": "keep their input",
@@ -59,13 +61,13 @@ VERBS = {
 }
 
 ADAMW = ("adamw", "float32")
-"""The optimizer and its state for which a smaller state is suggested."""
+"""Only for this optimizer and state dtype, the report suggests a smaller optimizer state."""
 
 SMALLER_STATES = {"bfloat16": 0.5, "int8": 0.26}
-"""The size of each optimizer state relative to float32, for matrices (`padfree.optim.state_format`)."""
+"""The size of each smaller optimizer state relative to float32, for weight matrices (`padfree.optim.state_format`)."""
 
 WORTH_SAYING = 0.01
-"""A smaller optimizer state is suggested only if it saves at least this share of a step's FLOPs."""
+"""A smaller optimizer state is suggested only if it saves at least this fraction of a step's FLOPs."""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
@@ -112,7 +114,7 @@ def resolve_auto(
         parallel = replace(parallel, compile=chosen)
     if parallel.checkpointing == "auto" or parallel.reshard == "auto":
         if config.lora.rank:
-            add_adapters(model, config.lora)  # add them once here; otherwise each estimate would add them again
+            add_adapters(model, config.lora)  # add the adapters once, because otherwise every estimate would add them
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
         may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
         whole = _whole_graphs(parallel) and config.rollout.routing == "recompute"
@@ -132,7 +134,7 @@ def resolve_auto(
 
         for candidate in _candidates(parallel, may_offload, by_layer, processes, whole=whole):
             found = estimate(candidate)
-            if by_layer and candidate.checkpointing == "full":  # it stands for all levels by layer: "full" keeps least
+            if by_layer and candidate.checkpointing == "full":  # "full" needs least memory: now choose levels by layer
                 levels = _levels(config, model, found, memory, may_offload and candidate.compile != "none")
                 if levels is not None:
                     candidate = replace(candidate, checkpointing=_setting_of(levels))
@@ -143,7 +145,7 @@ def resolve_auto(
                 and found.offloaded_activations <= PINNED_FRACTION * _machine_memory()
             ):
                 break
-        if estimates[-1][1].device > USABLE_FRACTION * memory:  # nothing fits: take the settings that need least
+        if estimates[-1][1].device > USABLE_FRACTION * memory:  # no candidate fits: take the one that needs least
             estimates.sort(key=lambda each: -each[1].device)
         reason = _reason(estimates, memory)
         if by_layer:
@@ -205,8 +207,8 @@ def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.dev
 def device_memory(device: torch.device) -> float:
     """Return the number of bytes that this process can use on the device.
 
-    On a GPU: the free memory plus what the process has reserved. On a CPU: the machine's memory divided by the number
-    of processes on the machine.
+    On a GPU, this is the free memory plus what the process has reserved. On a CPU, it is the machine's memory divided
+    by the number of processes on the machine.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         return ASSUMED_MEMORY  # a dry run for another machine
@@ -240,10 +242,10 @@ def _whole_graphs(parallel: ParallelConfig) -> bool:
 def _levels(
     config: Config, model: PreTrainedModel, memory: MemoryEstimate, device_memory: float, may_offload: bool
 ) -> tuple[LayerLevel, ...] | None:
-    """Return the checkpointing level of each layer: the levels that fit the device and recompute least. None if none
-    fit.
+    """Return the checkpointing level of each layer, such that the step fits the device and recomputes least.
 
-    `memory`: an estimate with any levels. `device_memory`: the bytes of the device.
+    Return None if no levels fit. `memory`: a memory estimate of the run with any levels. `device_memory`: the bytes of
+    the device. `may_offload`: whether layers may offload activations to the host.
     """
     levels = COMPILED if memory.compiled else PLAIN
     if not may_offload:
@@ -270,9 +272,10 @@ def _faster_states(
     device_memory: float,
     may_offload: bool,
 ) -> str:
-    """Return the hint that a smaller optimizer state shortens a step: `; optimizer.state would save FLOPs: int8 3%`.
+    """Return a hint on optimizer states that shorten a step, e.g. `; optimizer.state would save FLOPs: int8 3%`.
 
-    The hint is empty if nothing is recomputed, or if a smaller state would not change what is recomputed.
+    A smaller state leaves memory for activations, so fewer of them are recomputed. The hint is empty if nothing is
+    recomputed, or if a smaller state would not change what is recomputed.
     """
     optimizer, size = config.optimizer, NUMBER_BYTES[config.model.dtype]
     if parallel.checkpointing == "none" or estimate.offloaded or (optimizer.name, optimizer.state) != ADAMW:
@@ -298,13 +301,13 @@ def _candidates(
 ) -> Iterator[ParallelConfig]:
     """Yield the settings to try for checkpointing and resharding, fastest first.
 
-    `may_offload`: whether a layer computes longer than the copy of its activations to the host takes. `by_layer`:
-    whether layers may have different levels; "full" then stands for any mixture. `whole`: whether each compiled layer
-    is one graph. A single process tries resharding last, because it saves almost no memory there.
+    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `by_layer`: whether
+    layers may have different levels; "full" then stands for any mixture of levels. `whole`: whether each compiled layer
+    is one graph. With a single process, resharding comes last, because it saves almost no memory there.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or not whole:
-        ways = tuple(way for way in FASTEST_FIRST if way != "host")  # "host" needs whole graphs of compiled layers
+        ways = tuple(way for way in FASTEST_FIRST if way != "host")  # offloading needs each layer as one compiled graph
     if parallel.checkpointing != "auto":
         ways = (cast(Checkpointing, parallel.checkpointing),)
     reshard = (False, True) if parallel.reshard == "auto" else (parallel.reshard,)
@@ -334,7 +337,7 @@ def _named(parallel: ParallelConfig) -> str:
 
 
 def _counted(checkpointing: str) -> str:
-    """Return how many layers have which level, e.g. `6 layers offload, 30 keep everything; `."""
+    """Return how many layers have each checkpointing level, e.g. `6 layers offload, 30 keep everything; `."""
     if not is_by_layer(checkpointing):
         return ""
     counts: Counter[str] = Counter()

@@ -6,9 +6,9 @@
     reference fields    ==   fields         and a fingerprint of its weights; of a teacher, only the fingerprint
     settings  by name   ->   by name        some may change, which is reported and logged; other changes are refused
 
-`==` marks values that must be equal. A run may resume on another number of processes. What changes the order of the
-samples or the shapes of saved tensors must not change. What affects only future steps (learning rate, betas, schedule,
-loss coefficients) may change.
+`==` marks values that must be equal. Settings that affect only future steps (learning rate, betas, schedule, loss
+coefficients) may change, and so may the number of processes. Settings that determine the order of the samples or the
+shapes of saved tensors must not change.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEY = "made_with"
 """The key in a checkpoint's `extra` dict under which the record of settings, model and data is stored."""
 
 RULES = resume_rules(Config, get_type_hints)
-"""For each setting by name: whether it may change on a resume. The metadata of the dataclass fields says so."""
+"""For each setting by name, whether it may change when a run resumes, as the metadata of the config's fields says."""
 
 NOT_ARITHMETIC = (
     "_name_or_path",
@@ -61,7 +61,8 @@ NOT_ARITHMETIC = (
     "label2id",
     "problem_type",
 )
-"""Fields of a model's config that may differ: they do not change what the model computes, or settings determine them.
+"""Fields of a model's config that may differ on a resume: they do not change what the model computes, or the run's own
+settings determine them.
 """
 
 
@@ -89,7 +90,7 @@ def made_with(
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Return every setting by its dotted name, with values as JSON restores them; `run.folder` is left out."""
+    """Return every setting except `run.folder` by its dotted name. Values are as JSON would restore them."""
     found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
@@ -118,7 +119,7 @@ def data_record(samples: Sequence[Sample | Prompt] | StoredSamples, day: datetim
 
 
 def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
-    """Yield the bytes of everything in a sample that training uses. Names such as `uid` are not used."""
+    """Yield the bytes of everything in a sample that training uses, which excludes names such as `uid`."""
     yield np.asarray(sample.tokens, np.int64).tobytes()
     if isinstance(sample, Prompt):
         yield json.dumps(sample.row, sort_keys=True, default=str).encode()
@@ -162,15 +163,16 @@ def rule_of(name: str) -> Resume:
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the changed settings by name, as (old value, new value).
+    """Return the changed settings by name, each as (old value, new value).
 
-    `there`: the settings of the checkpoint. A setting that they lack had its default value.
+    `there`: the settings that the checkpoint stores. A setting that is missing there counts as its default value.
     """
     now = flat_settings(here)
     default = flat_settings(config_from_dict(_required(here)))
     found = {}
     for name in dict.fromkeys((*now, *(name for name in there if name.startswith("data.sources.")))):
-        missing = default.get(name, 1.0 if name.endswith(".weight") else None)  # data.path is one source of weight 1
+        # Settings with `data.path` have no source weights; their only source counts as one of weight 1.
+        missing = default.get(name, 1.0 if name.endswith(".weight") else None)
         before, value = there.get(name, missing), now.get(name, missing)
         if before != value:
             found[name] = (before, value)
@@ -178,9 +180,10 @@ def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[
 
 
 def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside: bool) -> dict[str, tuple[Any, Any]]:
-    """Return the changed settings, old and new value. Raise an error if one of them must not change.
+    """Return the changed settings, each as (old value, new value). Raise an error if one of them must not change.
 
-    `inside`: whether the checkpoint was saved between two updates of a rollout batch.
+    `there`: the settings that the checkpoint stores. `inside`: whether the checkpoint was saved between two updates of
+    a rollout batch.
     """
     changed = changed_settings(there, here)
     for name, (before, now) in changed.items():
@@ -205,7 +208,7 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
 def check_made_with(
     path: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: Config, *, inside: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Compare this run with the checkpoint at `path`. Return the changed settings with old and new values.
+    """Compare this run with the checkpoint at `path`. Return the changed settings, each as (old value, new value).
 
     Raise an error if the model, the data, or a setting that must not change differs. `there`: the checkpoint's record
     (see `made_with`). `here`: this run's record. `inside`: see `check_settings`.

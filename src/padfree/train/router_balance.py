@@ -1,20 +1,22 @@
-"""Balance the load of experts: with a loss over the whole global batch, or a bias that moves once per step.
+"""Balance the load of experts: with a loss over the whole global batch, or with a bias in each router.
 
-    N     number of sample tokens in the global batch (without padding) × number of layers with experts
-    f_e   how many times expert e is chosen, divided by N
+The load-balancing loss L follows the definition of transformers for one batch:
+
+    L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts
+    f_e   how many times the routers choose expert e, divided by N
     p_e   the sum of the router probabilities of expert e, divided by N
-    L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts; as transformers defines it for one batch
+    N     number of sample tokens in the global batch (without padding) × number of layers with experts
 
-L is a product of two means over the whole batch, so its gradient is not simply a sum over micro-batches. But f has no
-gradient. Once f of the whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up to
-the gradient of L.
+L contains products of two means over the whole batch, so its gradient is not simply a sum over micro-batches. But f has
+no gradient. Once f of the whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up
+to the gradient of L. The way to get f depends on the number of micro-batches:
 
     one micro-batch per rank        f is summed over the ranks between forward and backward
     several micro-batches per rank  an extra forward pass over all micro-batches counts the choices first
 
 `loss.router_bias` is an alternative without a loss. A router adds a bias to the scores with which it selects experts.
 After each update, the bias of an expert that was chosen less often than average grows by `loss.router_bias`, and the
-bias of one that was chosen more often falls by it. The counts are those of the step over all ranks.
+bias of an expert that was chosen more often falls by it. The counts are those of the step over all ranks.
 """
 
 from __future__ import annotations
@@ -133,7 +135,7 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return this rank's part of the load-balancing loss, []: E · Σ_e f_e · p_e, with p_e of this rank's tokens."""
+        """Return this rank's part of E · Σ_e f_e · p_e, []. The sums p_e include only this rank's tokens."""
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
@@ -151,7 +153,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """Return for each token whether it belongs to a sample, not to padding or a filler, as bools [T/cp]."""
+    """Return a mask [T/cp] of the tokens that belong to a sample, i.e. not to padding or a filler."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

@@ -82,9 +82,10 @@ def train(
 ) -> RunResult:
     """Run a whole training in this process, and return how it ended. Every process that torchrun starts calls this.
 
-    `on_step` receives the metrics of each step, `on_tokenising` the progress of tokenisation, `on_activity` the current
-    activity of the run, and `on_note` notes of one line, e.g. about resolved `auto` settings. `on_sampling` receives
-    the number of finished responses of a batch, and the number that this rank has requested.
+    The callbacks show the progress of the run. `on_step` receives the metrics of each step, `on_tokenising` the
+    progress of tokenisation, `on_activity` the current activity, and `on_note` notes of one line, e.g. about resolved
+    `auto` settings. `on_sampling` receives the number of finished responses of a batch, and the number of responses
+    that this rank has requested.
 
     `signals`: signal handlers that are already installed. Without them, `train` installs its own before the first step.
     """
@@ -152,13 +153,13 @@ def _train(
     imports.wait()
     report_activity("loading the model", 0, 0)
     engine = build_engine(config, mesh, tokenizer)
-    dtype = critic_dtype = export_dtype(config)  # read now, because the model's files may be gone at the end
+    dtype = critic_dtype = export_dtype(config)  # read now, because the model's files may be deleted during the run
     if config.critic.path is not None:
         critic_dtype = export_dtype(config, config.critic.path)
     report_activity("loading the other models, or starting the sampler", 0, 0)
     reference = build_reference(config, mesh, engine)
     response_log = None
-    if config.rollout.source is not None and not config.rollout.has_episodes:  # a resumed run plays episodes again
+    if config.rollout.source is not None and not config.rollout.has_episodes:  # a resumed run repeats whole episodes
         response_log = ResponseLog(Path(config.run.folder) / RESPONSE_LOG, mesh.loss.rank)
     options: dict[str, Any] = {} if on_sampling is None else {"on_sampling": on_sampling}
     collector = _collector(config, mesh, engine, tokenizer, source, response_log=response_log, **options)
@@ -208,7 +209,7 @@ def _train(
             trainer.events.write("resolved_auto", step=trainer.step, **resolved.fields())
         if mesh.loss.rank == 0:
             with writing(trainer.folder):
-                source.report.write(trainer.folder / ROWS)  # every row that was skipped, dropped or truncated
+                source.report.write(trainer.folder / ROWS)  # names every row that was skipped, dropped or truncated
         with signals.deferred(AFTER_SIGNAL):
             result = trainer.run()
     if not config.checkpoint.export or result.stopped:
@@ -316,12 +317,12 @@ def _collector(
             **options,
         )
     except BaseException:
-        sampler.close()  # it may have started servers
+        sampler.close()  # the sampler may have started server processes
         raise
 
 
 def _prompt_images(samples: Samples) -> Iterator[Image]:
-    """Yield the images of prompts, from which a resumed rollout batch takes its images."""
+    """Yield the images of the prompts. A resumed rollout batch takes its images from them."""
     if not isinstance(samples, StoredSamples):
         for sample in samples:
             yield from sample.images
@@ -344,11 +345,11 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 
 
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
-    """Return arguments for `resolve_auto_on` that describe the data.
+    """Return arguments for `resolve_auto_on` that describe the data, for the memory estimate.
 
-    A run that generates rollouts needs the number of tokens of the longest prompt. Other runs need the number of tokens
-    of the longest sample that one device holds, and the number of keys that attention copies per token. All runs need
-    the share of image tokens.
+    A run that generates rollouts needs the number of tokens of the longest prompt. Any other run needs the number of
+    tokens of the longest sample that one device holds, and the number of keys that attention copies per token. All runs
+    need the share of image tokens.
     """
     samples = preflight_result.source.samples
     longest, shown = longest_of(samples), image_share(config.model, samples)

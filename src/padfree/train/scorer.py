@@ -2,12 +2,12 @@
 
     samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
     packs of this rank            score -> [T/cp] -> [T]     packed as in a training step
-    result                        [9] summed over ranks      every rank gets all scores, because later steps assign the
-                                                             samples to other ranks
+    result                        [9] summed over ranks      every rank gets all scores, because a later step may assign
+                                                             a sample to another rank
 
-T is the number of tokens of a pack, and cp the number of context ranks. Entry j of a sample's array belongs to its
-token j, and is 0 if token j is not scored. The value of a token is the reward that the critic expects before it has
-seen this token.
+T is the number of tokens of a pack (one micro-batch), and cp the number of context ranks, which share a pack. Entry j
+of a sample's array belongs to its token j, and is 0 if token j is not scored. The value of a token is the reward that
+the critic expects before it has seen this token.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 
 def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | None:
-    """The cost of an image in the unit of `cost`: an image costs as much as tokens that need the same FLOPs."""
+    """Return the cost of an image in the unit of `cost`, i.e. the cost of the tokens that take the same FLOPs."""
     flops = tower_cost(model)
     if flops is None or cost is None:
         return flops
@@ -54,8 +54,10 @@ def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | N
 
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""Function that returns scores [T/cp] of this rank's positions, 0 at positions without a label. With shared prefixes,
-it returns one score for each of the e predictions of this rank (`padfree.batch.Entries`).
+"""Computes the scores [T/cp] of this rank's positions of a pack, 0 at positions without a label.
+
+If samples share prefixes, the result is instead one score for each of the e predictions of this rank
+(`padfree.batch.Entries`).
 """
 
 
@@ -95,10 +97,10 @@ class Scorer:
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, replay: bool = True
     ) -> list[NDArray[np.float32]]:
-        """Return log-probabilities [n] of each sample, the same on every rank.
+        """Return the log-probabilities [n] of each sample of n tokens, the same on every rank.
 
-        `temperature`, if given, replaces the scorer's own. With `replay=False`, routers choose the experts, even if the
-        samples have recorded routes.
+        `temperature`, if given, replaces the scorer's own. `replay=False` lets routers choose the experts, even if the
+        samples record the experts that the sampler used.
         """
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
         return self._score_tokens(samples, scores, "log-probability", replay=replay)
@@ -106,9 +108,9 @@ class Scorer:
     def _score_tokens(
         self, samples: Sequence[Sample], scores: PackScores, what: str, *, replay: bool = True
     ) -> list[NDArray[np.float32]]:
-        """Apply `scores` to each pack. Return the results of all samples, one array [n] each, on every rank.
+        """Compute `scores` of each pack. Return the scores of all samples, one array [n] each, on every rank.
 
-        `what` names the score in error messages.
+        `what` says what a score is, for error messages.
         """
         settings = self.packer.pack_settings if replay else replace(self.packer.pack_settings, routes=False)
         training = self.model.training
@@ -118,7 +120,7 @@ class Scorer:
         with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples), settings):
                 if batch.local.entries is not None:
-                    # A context rank has scores only of its own entries, and 0 elsewhere; the all-reduce adds them up.
+                    # This context rank computes only some of the scores. The all-reduce adds those of the other ranks.
                     tokens = to_device(scored_tokens(batch, starts, indices), self.mesh.device)
                     found[tokens] = inside(self.model, scores, batch.local).float()
                     continue
@@ -160,7 +162,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """Return the score at the last token of each of B samples, [B], on every rank."""
+        """Return the reward of each of B samples, [B], on every rank. It is the score at the sample's last token."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
@@ -179,11 +181,10 @@ class ScalarScorer(Scorer):
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return [e]: for each of the pack's e predictions on this rank, the index of the predicted token.
+    """Return, for each of the e predictions of a pack on this rank, the index of the predicted token, [e].
 
-    Indices count the tokens of all samples of the batch, not only of this pack.
-
-    `starts`: index of the first token of each sample. `indices`: the samples of the pack.
+    The index counts the tokens of all samples of the batch, not only those of this pack. `starts`: the index of the
+    first token of each sample. `indices`: the samples of the pack.
     """
     entries, local = batch.packed.entries, batch.local.entries
     assert entries is not None

@@ -158,8 +158,8 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     with _errors_at("rollout.reward"):
         check_reward_model(path, opened_together(path, trust_remote_code=code)[1])
     model = _load(config, mesh, path, "rollout.reward", offload=False, frozen=True, head="scalar")
-    # The tokenizer of the reward model may need more tokens for a text than the run's. A text that exceeds
-    # batch.max_tokens gets a pack of its own.
+    # The reward model's tokenizer may need more tokens for a text than the run's. Therefore a text may exceed
+    # batch.max_tokens; it then gets a pack of its own.
     scorer = _scorer(config, mesh, model, "scalar", "rollout.reward", overlong="alone")
     assert isinstance(scorer, ScalarScorer)
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config.data)
@@ -285,7 +285,7 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager: errors about a model name `setting`. They are the same on every rank."""
+    """Context manager: an error about a model blames the setting that names the model. All ranks raise it."""
     try:
         yield
     except UserError as error:

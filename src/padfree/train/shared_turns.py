@@ -1,12 +1,13 @@
 """Count the tokens that the samples of one data row share. The memory estimate and `padfree plan` need the count.
 
+In this example, a conversation of three turns gives three samples; `|` marks the points where they branch:
+
     turn 1   system user-1 | thought-1 answer-1
     turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
     turn 3   system user-1 | answer-1 user-2 | answer-2 user-3 | thought-3 answer-3
 
-Each turn of a conversation is a sample; `|` marks the points where turns branch. With sharing, an answer is computed
-twice: with its thought in the turn that trains it, and without its thought as context of all later turns. Without
-sharing, every later turn would compute it again.
+If prefixes are shared, an answer is computed twice: with its thought in the turn that trains it, and without its
+thought as the context of all later turns. Without sharing, every later turn computes the answer again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.batcher import in_rows
 
 MOST_ROWS = 64
-"""The number of copied keys is measured in at most this many data rows."""
+"""At most this many data rows are examined to find the number of copied keys."""
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:
@@ -41,12 +42,12 @@ def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConf
 
 
 def run_cost(batch: BatchConfig, model: PreTrainedModel) -> CostModel:
-    """Return the run's cost model, by which the planner decides whether sharing a prefix saves time."""
+    """Return the run's cost model (what a sample of n tokens costs), which decides which prefixes are shared."""
     return CostModel.from_config(model.config) if batch.cost is None else read_cost(batch.cost)
 
 
 def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: CostModel) -> PrefixTree:
-    """Return the prefix tree of the samples of data row `row`."""
+    """Return the tree of the prefixes that the samples of data row `row` share."""
     first, end = samples.row_starts[row : row + 2].tolist()
     return prefixes_of([samples[index] for index in range(first, end)], batch.share_prefixes, cost)
 
@@ -54,10 +55,10 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Return the number of keys that attention copies per computed token: the largest of up to `MOST_ROWS` data rows.
+    """Return how many keys attention copies per computed token if samples share prefixes: the largest over some rows.
 
-    Sharing prefixes copies keys. The rows chosen are those that probably copy most: their samples have many tokens in
-    all, compared to the longest sample.
+    At most `MOST_ROWS` data rows are examined. They are the rows that probably copy most keys: the ratio between the
+    tokens of all samples and the tokens of the longest sample is largest.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

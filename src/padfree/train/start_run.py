@@ -55,10 +55,10 @@ def begin_run(
     signals: StopSignals | None = None,
     planned_steps: int | None = None,
 ) -> Trainer:
-    """Create a `Trainer` that starts from the newest checkpoint of the run folder, or from step 0.
+    """Create a `Trainer` that starts from the newest checkpoint of the run folder, or from step 0 without a checkpoint.
 
-    `data`: the record of the samples (`data_record`), which a resume compares. `images`: the images of the prompts by
-    digest, if the policy generates the samples.
+    `data`: the record of the training samples (`data_record`), which must equal the checkpoint's. `images`: the images
+    of the prompts by digest, if the policy generates the samples.
     """
     engine = batches.engine
     mesh, note = engine.mesh, on_note or (lambda line: None)
@@ -124,9 +124,10 @@ def check_on_first_rank(mesh: Mesh, function: Callable[..., object], *arguments:
 
 
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
-    """Return what checkpoints record about a reference model with its own weights; None for any other reference.
+    """Return what checkpoints record about a reference model with its own weights: its config and a fingerprint.
 
-    A reference that is refreshed has no fingerprint: its weights change, and checkpoints contain them.
+    A reference that is refreshed has no fingerprint, because its weights change and checkpoints contain them. The
+    result is None for a run without a reference model, or for a reference that shares the policy's weights.
     """
     if not isinstance(reference, ModelReference):
         return None
@@ -140,7 +141,7 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
     """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
 
-    If `teacher` is None, the teacher of `padfree distill` is used, which the loss in `engine` holds.
+    If `teacher` is None, the teacher can still be in the loss of `engine`: `padfree distill` keeps it there.
     """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
@@ -156,7 +157,7 @@ def _check_against_checkpoint(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ from the checkpoint's, each as (old, new). Raise an error if one must not change.
 
-    `record`: this run's settings, model and data. `note` receives notes for the user.
+    `record`: this run's settings, model and data. `note`: a function that shows a note to the user.
     """
     extra = checkpointer.extra(path)
     if MADE_WITH not in extra:
@@ -181,7 +182,8 @@ def _restore(
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
-    `changed`: the settings that differ from the checkpoint's. `images`: the images of the prompts by digest.
+    `changed`: the settings that differ from the checkpoint's; if one of `[eval]` does, the position asks for a new
+    evaluation. `images`: the images of the prompts by digest.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(
@@ -206,9 +208,10 @@ def _restore(
 
 
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
-    """Return the best evaluation that the checkpoint records.
+    """Return the best evaluation that the checkpoint records, or None.
 
-    An evaluation does not count if another metric chose it, or if the checkpoint with its weights no longer exists.
+    The evaluation is ignored if it was the best by another metric than `checkpoint.best`, or if the checkpoint with its
+    weights no longer exists.
     """
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None

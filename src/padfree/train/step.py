@@ -4,8 +4,8 @@
     Engine.begin   -> PendingStep    the device may still compute; loss and gradient norm are on their way to the host
            finish  -> StepReport     numbers of the whole global batch, the same on every rank
 
-Only `PendingStep.finish` waits for the device. If the loss or the gradient norm is not finite, the step has changed no
-weights, and `finish` raises an error that names the samples.
+Of these calls, only `PendingStep.finish` waits for the device. If the loss or the gradient norm is not finite, the step
+has changed no weights, and `finish` raises an error that names the samples.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class SkippedSamples:
 class StepReport:
     """Results of one step over the whole global batch, the same on every rank.
 
-    Numbers of samples, tokens and labels include skipped samples; `plan` does not.
+    Numbers of samples, tokens and labels include the skipped samples (`SkippedSamples`); `plan` does not.
     """
 
     loss: float
     gradient_norm: float  # the norm before clipping
-    statistics: dict[str, float]  # means over the scored tokens that are computed; for `advantage`, over all tokens
+    statistics: dict[str, float]  # means over the scored tokens that are not skipped; for `advantage`, over all of them
     num_samples: int
     num_tokens: int  # number of tokens of the samples, without padding
     num_labels: int
@@ -55,7 +55,7 @@ class StepReport:
     plan: StepPlan
     stop_votes: int  # ranks that passed `wants_stop=True` to `Engine.begin`
     source_losses: Mapping[str, float] = field(default_factory=dict)  # weighted mean loss over the tokens of a source
-    num_rows: int | None = None  # number of data rows, if several samples can come from one row; None: not known
+    num_rows: int | None = None  # number of data rows; None: a row never gives several samples
     compute_seconds: tuple[float, ...] = ()  # forward time of the layers on each data rank; empty: not measured
     skipped: SkippedSamples | None = None  # None: the loss does not allow skipping samples
     image_features: tuple[int, ...] = ()  # number of features of each image that the step encodes
@@ -75,7 +75,7 @@ class PreparedStep:
 
 
 def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]:
-    """The number of image features that a step encodes. A pack encodes each distinct image once."""
+    """Return the number of features of each image that a step encodes. A pack encodes each distinct image once."""
     if not any(sample.images for sample in samples):
         return ()
     found: list[int] = []
@@ -103,15 +103,16 @@ class PendingStep:
         after: PendingStep | None,
         compute_seconds: Callable[[], tuple[float, ...]] | None,
     ) -> None:
-        """`numbers`: the sums of `Engine.begin` over all ranks, and the gradient norm. `statistics`: the names of the
-        statistics among them. `token_losses`: of each pack of this rank. `compute_seconds`: returns the forward time of
-        each data rank, if it is measured.
+        """`numbers`: the sums over all ranks that `Engine.begin` has computed, and the gradient norm.
+
+        `statistics`: the names of the statistics in `numbers`. `token_losses`: the losses of each pack of this rank.
+        `compute_seconds`: a function that returns the forward time of each data rank, if it is measured.
         """
         self._prepared, self._token_losses, self._statistics = prepared, token_losses, statistics
         self._model, self._mesh, self._step = model, mesh, step
         self._compute_seconds = compute_seconds
         self.finite = finite  # [] True: the optimizer made the update
-        # Start the copy to the host now. A copy started in `finish` would wait for later steps on the same stream.
+        # Start the copy to the host now, because a copy started in `finish` would wait for steps begun meanwhile.
         self._numbers, self._arrived = numbers, cast(Any, None)
         if numbers.is_cuda:
             self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
@@ -154,7 +155,7 @@ class PendingStep:
     def device_seconds(self) -> float | None:
         """Return the device time from the end of the previous step to the end of this one; None if it is not known.
 
-        Call this after `finish`. A timer on the host would be wrong, because the next step begins before the host sees
+        Call this after `finish`. The host cannot measure this time, because the next step begins before the host sees
         the end of this one.
         """
         if self._arrived is None or self._before is None:

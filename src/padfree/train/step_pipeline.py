@@ -1,10 +1,10 @@
-"""Finish the updates that were begun, and write one line to `metrics.jsonl` for each.
+"""Finish the updates that were begun, and write one line of metrics to `metrics.jsonl` for each.
 
     host     begin 1 | begin 2 | finish 1 | begin 3 | finish 2 | ...
     written                      line 1              line 2
 
-On a GPU an update begins before the previous one is finished, so that the device never waits for the host. The metrics
-of an update are therefore known one update later.
+On a GPU, an update begins before the previous one is finished, so that the device never waits for the host. The metrics
+of an update are therefore written only after the next update has begun.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ OnStep = Callable[[Mapping[str, Any]], None]
 """Called with the metrics of each finished step, on every rank."""
 
 OnActivity = Callable[[str, int, int], None]
-"""Called with the name of the current activity, the amount done, and the total (0: not known). In the activity "step",
-the amount is the number of the step.
+"""Called with the name of the current activity, how much of it is done, and the total amount (0: not known).
+
+During the activity "step", the amount done is the number of the step.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _UnfinishedStep:
-    """An unfinished update, and further values for its line of metrics."""
+    """An update that the engine has begun but not finished, and values that belong to its line of metrics."""
 
     pending: PendingStep
     step: int
-    rates: Mapping[str, float]
+    rates: Mapping[str, float]  # the learning rates of this update
     metrics: Mapping[str, Any]
     begin: float  # time.perf_counter()
 
@@ -66,7 +67,7 @@ class StepPipeline:
         on_step: OnStep | None,
         times: BatchTimes | None = None,
     ) -> None:
-        """With `times`, the line of metrics includes `seconds/update`, and the time of logging is added to `times`."""
+        """`times`, if given, receives the time of logging; the line of metrics then includes `seconds/update`."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times
@@ -103,7 +104,7 @@ class StepPipeline:
             self._events.write("nonfinite", step=unfinished.step, file=path.name)
             raise NonFiniteError(f"{error}; the samples are in {path}", error.samples) from None
         end = time.perf_counter()
-        # Logging is not counted while the device runs another update, because then it does not delay the run.
+        # Time of logging counts only if no other update is running on the device; otherwise it delays nothing.
         counted = self._times is not None and not self._unfinished
         with self._times.measure("logging") if counted and self._times is not None else nullcontext():
             self._log(unfinished, report, end)
@@ -121,7 +122,7 @@ class StepPipeline:
         )
         self.last_end, self.stop_votes = end, report.stop_votes
         if self._times is not None:
-            numbers["seconds/update"] = end - begin  # with the time in which the device waits for the host
+            numbers["seconds/update"] = end - begin  # includes the time in which the device waits for the host
         written = {**numbers, **unfinished.metrics}
         with writing(self._folder):
             self._metrics.write(written)
@@ -178,7 +179,7 @@ def step_metrics(
 
 
 def _shared(plan: StepPlan) -> Shared | None:
-    """Return the number of tokens and of (query, key) pairs that sharing prefixes saves; None without sharing."""
+    """Return the number of tokens and of (query, key) pairs that sharing prefixes saves; None if none are shared."""
     if plan.prefixes is None:
         return None
     tokens = pairs = 0.0

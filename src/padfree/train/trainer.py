@@ -1,11 +1,13 @@
 """The training loop: batches, updates, metrics, checkpoints. SFT and RL share it.
 
-    batcher -> global batch -> updates    SFT   one update per batch
-                                          RL    first the advantages, reference log-probabilities and old
-                                                log-probabilities of the whole rollout batch; then `loss.epochs` passes
-                                                over it in `loss.mini_batches` parts, one optimizer step per part. With
-                                                `rollout.staleness`, later batches are sampled meanwhile
-                                                (`padfree.rollout.collect`)
+    batcher -> global batch        SFT   samples of the data
+                                   RL    a rollout batch, with advantages, reference log-probabilities and old
+                                         log-probabilities, all computed before its first update. With
+                                         `rollout.staleness`, later batches are sampled while this one is trained
+                                         (`padfree.rollout.collect`)
+            -> updates             SFT   one per batch
+                                   RL    `loss.epochs` passes over the batch in `loss.mini_batches` parts, one optimizer
+                                         step per part
             -> engine.begin -> engine.finish -> metrics.jsonl
             -> after every update: stop if a signal asks for it, save a checkpoint if one is due
 
@@ -68,11 +70,11 @@ class RunResult:
     step: int  # number of optimizer steps of the run, including those before a resume
     stopped: bool  # whether a signal stopped the run
     checkpoint: Path | None
-    was_finished: bool = False  # whether an earlier start finished the run, so this one did nothing
+    was_finished: bool = False  # whether an earlier start had finished the run, so that this start did nothing
 
 
 OnNote = Callable[[str], None]
-"""Called with a one-line message for the user, e.g. a resolved setting or what the run is waiting for."""
+"""Called with a one-line message for the user, e.g. about a resolved setting or about what the run is waiting for."""
 
 AFTER_SIGNAL = "finishes its current step or evaluation, saves a checkpoint and ends"
 COMPILING = "compiling the layers: up to a minute the first time, a few seconds if the compiler cache has them"
@@ -120,11 +122,11 @@ class Trainer:
         planned_steps: int | None = None,
         float8: Float8Budget | None = None,
     ) -> None:
-        """`padfree.train.start_run` makes the arguments, from a checkpoint if there is one.
+        """Use `padfree.train.start_run.begin_run` to make a trainer; it prepares the arguments from a checkpoint.
 
-        `made_with`: the record that every checkpoint stores. `response_log`: keeps sampled responses until the next
-        checkpoint. `signals`: installed signal handlers. `planned_steps`: only displayed. `float8`: chooses the layers
-        that stay in bfloat16.
+        `made_with`: the record of settings, model and data that every checkpoint stores. `response_log`: keeps sampled
+        responses until the next checkpoint. `signals`: signal handlers that are already installed. `planned_steps`: for
+        display. `float8`: chooses the layers that stay in bfloat16.
         """
         self._signals, self._planned_steps = signals, planned_steps
         self._on_activity, self.on_note, self._float8 = on_activity, on_note, float8
@@ -143,7 +145,7 @@ class Trainer:
         self._next_batch: GlobalBatch | None = None  # the next batch, if it has been taken already
         self._cursor: dict[str, Any] | None = None  # the position in the data before `_next_batch`
         self._prepared: PreparedStep | None = None  # the next update, prepared while the device ran the last one
-        self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU it would gain nothing
+        self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU, preparing ahead saves no time
         self._saved, self.best = position.saved, position.best
         self._evaluated = position.evaluated  # the step of the last evaluation
         self._times = BatchTimes()  # phases since the last update began
@@ -175,7 +177,7 @@ class Trainer:
         """Train until `run.steps` is reached, the data ends, or a signal arrives. Return how the run ended."""
         with nullcontext(self._signals) if self._signals is not None else StopSignals() as signals:
             try:
-                if self._signals is not None:  # the command defers signals already
+                if self._signals is not None:  # the caller defers signals already
                     return self._run(signals)
                 with signals.deferred(AFTER_SIGNAL):
                     return self._run(signals)
@@ -273,7 +275,7 @@ class Trainer:
                 numbers = ", ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in found.items())
                 self.on_note(f"evaluation after {self.step} steps: {numbers}")
         name = self.config.checkpoint.best
-        if name is None or self.step == 0:  # the initial weights need no checkpoint
+        if name is None or self.step == 0:  # the initial weights are never saved as the best ones
             return
         if name not in found:
             raise UserError(
@@ -289,7 +291,7 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Prepare the next update now, if it does not depend on the current one.
+        """Prepare the next update now, while the device runs the current one, if it does not depend on the current one.
 
         In RL, an update can depend on the one before it: the updated model may have to generate the responses of the
         next batch, or to compute their old log-probabilities.
@@ -399,7 +401,7 @@ class Trainer:
         return found if self._batch is None else {**found, ROLLOUTS: {}}
 
     def load_best(self) -> None:
-        """Load the weights of the best evaluation for export. Training cannot continue from them."""
+        """Load the weights of the best evaluation, to export them. Training cannot continue afterwards."""
         assert self.checkpointer.kept is not None
         self.checkpointer.load(self.checkpointer.kept, model=self.engine.model, optimizer=None)
 
@@ -407,7 +409,7 @@ class Trainer:
 def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
     """Return whether `wanted` is true on any rank. Collective.
 
-    Signals reach ranks at different times. All ranks stop after the same step, once one of them has received a signal.
+    A signal reaches the ranks at different times. With this function, all ranks stop after the same step.
     """
     flag = torch.tensor(int(wanted), device=mesh.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.loss.group)

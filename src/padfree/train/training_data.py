@@ -3,9 +3,12 @@
 Config -> load_tokenizer
        -> load_training_data  samples (SFT), rollouts (RL), or prompts for which the run generates rollouts
        -> load_held_out       the same for `eval.path`
-       -> image_settings      with `model.vision`: what reads images. config -> placeholder token, inputs of the tower;
-                              processor: image -> placeholder tokens and tower inputs (padfree.data.image_processor);
-                              model on the meta device: sample -> rotary positions (padfree.model.vision)
+       -> image_settings      with `model.vision`, the three things that are needed to read images:
+                              the model's config     the placeholder token of images, the inputs of the vision tower
+                              the model's processor  image -> placeholder tokens and tower inputs
+                                                     (padfree.data.image_processor)
+                              a model without        sample -> rotary positions (padfree.model.vision)
+                              weights
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> 
     check_name(name, setting)
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:  # the files may hold anything, and each reader raises its own kind of error
+    except Exception as error:  # broken files make the readers raise errors of any kind
         raise UserError(
             setting, f"the tokenizer of {name} cannot be read ({shown_error(error)})", "give another tokenizer"
         ) from error
@@ -120,7 +123,7 @@ def _load(task: Task, settings: ReadSettings) -> TrainingData:
 
 
 def _of_data_source(error: UserError, number: int) -> UserError:
-    """Return the error with the name of source `number` of a mixture in its setting.
+    """Return the error about source `number` of a mixture: its setting `data.*` becomes `data.sources.NUMBER.*`.
 
     For example, an error about `data.path` becomes an error about `data.sources.1.path`.
     """
@@ -183,7 +186,7 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """Return the samples of the first data rows, up to `eval.samples`, which counts in the unit of `batch.samples`."""
+    """Return the samples of the first data rows. `eval.samples` limits them, and counts as `batch.samples` does."""
     assert config.eval.samples is not None
     starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
@@ -198,7 +201,7 @@ def longest_of(samples: Samples) -> int:
 
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
-    """Raise an error if no group of the rollout files has a learning signal; return a note if only some have."""
+    """Raise an error if no group of given rollouts has a learning signal; return a note if only some have one."""
     if config.loss.task.in_rows or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
@@ -209,7 +212,7 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 class PrepareSample:
-    """Adds the model's rotary positions to the tokens of a sample. It is pickled as the name of the model."""
+    """Adds the model's rotary positions to a sample with images. Pickling stores only the name of the model."""
 
     def __init__(self, path: str, trust_remote_code: bool) -> None:
         self.path, self.trust_remote_code = path, trust_remote_code
@@ -249,7 +252,7 @@ def _skeleton(path: str, trust_remote_code: bool) -> PreTrainedModel:
 
 
 def image_share(model: ModelConfig, samples: Samples) -> float:
-    """Return the largest share of a sample's tokens that stand for images, over evenly spread samples."""
+    """Return the largest share of image tokens in a sample. At most a fixed number of evenly spread samples is read."""
     if not model.vision:
         return 0.0
     chosen = np.unique(np.linspace(0, len(samples) - 1, MOST_LOOKED_AT, dtype=np.int64)).tolist()

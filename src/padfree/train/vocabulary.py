@@ -5,8 +5,8 @@
 
 The policy, the reference, the teacher and the critic all receive token ids of the run's tokenizer. Every token of this
 tokenizer must therefore have the same id in each model's own tokenizer, which may have more tokens. The check compares
-vocabularies, including added tokens, and not files, because files of one vocabulary may differ. A reward model receives
-text, so it may have any tokenizer.
+the vocabularies, including added tokens. It does not compare files, because the files of one vocabulary may differ. A
+reward model receives text, so it may have any tokenizer.
 
 If `model.tokenizer` names another tokenizer than the trained model's own, the model may lack some tokens. The run then
 trains the embeddings of these tokens.
@@ -26,9 +26,9 @@ from padfree.train.training_data import open_tokenizer
 
 
 def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: Any) -> Iterator[str]:
-    """Raise an error if the tokenizer of a model has other token ids than `tokenizer`, the run's.
+    """Raise an error if the tokenizer of a model gives a token another id than `tokenizer`, the run's.
 
-    Yield a note for each model that has no tokenizer to compare.
+    `names`: for each setting that names a model, the model's name. Yield a note for each model without a tokenizer.
     """
     own_name = model.tokenizer or model.path
     compared = {unique_name(own_name)}
@@ -55,9 +55,9 @@ def compare_vocabularies(
 ) -> str | None:
     """Raise an error if a token of `own` is missing in `other` or has another id there. Return a note, or None.
 
-    `own`: the vocabulary of the run's tokenizer `own_name`. `other`: the vocabulary of the model `name`, which
-    `setting` names. `may_lack`: accept a missing token if no other token has its id; the returned note counts these
-    tokens.
+    `own`: the vocabulary of the run's tokenizer `own_name`. `other`: the vocabulary of the model `name`, which the
+    setting `setting` names. `may_lack`: accept tokens that `other` lacks, if their ids stand for no other token there;
+    the returned note counts them.
     """
     if own.items() <= other.items():
         return None
@@ -95,7 +95,7 @@ def _tokenizer_of(name: str, setting: str, trust_remote_code: bool) -> Any:
     try:
         return open_tokenizer(name, setting, trust_remote_code)
     except UserError:
-        return None  # only a request can tell whether the Hub has tokenizer files
+        return None  # whether a model on the Hub has tokenizer files is known only after a request
 
 
 def unique_name(name: str) -> str:

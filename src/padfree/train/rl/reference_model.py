@@ -4,11 +4,14 @@
     AdapterReference    the policy with other adapters        if reference.path is model.path and lora.rank is set:
                                                               no second copy of the weights
 
-    rollout batch   1   2   3   4   5          with reference.refresh = 2
-    reference       r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
+With `reference.refresh`, the reference takes over the policy's weights from time to time. In this example,
+`reference.refresh` is 2:
 
-With `reference.refresh`, the reference takes over the policy's weights from time to time. Such weights are in no file,
-so checkpoints store them (`tensors_to_save`), with the number of finished rollout batches (`state_dict`).
+    rollout batch              1   2   3   4   5
+    weights of the reference   r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
+
+Refreshed weights are in no other file, so checkpoints store them (`tensors_to_save`), with the number of finished
+rollout batches (`state_dict`).
 
 With `reference.offload`, the weights of a `ModelReference` are on the device only while they are used, and otherwise on
 the CPU (FSDP2's offloading). The setting has no effect if the run is on the CPU.
@@ -37,7 +40,7 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class: computes the reference's log-probabilities of samples.
 
-    After every `every` batches, the reference takes over the weights of the policy. None: never.
+    `every`: after this number of rollout batches, the reference takes over the weights of the policy; None: never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -47,7 +50,7 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Return log-probabilities [n] of each sample, the same on every rank, as `Scorer.logprobs` does."""
+        """Return the log-probabilities [n] of each sample of n tokens, the same on every rank."""
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
@@ -101,9 +104,9 @@ class ModelReference(ReferenceModel):
 
 
 def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, every: int | None) -> None:
-    """Raise an error if the reference could not take over the policy's weights. Adapters are not compared.
+    """Raise an error if the policy's weights could not be copied into the reference. Adapters are not compared.
 
-    `every`: the value of `reference.refresh`.
+    `every`: the value of the setting `reference.refresh`, for the message.
     """
     own, others = (
         {name: tuple(tensor.shape) for name, tensor in named_tensors(one).items() if not is_adapter(name)}
@@ -120,9 +123,9 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
 
 
 class AdapterReference(ReferenceModel):
-    """A reference that shares the policy's base weights: the policy without its adapters.
+    """A reference that shares the policy's base weights: the same model, computed with other adapters.
 
-    After a refresh, it is the policy with the adapters of an earlier policy.
+    The other adapters are 0, so that they have no effect, until a refresh copies the adapters of the policy.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:

@@ -29,7 +29,7 @@ from padfree.train.scorer import ScalarScorer
 
 
 class ModelReward:
-    """Scores the responses of all ranks together. Collective; each rank passes its own responses."""
+    """Scores responses with a reward model on all ranks together. Collective; each rank passes its own responses."""
 
     def __init__(self, scorer: ScalarScorer, tokenizer: Any, data: DataConfig) -> None:
         settings = SFTDataSettings(prompt_format=data.prompt_format, append_eos=data.append_eos)
@@ -37,7 +37,7 @@ class ModelReward:
         self._positions = ModelLimits.of(scorer.model).positions
 
     def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """Return the score of each response text, or an error message in its place."""
+        """Return for each response its score, or an error message if the reward model cannot read it."""
         tokens = self._tokens(answers)
         readable = [one for one in tokens if not isinstance(one, str)]
         everybody = gather_objects(readable, self.scorer.mesh.loss.group, "the rewards of rollouts")
@@ -51,7 +51,7 @@ class ModelReward:
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
         """Return the tokens of each prompt with its response, or an error message if the text cannot be encoded."""
-        # Use the prompt as it was before the policy's chat template was applied.
+        # Use the prompt from before the policy's chat template was applied, because the reward model has its own.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers
         ]

@@ -1,11 +1,12 @@
-"""The log of sampled responses of a run: after a kill, responses since the last checkpoint are not sampled again.
+"""The log of a run's sampled responses. It saves a killed run from sampling responses twice.
 
-The log (`padfree.rollout.response_log`) consists of parts. A new part begins at each checkpoint. When the checkpoint is
+Without the log, a resumed run would have to sample again all responses since the last checkpoint. The log
+(`padfree.rollout.response_log`) consists of parts. A new part begins at each checkpoint. When the checkpoint is
 complete, the parts before it are deleted.
 
-A logged response can be reused if the resumed run has the same weights and settings as the run that sampled it. The
-beginning of each part records both: a fingerprint of the weights at this step, and a digest of all settings that change
-what is sampled or trained.
+A resumed run reuses a logged response only if it has the same weights and settings as the run that sampled the
+response. The beginning of each part records both: a fingerprint of the weights at this step, and a digest of all
+settings that change what is sampled or trained.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ WITHOUT_EFFECT = (
     "track.",
     "run.timeout",
 )
-"""Prefixes of settings that change neither what is sampled nor what is learned, except for rounding."""
+"""Prefixes of settings that may differ when responses are reused: they change results by rounding errors at most."""
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
-    """Return a digest of `made_with`, the record of settings, model and data in every checkpoint.
+    """Return a digest of `made_with`, the record of settings, model and data that a checkpoint stores.
 
-    The settings in `WITHOUT_EFFECT` do not count.
+    The settings in `WITHOUT_EFFECT` are left out.
     """
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
@@ -68,10 +69,10 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Start logging. Return a note if there are responses to reuse.
+        """Start logging, and return a note for the user if there are responses to reuse.
 
-        `step`, `after`: the last optimizer step and the last batch before the log begins. `resume`: whether the run
-        resumes; if not, responses of an earlier run are deleted.
+        `step`, `after`: the numbers of the last optimizer step and the last batch before the log begins. `resume`:
+        whether the run resumes; if not, responses of an earlier run are deleted.
         """
         origin = self._origin(step)
         error = None
@@ -87,9 +88,10 @@ class RunResponseLog:
         return f"reusing {found} responses from the response log" if found else None
 
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
-        """Start a new part of the log, after step `step` and batch `after`. `last_batch`: the newest requested batch.
+        """Start a new part of the log. Call this before the state for a checkpoint is collected.
 
-        Call this before the state for a checkpoint is collected.
+        `step`, `after`: the numbers of the last optimizer step and the last batch before this part. `last_batch`: the
+        newest batch whose responses have been requested.
         """
         origin = self._origin(step)
         with writing(self._response_log.folder):

@@ -11,7 +11,7 @@ from padfree.warning import PadfreeWarning
 
 DIFFERENCE = "loss/sampler_difference"
 FIRST_UPDATE = "seconds/sampling"
-"""A metric that only the first update of a batch has. Later updates have other weights than the sampler had."""
+"""A metric that only the first update of a batch has. Only this update computes with the weights of the sampler."""
 
 AGREED = "sampler and trainer agree to the bit"
 
