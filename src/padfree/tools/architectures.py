@@ -1,7 +1,8 @@
-"""Find out which models of the installed transformers padfree can train packed: causal language models, and
-image-text models with their images.
+"""Find out which models of the installed transformers padfree can train packed (samples laid end to end, no padding).
 
-    python -m padfree.tools.architectures lfm2 rwkv     prints the lines for these model types
+The models are causal language models, and image-text models that train with their images.
+
+    python -m padfree.tools.architectures lfm2 rwkv     prints the lines of the table for these model types
 
 Each architecture is built on the meta device from the default config of its class, and then prepared for packed
 training (`attach`). The result is one line of a table; if building or preparing fails, the line gives the reason.
@@ -49,7 +50,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
 
 
 def _sections(*sections: int, **others: Any) -> dict[str, Any]:
-    """A text config with rotary positions of three dimensions, as in released checkpoints of the model."""
+    """Return text-config arguments for rotary positions of three dimensions, as released checkpoints have them."""
     return {
         "text_config": {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **others}
@@ -76,7 +77,7 @@ PACK_KERNELS = {
     "mamba2": "flash-linear-attention",
     "short_convolution": "on any device",
 }
-"""The package with which a kind of mixer (a recurrence or convolution) processes a whole pack in one call, if any."""
+"""By kind of mixer (a recurrence or convolution): the package that processes a whole pack in one call, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Read JSON objects from files that can hold anything."""
+"""Read JSON objects from files that may contain anything, without raising an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parsed_object(text: str) -> dict[str, Any] | None:
-    """Parse a JSON object; None if the text is something else."""
+    """Parse a text as a JSON object. Return None if the text is not a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -17,7 +17,7 @@ def parsed_object(text: str) -> dict[str, Any] | None:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a file with a JSON object; None if the file cannot be read or holds something else."""
+    """Read a file with a JSON object. Return None if the file cannot be read, or does not contain a JSON object."""
     try:
         return parsed_object(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

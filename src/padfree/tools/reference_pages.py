@@ -1,7 +1,7 @@
 """Write the reference pages of the documentation from the code.
 
     python -m padfree.tools.reference_pages docs/reference                     index, settings, metrics, backends
-    python -m padfree.tools.reference_pages docs/reference --architectures     the same and architectures, in minutes
+    python -m padfree.tools.reference_pages docs/reference --architectures     these and architectures, in minutes
 
 The pages are kept in git. tests/test_reference.py fails if a page differs from what this module generates.
 """
@@ -106,13 +106,13 @@ def _meaning(entry: SettingEntry) -> str:
 
 
 def _type_cell(entry: SettingEntry) -> str:
-    """Return the type of a setting as Markdown, with its choices as code: `auto` or int."""
+    """Return the type of a setting as Markdown, with its choices as code, e.g. `auto` or int."""
     parts = re.split(r"(, | or )", entry.type)
     return "".join(f"`{part}`" if part in entry.choices else part for part in parts)
 
 
 def _name_pattern(entries: Sequence[SettingEntry]) -> re.Pattern[str]:
-    """Return a pattern that finds names of settings in a text, with or without a value: `rollout.filter=equal`."""
+    """Return a pattern that finds names of settings in a text, with or without a value, e.g. `rollout.filter=equal`."""
     names = sorted((entry.name for entry in entries if "." in entry.name), key=len, reverse=True)
     return re.compile(rf"(?<![\w.`/])(?:{'|'.join(map(re.escape, names))})(?![\w])(?:=[\w/.-]*\w)?")
 

@@ -1,4 +1,4 @@
-"""A model as lm-evaluation-harness sees it: log-likelihoods from packs, and text from the in-process sampler.
+"""The interface between a model and lm-evaluation-harness: log-likelihoods in packs, texts by the in-process sampler.
 
     request of a task                         method                   answered by
     context, continuation                     loglikelihood            `packed_scores`
@@ -23,8 +23,8 @@ from padfree.tools.benchmarks.packed_scores import Continuation, Score, packed_s
 from padfree.tools.talk.speaker import BATCH, Speaker, StopAnswer
 
 DEFAULT_LENGTH, UNLIMITED = 2048, 10**30
-"""DEFAULT_LENGTH: context length of a model that states none. UNLIMITED: a tokenizer without a limit states this length
-or more."""
+"""`DEFAULT_LENGTH`: the context length of a model whose config and tokenizer state none. `UNLIMITED`: a tokenizer that
+states this length or more has no limit."""
 
 MAX_NEW_TOKENS = 256
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -37,14 +37,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1, None),
     "use_cache": (True, None),
 }
-"""Generation arguments that padfree ignores. Only these values are accepted, because they do not change the text."""
+"""Generation arguments that padfree ignores, with the values that it accepts, because these do not change the text."""
 
 SpeakerAt = Callable[[float], Speaker]
 """Function that returns a `Speaker` with the given temperature. Temperature 0 decodes greedily."""
 
 
 class HarnessAnswers:
-    """Computes the log-likelihoods and generates the texts that lm-evaluation-harness requests."""
+    """Answers the requests of lm-evaluation-harness: log-likelihoods of texts, and generated texts."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, speaker_at: SpeakerAt) -> None:
         """`model` must be attached (`padfree.attach`)."""
@@ -54,7 +54,7 @@ class HarnessAnswers:
         self.prefix = int(tokenizer.eos_token_id if bos is None else bos)
 
     def encode(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a text, without a second bos token if the text begins with it."""
+        """Return the token ids of a text. If the text begins with the bos token, no second bos token is added."""
         if add_special_tokens is None and text.startswith(self.tokenizer.decode([self.prefix])):
             add_special_tokens = False
         given = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -62,7 +62,7 @@ class HarnessAnswers:
         return ids
 
     def scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """Return the score of each (context, continuation). Texts over the context length are cut from the left."""
+        """Return the score of each pair (context, continuation). Texts that are too long lose tokens on the left."""
         found = []
         for context, continuation in pairs:
             ids = [*context, *continuation][-(self.max_length + 1) :]
@@ -112,7 +112,7 @@ class HarnessAnswers:
         max_new_tokens: int,
         first: int,
     ) -> list[str]:
-        """Sample until every text has a stop string, and cut the texts there."""
+        """Generate until every text has one of its stop strings in `until`, and cut the texts there."""
         written = [""] * len(prompts)
         waiting = set(range(len(prompts)))
 
@@ -132,14 +132,14 @@ class HarnessAnswers:
 
 
 class Generation:
-    """The generation settings of a task."""
+    """The generation settings that a task asks for."""
 
     def __init__(self, until: tuple[str, ...], max_new_tokens: int, temperature: float) -> None:
         self.until, self.max_new_tokens, self.temperature = until, max_new_tokens, temperature
 
 
 def generation_of(arguments: Mapping[str, Any]) -> Generation:
-    """Read the arguments of a generation. Raise a `UserError` for an argument that would change the text."""
+    """Read the generation arguments of a task. Raise a `UserError` for arguments that padfree does not support."""
     left = dict(arguments)
     until = left.pop("until", None)
     stops = (until,) if isinstance(until, str) else tuple(until or ())
@@ -166,7 +166,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def context_length(model: PreTrainedModel, tokenizer: Any) -> int:
-    """Return the context length that the config of a model states, or else the length that its tokenizer states."""
+    """Return the context length that a model's config states or, if it states none, that its tokenizer states."""
     for config in (getattr(model.config, "text_config", None), model.config):
         for name in ("n_positions", "max_position_embeddings", "n_ctx"):
             found = getattr(config, name, None)
@@ -178,7 +178,7 @@ def context_length(model: PreTrainedModel, tokenizer: Any) -> int:
 
 @cache
 def harness_class() -> Callable[[HarnessAnswers], Any]:
-    """Return the subclass of the package's `TemplateLM` that calls `HarnessAnswers`. This imports the package."""
+    """Import lm-evaluation-harness, and return a subclass of its `TemplateLM` that calls `HarnessAnswers`."""
     base = importlib.import_module("lm_eval.api.model").TemplateLM
     utils = importlib.import_module("lm_eval.utils")
 

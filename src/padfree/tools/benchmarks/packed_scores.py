@@ -1,9 +1,11 @@
-"""The log-likelihood of continuations, many to a pack.
+"""Compute the log-likelihood of continuations (a context's next tokens), with many texts in one pack.
 
-A pack of three texts, each a context and its continuation:
+In this example, a pack of 13 tokens holds three texts, each a context (c) and its continuation (x):
 
-    ids      c c c x x   c x x x x   c c x         c: context, x: continuation; one pack of 13 tokens
-    scored         ^ ^     ^ ^ ^ ^       ^         sum of log-probabilities, and whether every x is the top token
+    ids      c c c x x   c x x x x   c c x
+    scored         ^ ^     ^ ^ ^ ^       ^
+
+The score of a text is the sum of the log-probabilities of its x tokens, and whether every x is the most likely token.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class Continuation:
 
 
 Score = tuple[float, bool]
-"""The log-likelihood of a continuation, and whether greedy decoding would generate it."""
+"""The log-likelihood of a continuation, and whether greedy decoding would generate this continuation."""
 
 
 @torch.no_grad()
@@ -49,9 +51,9 @@ def packed_scores(
     *,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> list[Score]:
-    """Return the score of each continuation, in order. `model` is attached. Log-probabilities are summed in float64.
+    """Return the score of each continuation, in order. Log-probabilities are summed in float64.
 
-    `on_progress` is called with the number of continuations scored so far.
+    `model` must be attached (`padfree.attach`). `on_progress` is called with the number of continuations scored so far.
     """
     head = lm_head_of(model)
     found: dict[int, Score] = {}
@@ -68,7 +70,7 @@ def packed_scores(
 
 
 def packs(lengths: Sequence[int], most: int = PACK_TOKENS) -> Iterator[list[int]]:
-    """Divide sequences into packs of at most `most` tokens, longest first; a longer sequence has a pack of its own."""
+    """Divide sequences into packs of at most `most` tokens, longest first. A longer sequence gets a pack of its own."""
     pack: list[int] = []
     size = 0
     for number in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):

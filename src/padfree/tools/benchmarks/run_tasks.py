@@ -24,7 +24,10 @@ FIRST, END = (0, 4), (0, 5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskOptions:
-    """Options of an evaluation. `include`: folders with YAML files of tasks. `limit`: rows of each task; None: all."""
+    """Options of `padfree eval --tasks`.
+
+    `include`: folders with YAML files of tasks. `limit`: the number of rows of each task; None: all rows.
+    """
 
     tasks: tuple[str, ...]
     include: tuple[str, ...] = ()
@@ -51,7 +54,7 @@ def check_harness() -> None:
 
 
 def run_tasks(files: ModelFiles, options: TaskOptions, *, dtype: str = "auto", device: str = "auto") -> dict[str, Any]:
-    """Evaluate a model and return the results of the package: `results`, `versions`, `n-shot`, `n-samples`, ..."""
+    """Evaluate a model. Return the dict of results that lm-evaluation-harness makes: `results`, `versions`, ..."""
     check_harness()
     manager = _manager(options)
     place = device_named(device)
@@ -84,7 +87,7 @@ def run_tasks(files: ModelFiles, options: TaskOptions, *, dtype: str = "auto", d
         )
     except UserError:
         raise
-    except Exception as error:  # tasks are code and data of others
+    except Exception as error:  # tasks contain code and data of third parties, which can raise any error
         raise UserError(
             "--tasks",
             f"{', '.join(options.tasks)}: the tasks raised {shown_error(error)}",
@@ -117,7 +120,7 @@ def _manager(options: TaskOptions) -> Any:
 
 
 def numbers_of(found: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics by name, such as `arc_easy/acc` and `arc_easy/acc_stderr`. A filter is named in brackets."""
+    """Return the metrics by name, e.g. `arc_easy/acc` and `arc_easy/acc_stderr`; a filter is added in brackets."""
     numbers: dict[str, float] = {}
     for task, metrics in found["results"].items():
         for key, value in metrics.items():

@@ -1,6 +1,6 @@
 """`padfree demo`: all of padfree on a small scale, in one folder, on two CPU cores, without a network.
 
-    stage     does                                                              writes into the folder
+    stage     what it does                                                      what it writes into the folder
     data      makes problems with answers, trains a tokenizer, makes a model    data/, model/
     plan      plans an epoch                                                    plan.html
     check     compares packed training with one sample at a time                check.json
@@ -13,7 +13,7 @@
 The trained model is so small that a CPU is as fast as a GPU, so its runs always use the CPU. The gpu stage shows the
 speedup that packing gives on a GPU, with a few steps of a larger model.
 
-`padfree demo --real MODEL --data FILE` trains a real model with SFT and GRPO instead. It writes everything into real/:
+`padfree demo --real MODEL --data FILE` trains a real model with SFT and GRPO instead. All files are then in real/:
 
     rows      splits the first rows of the file: training, held out             train.jsonl, test.jsonl
     before    shows answers of the model and its accuracy on the held-out rows
@@ -27,6 +27,8 @@ arithmetic. To teach arithmetic, run the recipes in `recipes/` for longer.
 
 `demo.json` holds the results of all finished stages. With `--resume` the demo continues with the next stage, and an
 unfinished training run continues from its checkpoint.
+
+The modules of this package:
 
 run_demo       the command: its options, and the loop over stages
 demo_folder    Demo: the folder, the results of finished stages, the console

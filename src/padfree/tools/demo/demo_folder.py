@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 STATE = "demo.json"
 OWN = {STATE, f"{STATE}.writing", "cache", "data", "model", "plan.html", "check.json", "sft", "rl", "gpu", "real"}
 OWN |= {"report.html"}
-"""Names of all files and folders that a demo writes. A folder that holds other files is not removed."""
+"""Names of all files and folders that a demo writes. Only a folder without other files is removed for a new demo."""
 
 Found = dict[str, Any]
 """The result of a stage, as stored in `demo.json`."""
@@ -31,14 +31,14 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSizes(Sizes):
-    """Sizes of the demo."""
+    """Numbers of steps and sizes of models in the demo."""
 
     compared: int = 12  # number of SFT steps that also run padded
     gpu_hidden: int = 1024  # hidden size of the model for the GPU stage
     gpu_layers: int = 8
     gpu_samples: int = 512  # samples per step
     gpu_steps: int = 16
-    gpu_set_up: int = 3  # number of first steps that are not timed, because they compile and allocate memory
+    gpu_set_up: int = 3  # the first steps, which are not timed, because they compile layers and allocate memory
 
 
 def console() -> Console:
@@ -50,12 +50,12 @@ def console() -> Console:
 
 
 class Demo:
-    """The folder of a demo, the results of its finished stages, and the console to print on."""
+    """A demo: its folder, the results of its finished stages, and the console to print on."""
 
     def __init__(
         self, folder: Path, console: Console, sizes: DemoSizes, *, known: Collection[str], resume: bool
     ) -> None:
-        """`known`: the names of all stages. A folder with results of any other stage is refused."""
+        """`known`: the names of all stages. A folder that has results of any other stage is refused."""
         self.folder, self.console, self.sizes = folder, console, sizes
         self.found: dict[str, Found] = {}
         state = folder / STATE

@@ -37,7 +37,7 @@ class RealSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealDemo:
-    """A demo with the user's model and data."""
+    """A demo that trains the user's model on the user's data."""
 
     demo: Demo
     model: str
@@ -91,7 +91,7 @@ class RealDemo:
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:
-    """Return 1 for the right number after `####`, `FORM_REWARD` for a wrong number, and 0 if there is no number."""
+    """Return 1 if the number after `####` is right, `FORM_REWARD` if it is wrong, and 0 if there is no number."""
     return 1.0 if number_after_hashes(response, row) else FORM_REWARD * (hashed_number(response) is not None)
 
 

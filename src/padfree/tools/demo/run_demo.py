@@ -113,7 +113,7 @@ def _real_model(settings: argparse.Namespace) -> str | None:
 
 @contextmanager
 def _surroundings(cache: Path) -> Iterator[None]:
-    """Context manager that keeps caches in the folder `cache` and hides the progress bars of transformers."""
+    """Context manager for the demo's stages: caches are kept in `cache`, and transformers shows no progress bars."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped

@@ -1,4 +1,4 @@
-"""The stages of the demo, on a made-up task with a tiny model."""
+"""The stages of the demo: a tiny model with random weights learns a made-up task."""
 
 from __future__ import annotations
 

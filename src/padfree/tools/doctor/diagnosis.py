@@ -1,11 +1,14 @@
-"""Decide which hypothesis explains the evidence.
+"""Decide which hypothesis explains the log-probabilities that a server reports (the evidence).
 
-    before   mean |observed - expected|     expected by the model; the server is healthy if this is within the limit
-    after    mean |observed - predicted|    predicted by a proposal
+A hypothesis makes proposals, e.g. "the temperature is 0.7", and each proposal predicts the log-probabilities. Three
+mean differences decide:
+
+    before   mean |observed - expected|     expected: as the model computes them
+    after    mean |observed - predicted|    predicted: as a server with the proposed fault would compute them
     limit    FACTOR times the noise         the noise of rounding: two correct implementations against float64
 
-A proposal explains the evidence if `after` is within the limit and at most half of `before`. The proposal with the
-smallest `after` is the best one.
+The server is healthy if `before` is within the limit. Otherwise, a proposal explains the evidence if `after` is within
+the limit and at most half of `before`. The proposal with the smallest `after` is the best one.
 
 A proposal is tied with the best one if its mean |observed - predicted| is larger by at most `SIGNIFICANT` standard
 errors, or by at most the noise of float32. Among tied proposals, the one with the fewest fitted numbers is reported
@@ -34,12 +37,12 @@ from padfree.tools.doctor.sampling_hypotheses import SAMPLING_HYPOTHESES
 from padfree.tools.doctor.weight_hypotheses import WEIGHT_HYPOTHESES
 
 FACTOR = 4.0
-"""A mean difference of up to this many times the measured noise is rounding, as in `padfree check`."""
+"""A mean difference of up to this many times the measured noise counts as rounding, as in `padfree check`."""
 SIGNIFICANT = 3.0
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""A proposal that changes only the dtype explains the evidence if it reduces the mean difference to this share or less.
-The rest remains because the server rounds in another order."""
+"""A proposal that the server uses another dtype explains the evidence if it reduces the mean difference to this
+fraction or less. A difference remains even then, because the server rounds in another order."""
 COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8
 """If no proposal explains the evidence, up to `NUM_CLOSEST` proposals are listed that reduce the mean difference to the
@@ -57,21 +60,21 @@ State = Literal["healthy", "explained", "unexplained"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Mean differences that rounding causes, measured on the tokens of the evidence."""
+    """Mean differences of log-probabilities that rounding causes, measured on the tokens of the evidence."""
 
     float32: float
     bfloat16: float
     float16: float
-    between: dict[torch.dtype, float]  # mean difference between packs and plain code in the same dtype
+    between: dict[torch.dtype, float]  # mean difference of padfree's packs from plain transformers, in the same dtype
 
     def of(self, dtype: torch.dtype) -> float:
-        """The noise of a healthy server that is meant to compute in `dtype`."""
+        """Return the mean difference that rounding causes in a healthy server that is meant to compute in `dtype`."""
         return {torch.bfloat16: self.bfloat16, torch.float16: self.float16}.get(dtype, self.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A proposal and how well it fits."""
+    """A proposal, and the mean and the largest difference that remain if it is true."""
 
     proposal: Proposal
     after: float
@@ -84,7 +87,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Finding:
-    """What one piece of evidence shows."""
+    """What one piece of evidence shows: whether the server is healthy or, if not, which proposals explain it."""
 
     part: Part
     state: State
@@ -95,7 +98,7 @@ class Finding:
     best: Measured | None = None
     tied: tuple[Measured, ...] = ()
     closest: tuple[Measured, ...] = ()  # if nothing explains the evidence
-    coarse: bool = False  # the rest of the difference is the rounding of bfloat16
+    coarse: bool = False  # the difference that remains is as large as the rounding of bfloat16
     untested: tuple[Untested, ...] = ()
 
     @property
@@ -104,9 +107,9 @@ class Finding:
 
 
 def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
-    """Compare packs and plain transformers code in each dtype with plain code in float64.
+    """Measure how far two correct implementations, packs and plain transformers code, differ from float64.
 
-    If there is not enough memory for float64, float32 in packs takes its place.
+    Each dtype is measured. If there is not enough memory for float64, float32 in packs takes its place.
     """
     packed = rescored(model, evidence)
     plain = logprobs_of(plain_logits(variant(model, attached=False), evidence), evidence)
@@ -128,7 +131,7 @@ def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
 def diagnose(
     case: Case, noise: Noise, dtype: torch.dtype, *, hypotheses: Sequence[Hypothesis], say: Callable[[str], None]
 ) -> Finding:
-    """Find the cause of the differences of one piece of evidence. `dtype`: what the server is meant to compute in."""
+    """Find the cause of the differences in one piece of evidence. `dtype`: what the server is meant to compute in."""
     expected = case.expected
     gaps = difference(case.observed, expected)
     finding = Finding(
@@ -202,7 +205,7 @@ def _explains(each: Measured, before: float, case: Case, noise: Noise) -> bool:
 
 
 def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> bool:
-    """Whether two proposals explain the evidence equally well."""
+    """Whether the proposal `each` explains the evidence as well as `best` does, apart from chance and rounding."""
     covered = ~np.isnan(each.proposal.logprobs) & ~np.isnan(best.proposal.logprobs)
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])
@@ -211,12 +214,12 @@ def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> boo
 
 
 def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:
-    """The mean difference up to which a server that is meant to compute in `dtype` is healthy."""
+    """Return the largest mean difference of a healthy server that is meant to compute in `dtype`."""
     return FACTOR * noise.of(dtype) + evidence.resolution
 
 
 def explained_model(case: Case, finding: Finding) -> PreTrainedModel | None:
-    """The model that the server seems to have; None if that is unknown."""
+    """Return the model that the server seems to have, with its fault; None if it is unknown."""
     if finding.state == "healthy":
         return case.model
     if finding.best is None or finding.coarse:

@@ -14,13 +14,13 @@ NAMES = {"prompts": "prompts", "responses": "responses"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFinding:
-    """A finding about the token ids that the server makes of texts or of messages."""
+    """What was found out about the token ids that the server makes of texts or of chat messages."""
 
     what: str  # "plain text" or "chat messages"
-    cause: str | None  # None: healthy
+    cause: str | None  # None: the ids are right
     says: str = ""
     fix: str = ""
-    by: str = "token ids"  # or "log-probabilities": how it was found
+    by: str = "token ids"  # what showed the cause; "log-probabilities" if the server returns no ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class DoctorReport:
 
     model: str
     subject: str  # the URL or the file
-    dtype: str  # that the server is meant to compute in
+    dtype: str  # the dtype that the server is meant to compute in
     noise: str
     findings: tuple[Finding, ...]
     texts: tuple[TextFinding, ...] = ()
@@ -41,7 +41,7 @@ class DoctorReport:
 
     @property
     def causes(self) -> list[str]:
-        """The causes that were found, "unexplained" among them; [] if all is healthy."""
+        """Return the causes that were found, including "unexplained"; an empty list if the server is healthy."""
         found = [each.cause for each in self.findings if each.state != "healthy"]
         return [*found, *(each.cause for each in self.texts if each.cause is not None)]
 
@@ -101,15 +101,15 @@ def _lines_of(finding: Finding) -> Iterator[str]:
         return
     yield f"{head}; rounding explains a mean of {finding.limit:.2e}"
     if finding.best is None:
-        yield "  unexplained: no hypothesis explains the difference; older weights can be given with --previous"
+        yield "  unexplained: no hypothesis explains the difference; to test for stale weights, give --previous FOLDER"
         for each in finding.closest:
             yield f"  closest: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"
         return
     best = finding.best
     yield f"  {best.cause}: {best.proposal.says}"
-    yield f"  with this, |difference| {_size(best.after, best.largest)}"
+    yield f"  if this is taken into account, |difference| {_size(best.after, best.largest)}"
     if finding.coarse:
-        yield "  the rest is the size of bfloat16 rounding: the server seems to compute in bfloat16"
+        yield "  the remaining difference is the size of bfloat16 rounding: the server seems to compute in bfloat16"
     yield f"  fix: {best.proposal.fix}"
     for each in finding.tied:
         yield f"  explains it as well: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"

@@ -25,7 +25,7 @@ Ids = NDArray[np.int64]
 Part = Literal["prompts", "responses"]
 
 FLOAT32_ERROR = 2e-6
-"""Maximum error of a log-probability that was rounded to decimals and then stored in float32."""
+"""Largest error of a log-probability that was rounded to decimals and then stored in float32."""
 
 MOST_BYTES = 2 << 30
 """Maximum size in bytes of the logits of all scored tokens."""
@@ -33,15 +33,15 @@ MOST_BYTES = 2 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Evidence:
-    """Log-probabilities to explain."""
+    """Token ids, and the log-probabilities that a server reports for some of them."""
 
     part: Part
     sequences: tuple[Ids, ...]
     starts: tuple[int, ...]  # the first token of the response of each sequence
-    sequence: Ids  # [E] the sequence of each scored token
-    positions: Ids  # [E] its index in the sequence, at least 1
-    observed: Floats  # [E]
-    temperature: float = 1.0  # of `observed`
+    sequence: Ids  # [E] the index of the sequence of each scored token
+    positions: Ids  # [E] the index of each scored token in its sequence, at least 1
+    observed: Floats  # [E] the log-probability that the server reports
+    temperature: float = 1.0  # the temperature of `observed`
 
     @staticmethod
     def of(
@@ -51,7 +51,7 @@ class Evidence:
         vocabulary: int,
         temperature: float = 1.0,
     ) -> Evidence:
-        """Make evidence of rows (ids, start of the response, positions, log-probabilities).
+        """Make evidence of rows: (token ids, start of the response, scored positions, their log-probabilities).
 
         If the logits [E, V] would take more than `MOST_BYTES`, only as many evenly spaced positions are kept as fit.
         """
@@ -74,7 +74,7 @@ class Evidence:
 
     @property
     def tokens(self) -> Ids:
-        """The scored tokens [E]."""
+        """Return the ids of the scored tokens, [E]."""
         return np.array([self.sequences[s][p] for s, p in zip(self.sequence, self.positions, strict=True)], np.int64)
 
     @property
@@ -83,14 +83,14 @@ class Evidence:
 
     @property
     def resolution(self) -> float:
-        """The mean rounding error if the log-probabilities have at most four decimals; otherwise 0."""
+        """Return the mean error from rounding to decimals if the values have at most four decimals, otherwise 0."""
         for decimals in range(1, 5):
             if np.abs(self.observed - self.observed.round(decimals)).max() < FLOAT32_ERROR:
                 return float(10.0**-decimals / 4)
         return 0.0
 
     def with_prompts(self, prompts: Sequence[Sequence[int]]) -> Evidence:
-        """Return the evidence with the same responses after other prompts."""
+        """Return evidence in which the same responses follow other prompts, one prompt per sequence."""
         joined = [
             np.concatenate([np.asarray(prompt, np.int64), sequence[start:]])
             for prompt, sequence, start in zip(prompts, self.sequences, self.starts, strict=True)
@@ -104,13 +104,13 @@ class Evidence:
         return [sequence[:start].tolist() for sequence, start in zip(self.sequences, self.starts, strict=True)]
 
     def by_sequence(self, values: Floats) -> list[Floats]:
-        """Split [E] values by sequence."""
+        """Split an array of E values into one array per sequence."""
         bounds = np.searchsorted(self.sequence, np.arange(len(self.sequences) + 1))
         return [values[start:end] for start, end in pairwise(bounds)]
 
 
 def evidence_of_rollouts(samples: Sequence[Sample], *, vocabulary: int, temperature: float) -> Evidence:
-    """The log-probabilities of rollouts, for their trained tokens."""
+    """Return evidence with the log-probabilities that rollouts record for their trained tokens."""
     rows: list[tuple[Any, int, Any, Any]] = []
     for sample in samples:
         assert sample.logprobs is not None

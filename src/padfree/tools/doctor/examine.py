@@ -1,13 +1,14 @@
 """`examine_server` and `examine_rollouts`: collect evidence, and find the cause of its differences from the model.
 
-    prompts      log-probabilities of prompts given as ids       the weights and the arithmetic of the server
-    responses    log-probabilities of the tokens it samples      temperature, truncation, penalties
-    plain text   the token ids of a text                         the tokenizer, special tokens
-    messages     the token ids of a conversation                 the chat template
+    evidence     what a server is asked for                          faults that it can show
+    prompts      log-probabilities of prompts given as ids           in the weights and the arithmetic
+    responses    log-probabilities of the tokens that it samples     in temperature, truncation, penalties
+    plain text   the token ids of a text                             in the tokenizer, special tokens
+    messages     the token ids of a conversation                     in the chat template
 
-Each stage assumes the fault that an earlier stage found. For example, if prompts show a stale layer, responses are
-compared with those of a model with the same stale layer. A rollout file has responses only, for which all hypotheses
-are tried.
+The evidence is examined in this order. Each stage takes a fault that an earlier stage found as given. For example, if
+prompts show a stale layer, responses are compared with those of a model with the same stale layer. A rollout file has
+responses only, for which all hypotheses are tried.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Patient:
-    """The model that the server should serve, and the weights that it may serve instead."""
+    """The model that the server should serve, and other weights that the server may hold by mistake."""
 
     name: str
     model: PreTrainedModel  # attached, float32
     tokenizer: Any
     chat: ChatRenderer | None
     template: str | None  # the text of the chat template
-    dtype: torch.dtype  # what the server is meant to compute in
+    dtype: torch.dtype  # the dtype that the server is meant to compute in
     older: tuple[OlderWeights, ...]
     stored: dict[str, Tensor]
 
@@ -98,9 +99,9 @@ def open_patient(
     chat_template: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Patient:
-    """Load the model and the weights of the folders `previous` in float32.
+    """Load the model, and the weights in the folders `previous`, which the server may still hold. All are in float32.
 
-    `dtype` is what the server is meant to compute in; None stands for the dtype of the weight files.
+    `dtype`: what the server is meant to compute in; None stands for the dtype of the weight files.
     """
     config, stored = open_model(files.weights, init_setting=None)
     model, _ = load_language_model(files, torch.float32, device)
@@ -144,7 +145,7 @@ def _older(folder: str, model: PreTrainedModel, *, setting: str) -> OlderWeights
 
 
 class Examination:
-    """The stages of an examination, and their findings. `noise` is measured in the first stage, for all stages."""
+    """The stages of an examination, and their findings. The first stage measures the noise of rounding."""
 
     def __init__(self, patient: Patient, say: Say) -> None:
         self.patient, self.say = patient, say
@@ -152,7 +153,7 @@ class Examination:
         self.findings: list[Finding] = []
 
     def stage(self, evidence: Evidence, model: PreTrainedModel, *, sampling: bool) -> tuple[Case, Finding]:
-        """Compare the evidence with `model`. `sampling`: try only hypotheses about how the server samples."""
+        """Compare the evidence with `model`. With `sampling`, try only hypotheses about how the server samples."""
         patient = self.patient
         if self.noise is None:
             self.say("measuring the noise of rounding")
@@ -191,7 +192,7 @@ class Examination:
 
 
 def read_some_rollouts(patient: Patient, path: str, count: int, *, max_length: int) -> list[Sample]:
-    """Read a rollout file, and choose `count` rollouts with log-probabilities evenly over the file."""
+    """Read a rollout file, and choose `count` rollouts with log-probabilities that are spread evenly over the file."""
     settings = RolloutDataSettings(max_length=max_length, overlong="truncate")
     samples = read_rollouts(path, settings, tokenizer=patient.tokenizer).samples
     kept = [sample for sample in samples if sample.logprobs is not None and sample.num_labels] or list(samples)
@@ -202,7 +203,7 @@ def read_some_rollouts(patient: Patient, path: str, count: int, *, max_length: i
 def examine_rollouts(
     patient: Patient, samples: Sequence[Sample], *, subject: str, temperature: float = 1.0, say: Say = lambda _: None
 ) -> DoctorReport:
-    """Explain the log-probabilities of rollouts."""
+    """Find out why the log-probabilities in rollouts differ from the model's."""
     limits = ModelLimits.of(patient.model)
     kept = [sample for sample in samples if sample.logprobs is not None and sample.num_labels]
     if not kept:
@@ -230,7 +231,7 @@ def examine_server(
     timeout: float = 120.0,
     say: Say = lambda _: None,
 ) -> DoctorReport:
-    """Explain the log-probabilities of a server. `name`: the model to ask for; None: the first that it lists."""
+    """Find out why a server's log-probabilities differ. `name`: the model to ask for; None: the first one it lists."""
     say(f"asking {url}")
     probe = ServerProbe.at(url, unique_texts(patient.tokenizer, patient.vocabulary), name, timeout)
     examination = Examination(patient, say)
@@ -264,8 +265,8 @@ def examine_server(
 class _TextReader:
     """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    `model` gives the same log-probabilities as the server. It is None if the server's responses do not
-    confirm this.
+    `model`: a model with the server's log-probabilities, which shows the ids even if the server does not return them.
+    None: no such model is known.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class _TextReader:
         return self._by_scores(what, scored, self.model)
 
     def _by_scores(self, what: str, answers: Sequence[TextAnswer], model: PreTrainedModel) -> TextFinding:
-        """Find the prompts that the server read: score its responses after the expected ids and after candidates."""
+        """Find the prompts that the server read: score its responses after expected ids and after candidates."""
 
         def evidence_of(prompts: Sequence[Sequence[int]]) -> Evidence:
             rows = []
@@ -364,7 +365,7 @@ class _TextReader:
             if (after := gap([candidate.ids for candidate in group])) <= min(limit, before / 2)
         ]
         if not fits:
-            says = "the server answers as after another prompt, and no known fault explains it"
+            says = "the responses fit another prompt than the one that was sent, and no known fault explains which"
             return TextFinding(what=what, cause="unexplained", says=says, fix=FIXES[TEMPLATE], by="log-probabilities")
         best = min(fits, key=lambda each: each[0])[1]
         return TextFinding(what=what, cause=best.cause, says=best.says, fix=FIXES[best.cause], by="log-probabilities")

@@ -1,11 +1,11 @@
-"""A hypothesis: one cause of different log-probabilities, and how to compute what it predicts.
+"""A hypothesis: one possible cause of different log-probabilities, and how to compute what this cause predicts.
 
-    Case        the model, the evidence, and the model's logits for the evidence
+    Case        the model, the evidence (what a server reports), and the model's logits for the evidence
     Hypothesis  cause, propose(case) -> Proposal ...    each with the log-probabilities [E] that it predicts
                                      -> Untested        the reason why the evidence cannot show this cause
 
-`fitted` counts the values, such as a temperature, that a proposal has fitted to the evidence. Of two proposals that
-explain the evidence equally well, the one with fewer fitted values is preferred.
+A proposal may have values, such as a temperature, that were fitted to the evidence; `fitted` is their number. Of two
+proposals that explain the evidence equally well, the one with fewer fitted values is preferred.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class OlderWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Case:
-    """One piece of evidence, the model, and the model's logits for the evidence."""
+    """One piece of evidence, the model, and the model's logits for the evidence: the input of hypotheses."""
 
     model: PreTrainedModel  # attached, float32
     evidence: Evidence
     logits: Tensor  # [E, V] of the model
-    limit: float  # the mean difference that rounding explains
+    limit: float  # the largest mean difference that rounding explains
     older: Sequence[OlderWeights] = ()
     tokenizer: Any = None
-    stored: dict[str, Tensor] | None = None  # tensors of the files that the model ties to others
+    stored: dict[str, Tensor] | None = None  # tensors of the weight files that the model replaces by tied ones
 
     @property
     def observed(self) -> Floats:
@@ -50,20 +50,20 @@ class Case:
 
     @property
     def expected(self) -> Floats:
-        """The log-probabilities [E] that a healthy server would give."""
+        """Return the log-probabilities [E] that a healthy server would report."""
         return logprobs_of(self.logits, self.evidence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proposal:
-    """A possible explanation. `logprobs` is NaN for tokens about which the proposal predicts nothing."""
+    """A possible explanation. `logprobs`: the log-probabilities that it predicts, NaN for tokens without prediction."""
 
     cause: str
     says: str
     fix: str
     logprobs: Floats  # [E]
     fitted: int = 0
-    dtype: torch.dtype | None = None  # set if the cause is the dtype, which fits only up to its own rounding
+    dtype: torch.dtype | None = None  # set if the cause is this dtype; its rounding limits how well it can fit
     model: Callable[[], PreTrainedModel] | None = None  # the model that the server seems to have
 
 
@@ -83,11 +83,11 @@ class Hypothesis:
     cause: str
     propose: Callable[[Case], Proposals]
     parts: tuple[Part, ...] = ("prompts", "responses")
-    sampling: bool = False  # about sampling: after a stage with prompts, responses are tested for these only
+    sampling: bool = False  # about how a server samples; if prompts were examined, responses test only these causes
 
 
 def difference(observed: Floats, predicted: Floats) -> Floats:
-    """|observed - predicted| of each token that has a prediction; infinite if its predicted probability is 0."""
+    """Return |observed - predicted| for each token with a prediction; infinite if its predicted probability is 0."""
     covered = ~np.isnan(predicted)
     with np.errstate(invalid="ignore"):
         gaps: Floats = np.abs(observed[covered] - predicted[covered])
@@ -95,6 +95,6 @@ def difference(observed: Floats, predicted: Floats) -> Floats:
 
 
 def residual(observed: Floats, predicted: Floats) -> float:
-    """The mean of `difference`; infinite if less than half of the tokens have a prediction."""
+    """Return the mean of `difference`; infinite if less than half of the tokens have a prediction."""
     gaps = difference(observed, predicted)
     return float(gaps.mean()) if 2 * len(gaps) >= len(observed) else float("inf")

@@ -1,7 +1,7 @@
-"""What a server can compute differently from the same files: config values that it ignores, dtypes, quantisation.
+"""Hypotheses about how a server computes: config values that it ignores, dtypes, quantisation.
 
-For each config value that changes the arithmetic there are a few proposals: the server ignores it, or uses the default
-or a value that is common elsewhere. A proposal is scored by a model with the changed config and the same tensors.
+For each config value that changes the arithmetic there are a few proposals, e.g. that the server ignores the value, or
+that it uses the default. To test a proposal, a model with the changed config and the same tensors scores the evidence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAME_CONFIG = "start the server with the config.json of the model, without overr
 
 
 class Change(NamedTuple):
-    """A changed config, and a description of a server that uses the changed values."""
+    """Changed values of the config, and a sentence about a server that uses them. `fitted`: see `Proposal`."""
 
     values: dict[str, Any]
     says: str
@@ -47,7 +47,7 @@ class Change(NamedTuple):
 
 
 def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis:
-    """A hypothesis about the config. `changes(case)` yields `Change` or `Untested`."""
+    """Return a hypothesis about the config. `changes(case)` yields a `Change` or `Untested` for each proposal."""
 
     def propose(case: Case) -> Proposals:
         for change in changes(case):
@@ -71,7 +71,7 @@ def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis
 
 
 def rope_sets(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """The parameters of the rotary embeddings by layer type. The only key is "" if all layers have the same."""
+    """Return the parameters of the rotary embeddings by layer type; by "" if all layers have the same parameters."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or not parameters:
         return {}
@@ -201,7 +201,10 @@ def attention_scale(case: Case) -> Iterator[Change]:
 
 
 def ignored_value(name: str, neutral: Any, what: str) -> Any:
-    """Return a function `changes(case)` that sets the config value `name` to `neutral`, at which it has no effect."""
+    """Return a function that proposes that the server ignores a config value: `name` gets the value `neutral`.
+
+    `what` describes the value to the user.
+    """
 
     def changes(case: Case) -> Iterator[Change]:
         own = getattr(case.model.config, name, None)

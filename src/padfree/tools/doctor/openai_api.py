@@ -6,7 +6,7 @@
     /v1/chat/completions   messages              ids of the prompt, if the server returns them
     /tokenize              text or messages      ids, if the server has this route
 
-Every field beyond OpenAI's own may be missing from an answer. `ServerProbe.missing` lists what could not be read.
+All fields and routes beyond OpenAI's own are optional. `ServerProbe.missing` lists what the server did not return.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ PLAIN_EXTRAS = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
 }
-"""Options beyond OpenAI's. A server that rejects them gets requests without them."""
+"""Request options beyond OpenAI's. If a server rejects them, requests are sent without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ServerAnswer:
-    """One response. A field is None if the server did not return it."""
+    """One response of a server. A field is None if the server did not return it."""
 
     prompt_ids: list[int] | None
-    prompt_logprobs: list[float] | None  # of all tokens of the prompt but the first
+    prompt_logprobs: list[float] | None  # of all tokens of the prompt except the first
     tokens: list[int] | None
     logprobs: list[float] | None
 
@@ -59,10 +59,10 @@ class RejectedError(UserError):
 
 @dataclass(slots=True)
 class ServerProbe:
-    """An OpenAI-compatible server, and what it is known not to support."""
+    """A connection to an OpenAI-compatible server. `missing`: what the server is known not to support."""
 
     url: str
-    token_ids: Mapping[str, int]  # the id of each token's text, for servers that return texts and not ids
+    token_ids: Mapping[str, int]  # the id of each token by its text, for servers that return texts instead of ids
     timeout: float = 120.0
     name: str = ""
     missing: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ class ServerProbe:
 
     @staticmethod
     def at(url: str, token_ids: Mapping[str, int], name: str | None, timeout: float) -> ServerProbe:
-        """Connect to a server. `name`: the model to ask for; None: the first that the server lists."""
+        """Connect to a server. `name`: the model to ask for; None: the first model that the server lists."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UserError(SETTING, "", "give a URL such as http://127.0.0.1:8000", value=url)
@@ -86,7 +86,7 @@ class ServerProbe:
         return probe
 
     def call(self, path: str, body: Any = None) -> Any:
-        """Return the JSON answer of a route."""
+        """Return the JSON answer of a route, after a GET request or, with `body`, a POST request."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY):
@@ -130,8 +130,10 @@ class ServerProbe:
         return answer
 
     def _echoed(self, body: dict[str, Any], length: int) -> ServerAnswer | None:
-        """Ask for a completion with OpenAI's option `echo`, so that the answer begins with the prompt. None if the
-        server does not support it."""
+        """Ask for a completion that begins with the prompt (OpenAI's option `echo`), to get its log-probabilities.
+
+        Return None if the server does not support this.
+        """
         try:
             found = self._asked("/v1/completions", {**body, "echo": True, "prompt_logprobs": None})
         except RejectedError:
@@ -160,7 +162,7 @@ class ServerProbe:
         return _read(self._asked("/v1/chat/completions", body), self.token_ids)
 
     def tokenize(self, body: dict[str, Any]) -> list[int] | None:
-        """Ask /tokenize for the ids of a text or of messages. None if the server does not have this route."""
+        """Ask the route /tokenize for the ids of a text or of messages. Return None if the server has no such route."""
         try:
             answer = self.call("/tokenize", {"model": self.name, **body})
         except UserError:
@@ -186,7 +188,7 @@ class ServerProbe:
 
 
 def _read(answer: dict[str, Any], token_ids: Mapping[str, int]) -> ServerAnswer:
-    """Read the first choice of an answer."""
+    """Read the first choice of an answer of the server."""
     choice = answer["choices"][0]
     given = choice.get("logprobs") or {}
     logprobs, texts = given.get("token_logprobs"), given.get("tokens")
@@ -194,7 +196,7 @@ def _read(answer: dict[str, Any], token_ids: Mapping[str, int]) -> ServerAnswer:
         logprobs = [entry.get("logprob") for entry in given["content"]]
         texts = [entry.get("token") for entry in given["content"]]
     if isinstance(logprobs, list) and logprobs and logprobs[0] is None:
-        logprobs = [0.0, *logprobs[1:]]  # `echo`: the first token of the prompt has none
+        logprobs = [0.0, *logprobs[1:]]  # with `echo`, the first token of the prompt has no log-probability
     tokens = choice.get("token_ids")
     if tokens is None and isinstance(texts, list):
         tokens = [_id_of(text, token_ids) for text in texts]
@@ -223,7 +225,7 @@ def _all(values: Any, kind: Any) -> bool:
 
 
 def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
-    """Read vLLM's entries {id: {"logprob": ...}}, one per prompt token. An entry may also hold a more likely token."""
+    """Read vLLM's `prompt_logprobs`: for each prompt token, {id: {"logprob": ...}}, maybe with a more likely token."""
     if not isinstance(entries, list) or len(entries) < 2:
         return None
     found = []
@@ -239,7 +241,7 @@ def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
 
 
 def unique_texts(tokenizer: Any, vocabulary: int) -> dict[str, int]:
-    """Map the text of each token to its id. Texts that several tokens have are left out."""
+    """Return the id of each token by its text, without the texts that several tokens have."""
     found: dict[str, int] = {}
     repeated = set()
     for token in range(min(vocabulary, len(tokenizer))):

@@ -15,10 +15,10 @@ from padfree.tools.doctor.openai_api import ServerAnswer, ServerProbe
 from padfree.train.check_data import ModelLimits
 
 LENGTH, NUM_SAMPLED = 64, 16
-"""Number of tokens of a prompt, and of its response."""
+"""`LENGTH`: the number of tokens of a prompt. `NUM_SAMPLED`: the number of tokens of a response."""
 NUM_RANDOM = 2
 LONG, LONGEST = 192, 4096
-"""Number of tokens of the long prompt, and its maximum for models with a sliding window."""
+"""The number of tokens of the long prompt: `LONG`, or up to `LONGEST` if a sliding window requires more."""
 MESSAGES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "How many bottles are in 17 crates of 24?"}],
     [
@@ -32,7 +32,7 @@ TEXTS = (TEXT[:60], TEXT[118:190])
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TextAnswer:
-    """A prompt (a text or messages), its ids by the tokenizer of the model, and the answer of the server."""
+    """A prompt (a text or messages), the ids that the model's tokenizer gives it, and the answer of the server."""
 
     asked: str | list[dict[str, str]]
     expected: list[int]
@@ -41,7 +41,7 @@ class TextAnswer:
 
 
 def probe_prompts(model: PreTrainedModel, tokenizer: Any, seed: int = 0) -> list[list[int]]:
-    """Prompts of text and of random tokens, and a long prompt: if possible, longer than the model's sliding window."""
+    """Return prompts to send: texts, random tokens, and a long prompt that exceeds the model's sliding window."""
     limits = ModelLimits.of(model)
     most = limits.positions or limits.trained_positions or LONGEST
     length = max(2, min(LENGTH, most - NUM_SAMPLED))
@@ -88,7 +88,7 @@ def probe_ids(
 
 
 def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float) -> TextAnswer:
-    """Ask for the ids of a text or, if the server does not return ids, for a response to the text."""
+    """Ask for the token ids of a text or, if the server does not return ids, for a response to the text."""
     answer = probe.complete(text, max_tokens=1, temperature=temperature)
     ids = answer.prompt_ids or probe.tokenize({"prompt": text, "add_special_tokens": True})
     if ids is None:
@@ -100,7 +100,7 @@ def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float
 def probe_chat(
     probe: ServerProbe, messages: list[dict[str, str]], expected: list[int], temperature: float
 ) -> TextAnswer:
-    """Ask for the ids of messages, as `probe_text` does for a text. `expected`: the ids that the tokenizer gives."""
+    """Ask for the token ids of messages, or for a response. `expected`: the ids that the tokenizer gives."""
     answer = probe.chat(messages, max_tokens=1, temperature=temperature)
     ids = answer.prompt_ids or probe.tokenize({"messages": messages, "add_generation_prompt": True})
     if ids is None:

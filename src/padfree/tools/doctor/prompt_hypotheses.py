@@ -1,4 +1,6 @@
-"""What a server can do to a prompt before the model sees it: special tokens, the chat template, another tokenizer.
+"""Faults that change a prompt before the server's model sees it: special tokens, chat template, another tokenizer.
+
+In this example, `s` is the bos token:
 
     expected             the ids that the model's tokenizer gives             s 7 8 9
     candidates           special tokens twice                               s s 7 8 9
@@ -6,7 +8,8 @@
                          no generation prompt, no template, ...
 
 If the server returns the ids of a prompt, padfree compares them with the expected ids and with the candidates.
-Otherwise it scores the response of the server after each of them.
+Otherwise, padfree scores the server's response after each of these prompts: the right one explains the
+log-probabilities that the server reports.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ CHATML = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One fault of a server, and the ids of the prompt that its model then reads."""
+    """One fault that a server may have, and the prompt ids that its model would then read."""
 
     cause: str
     says: str
@@ -47,7 +50,7 @@ class Candidate:
 
 
 def special_token_candidates(tokenizer: Any, ids: Sequence[int]) -> Iterator[Candidate]:
-    """Candidates that begin with a second bos token, without the expected one, or with an unexpected one."""
+    """Yield candidates whose ids begin with the bos token twice, or that lack it, or that have it by mistake."""
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         return
@@ -69,7 +72,7 @@ def chat_ids(
 def chat_candidates(
     tokenizer: Any, chat: ChatRenderer, messages: Sequence[Any], template: str | None
 ) -> Iterator[Candidate]:
-    """Candidates for the ids of messages. `template`: the text of the chat template."""
+    """Yield candidates for the ids that a server makes of messages. `template`: the text of the chat template."""
     expected = chat_ids(tokenizer, chat, messages)
     yield from special_token_candidates(tokenizer, expected)
     without = chat_ids(tokenizer, chat, messages, generation_prompt=False)
@@ -101,7 +104,7 @@ def chat_candidates(
 
 
 def other_prompts(case: Case) -> Proposals:
-    """Proposals that the server changes all prompts in one way: the special tokens, or the generation prompt."""
+    """Yield proposals that the server changes all prompts in the same way: in special tokens or generation prompt."""
     if case.tokenizer is None:
         return
     prompts = case.evidence.prompts
@@ -127,7 +130,7 @@ def _scored(case: Case, cause: str, says: str, prompts: Sequence[Sequence[int]])
 
 
 def generation_prompt_of(tokenizer: Any) -> list[int]:
-    """The ids that the chat template adds at the end, where the answer begins; [] without a template."""
+    """Return the ids that the chat template adds at the end, where the answer begins; [] without a chat template."""
     if not getattr(tokenizer, "chat_template", None):
         return []
     messages = [{"role": "user", "content": "?"}]

@@ -1,6 +1,6 @@
-"""Score the same ids again: under the model, and under variations of it that share its weights.
+"""Score token ids with a model, or with variants of the model that share its weights.
 
-sequences -> packs -> attached model -> hidden states -> logits [E, V]      as in training
+sequences -> packs -> attached model -> hidden states -> logits [E, V]      as in training; E: scored tokens
 variant(model, {"sliding_window": None})                                    another config, the same tensors
 variant(model, tensors={"lm_head.weight": w})                               other tensors, the same config
 """
@@ -37,7 +37,7 @@ FLOAT8 = {"fp8 (e4m3)": torch.float8_e4m3fn, "fp8 (e5m2)": torch.float8_e5m2}
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """The logits [E, V] from which each scored token was drawn, float32 on the CPU."""
+    """Return the logits [E, V] that predict each scored token of the evidence, in float32 on the CPU."""
     found: list[Tensor] = []
     for numbers in _packs(evidence.sequences):
         samples = [Sample(tokens=evidence.sequences[number]) for number in numbers]
@@ -71,7 +71,7 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """The logits [E, V] as in `logits_of`, but by the model's own forward, one sequence at a time."""
+    """Like `logits_of`, but computed by the plain transformers model, one sequence at a time."""
     found = []
     for number, sequence in enumerate(evidence.sequences):
         rows = torch.from_numpy(evidence.positions[evidence.sequence == number] - 1).to(model.device)
@@ -81,13 +81,13 @@ def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def chosen(log_p: Tensor, evidence: Evidence) -> Floats:
-    """Pick the log-probability of each scored token: [E, V] -> [E]."""
+    """Return the log-probability of each scored token: [E, V] -> [E]."""
     found: Floats = log_p.gather(1, torch.from_numpy(evidence.tokens)[:, None])[:, 0].double().numpy()
     return found
 
 
 def logprobs_of(logits: Tensor, evidence: Evidence, temperature: float | None = None) -> Floats:
-    """Log-probabilities [E] of the scored tokens at `temperature`, or at that of the evidence if it is None."""
+    """Return the log-probabilities [E] of the scored tokens at `temperature`; None: the evidence's own temperature."""
     return chosen((logits / (temperature or evidence.temperature)).log_softmax(-1), evidence)
 
 
@@ -105,16 +105,16 @@ def variant(
     tensors: Mapping[str, Tensor] | None = None,
     attached: bool = True,
 ) -> PreTrainedModel:
-    """A model with another config or other tensors, which shares all other tensors with `model`.
+    """Return a model with another config or other tensors, which shares all other tensors with `model`.
 
-    `attached`: whether it runs on packs; otherwise it is a plain transformers model.
+    With `attached`, the model runs on packs. Otherwise it is a plain transformers model.
     """
     own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if changes or not attached:
         config = copy.deepcopy(model.config)
         for name, value in (changes or {}).items():
             setattr(config, name, value)
-        config._attn_implementation = "eager"  # every architecture has it
+        config._attn_implementation = "eager"  # every architecture supports it
         with torch.device("meta"):
             other = model_from_config(config, model.dtype, False)
         buffers = restored_buffers(other)
@@ -133,7 +133,7 @@ def variant(
 
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype, *, attached: bool = True) -> PreTrainedModel:
-    """A copy of the model that stores weights and computes in another dtype. Rotary angles stay in float32."""
+    """Return a copy of the model that stores weights and computes in another dtype. Rotary angles stay in float32."""
     held = {
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in model.state_dict().items()
     }
@@ -141,7 +141,7 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype, *, attached: bool = Tru
 
 
 def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
-    """Log-probabilities by plain transformers code in float64; None if there is not enough memory for it."""
+    """Return log-probabilities by plain transformers code in float64; None if memory or a kernel does not allow it."""
     samples = [Sample(tokens=sequence) for sequence in evidence.sequences]
     if model.device.type == "mps" or float64_bytes(model, samples) > USABLE * free_memory(model.device):
         return None
@@ -150,12 +150,12 @@ def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
     try:
         with float64_throughout():
             return logprobs_of(plain_logits(wide, evidence), evidence)
-    except (RuntimeError, TypeError, NotImplementedError):  # a kernel without float64
+    except (RuntimeError, TypeError, NotImplementedError):  # a kernel does not support float64
         return None
 
 
 def layer_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of each matrix in the decoder layers. Servers quantise these."""
+    """Yield the name and the tensor of each matrix in the decoder layers, which servers may quantise."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     for name, parameter in model.named_parameters():
@@ -177,7 +177,7 @@ def int8(weight: Tensor) -> Tensor:
 
 @contextmanager
 def fp8_inputs(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block, linear layers of the decoder layers get inputs rounded to float8 with one scale per token."""
+    """Context manager: linear layers of the decoder layers get inputs rounded to float8 with one scale per token."""
 
     def rounded(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         (states,) = args
@@ -195,7 +195,7 @@ def fp8_inputs(model: PreTrainedModel) -> Iterator[None]:
 
 
 def with_cache(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with keys and values that pass through a KV cache of this dtype, with scales of 1."""
+    """Return the model with keys and values rounded to the dtype of a KV cache, with scales of 1."""
     name = f"padfree_cache_{str(dtype).removeprefix('torch.')}"
     limit = torch.finfo(dtype).max
 
@@ -226,7 +226,7 @@ class NarrowRouters(TorchFunctionMode):
 
 
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
-    """The log-probabilities [E], and the chosen experts [tokens x layers, k], sorted within each row."""
+    """Return the log-probabilities [E], and the chosen experts [tokens x layers, k], sorted within each row."""
     recorder = RouterRecorder(routers_of(model))
     recorder.record(True)
     scores = rescored(model, evidence)

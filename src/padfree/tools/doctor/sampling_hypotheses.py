@@ -1,10 +1,13 @@
-"""What a server can do to logits before it reports log-probabilities: temperature, truncation, penalties.
+"""Hypotheses about how a server samples and what it then reports: temperature, truncation, penalties.
 
-These hypotheses need no new forward pass, because each is a function of the model's logits [E, V].
+These hypotheses need no new forward pass, because each is a function of the model's logits [E, V]. With p the
+probability that the model gives a token:
 
-    temperature   log p(logits / t)                      the t that fits best, or the one that the server ignored
-    truncation    log p + d, d = -log(kept mass)         d = observed - log p; the mass tells how many tokens were kept,
-                                                         and the k, p or min_p is taken that most positions agree with
+    temperature   a server at temperature t reports log p(logits / t)    t: fitted, or the one that the server ignored
+    truncation    a server that keeps only likely tokens reports log p   d follows from the evidence. The kept mass
+                  + d, with d = -log(kept mass)                          tells how many tokens were kept at each
+                                                                         position; the proposal is the k, p or min_p
+                                                                         that agrees with most positions
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def smallest(loss: Callable[[float], float], low: float, high: float, *, points: int = 25, steps: int = 36) -> float:
-    """The argument at which `loss` is smallest, searched on a logarithmic grid and refined by golden section.
+    """Return the argument at which `loss` is smallest, found on a logarithmic grid and refined by golden section.
 
-    The argument is rounded to 1 to 3 decimals if this fits as well.
+    The argument is rounded to 1 to 3 decimals if the rounded number fits as well.
     """
     grid = np.geomspace(low, high, points)
     best = int(np.argmin([loss(value) for value in grid]))
@@ -42,7 +45,7 @@ def smallest(loss: Callable[[float], float], low: float, high: float, *, points:
             a = left
     found = math.exp((a + b) / 2)
     best_loss = loss(found)
-    for digits in range(1, 4):  # a round number if it fits as well
+    for digits in range(1, 4):  # prefer a number with few decimals if it fits as well
         rounded = round(found, digits)
         if rounded > 0 and loss(rounded) <= 1.02 * best_loss + 1e-9:
             return rounded
@@ -74,7 +77,7 @@ def temperature(case: Case) -> Proposals:
 
 
 def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Log-probabilities [E, V] of the kept tokens, -inf for the others; `scaled`: logits / temperature."""
+    """Return the log-probabilities [E, V] after truncation, -inf for dropped tokens. `scaled`: logits / temperature."""
     log_p, order = scaled.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     p = log_p.exp()
     number = torch.arange(p.shape[1])
@@ -90,7 +93,7 @@ def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: floa
 
 
 def agreeing(low: Floats, high: Floats) -> float | None:
-    """The middle of the range in which the largest number of intervals (low, high] overlap; None without intervals."""
+    """Return a value that lies in as many of the intervals (low, high] as possible; None without intervals."""
     ends = sorted([(value, 1) for value in low.tolist()] + [(value, -1) for value in high.tolist()])
     count = most = 0
     found = None
@@ -118,7 +121,7 @@ def _truncated_at(case: Case, t: float) -> Iterator[Proposal]:
     p = scaled[torch.from_numpy(informative)].double().softmax(-1).sort(-1, descending=True).values
     mass, row = p.cumsum(-1).numpy(), p.numpy()
     gap = np.abs(-np.log(mass) - lifted[informative][:, None])
-    kept = gap.argmin(-1)  # the last kept token of each distribution
+    kept = gap.argmin(-1)  # the index of the last kept token of each distribution
     each = np.arange(len(kept))
     after = row[each, np.minimum(kept + 1, row.shape[1] - 1)]
     suffix = "" if t == case.evidence.temperature else f" at temperature {t:g}"
@@ -147,7 +150,7 @@ def _short(value: float) -> str:
 
 
 def generation_config(case: Case) -> Proposals:
-    """The sampling settings in the model's own generation_config.json, which vLLM applies by default."""
+    """Yield the proposal that the server samples with the model's generation_config.json, as vLLM does by default."""
     given = getattr(case.model, "generation_config", None)
     t = float(getattr(given, "temperature", None) or 1.0)
     cut: dict[str, Any] = {
@@ -187,7 +190,7 @@ def repetition_penalty(case: Case) -> Proposals:
 
 
 def _penalised(case: Case, value: float) -> Tensor:
-    """The logits [E, V] with a repetition penalty on the token ids that occur before the scored token."""
+    """Return the logits [E, V] with a repetition penalty on the token ids that occur before the scored token."""
     evidence, logits = case.evidence, case.logits
     if value == 1.0:
         return logits
@@ -198,7 +201,7 @@ def _penalised(case: Case, value: float) -> Tensor:
 
 
 def shifted(case: Case) -> Proposals:
-    """Proposals that the server reports, for each token, the log-probability of the next or previous token."""
+    """Yield proposals that the server reports, for each token, the log-probability of the next or previous token."""
     for step, side in ((1, "next"), (-1, "previous")):
         predicted = []
         for values in case.evidence.by_sequence(case.expected):

@@ -1,13 +1,15 @@
-"""Which tensors are stale: the server has those of another folder, or of an adapter's base model.
+"""Find the tensors of a server that are stale, i.e. from older weights or from an adapter's base model.
+
+The search uses this approximation, in which a unit u is a tensor or, in a large model, a layer:
 
     observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
 
-The search stops at the first step that explains the evidence:
+It stops at the first of these steps that explains the evidence:
 1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
    the embeddings.
-2. Replace all tensors but one group.
-3. Fit the equation above by least squares. The units are single tensors or, in a large model, whole layers. Units with
-   x_u > 0.5 are taken as stale. Then add or remove units as long as this reduces the difference.
+2. Replace all tensors except one group.
+3. Fit the equation above by least squares, and take units with x_u > 0.5 as stale. Then add or remove units as long as
+   this reduces the difference.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from padfree.tools.doctor.rescoring import rescored, variant
 from padfree.tools.doctor.sampling_hypotheses import smallest
 
 MOST_UNITS = 64
-"""Models with more tensors than this are searched layer by layer, and not tensor by tensor."""
+"""In a model with more tensors than this, the search replaces whole layers instead of single tensors."""
 ROUNDS, GAIN = 3, 0.7
-"""The search makes up to ROUNDS passes over all units. It ends at once if more than the share GAIN of the difference
-remains."""
+"""`ROUNDS`: the search makes up to so many passes over all units. `GAIN`: the search gives up if more than this
+fraction of the difference remains."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 
@@ -38,7 +40,7 @@ Names = frozenset[str]
 
 
 class Replacements:
-    """Scores of the case with some tensors replaced by older ones."""
+    """Scores of the evidence by models in which some tensors are replaced by older ones."""
 
     def __init__(self, case: Case, older: OlderWeights) -> None:
         self.case, self.older = case, older
@@ -50,7 +52,7 @@ class Replacements:
         self.score = cache(self._score)
 
     def model(self, names: Collection[str]) -> PreTrainedModel:
-        """The model with these tensors replaced. Its head is not tied, so that the head can be stale alone."""
+        """Return the model with these tensors replaced. A tied head becomes separate, so that only it can be stale."""
         changes = {"tie_word_embeddings": False} if self.tied else None
         return variant(self.case.model, changes, tensors={name: self.older.tensors[name] for name in names})
 
@@ -62,7 +64,7 @@ class Replacements:
 
 
 def groups_of(names: Collection[str]) -> dict[str, Names]:
-    """Make groups of tensors: each layer, each kind of tensor in all layers, and each tensor outside the layers."""
+    """Return groups of tensors by name: layers, kinds of tensor over all layers, and tensors outside the layers."""
     found: dict[str, set[str]] = {}
     for name in names:
         match = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)
@@ -106,14 +108,14 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """Single tensors or, if there are more than `MOST_UNITS`, layers and the tensors outside the layers."""
+    """Return the units of the search: single tensors or, above `MOST_UNITS` tensors, layers and outer tensors."""
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]
     return [members for label, members in groups.items() if not label.endswith(" of all layers")]
 
 
 def search(tried: Replacements, units: list[Names]) -> Names:
-    """Find the stale tensors by least squares and local search. The result is a union of units."""
+    """Return the tensors that are probably stale, found by least squares and then by adding and removing units."""
     expected = tried.score(frozenset())
     effects = np.stack([tried.score(unit) - expected for unit in units], axis=1)  # [E, units]
     shares = np.linalg.lstsq(effects, tried.case.observed - expected, rcond=None)[0]
@@ -158,7 +160,10 @@ def _proposal(tried: Replacements, names: Names, label: str | None, everything: 
 
 
 def _scaled_adapter(tried: Replacements) -> Iterator[Proposal]:
-    """An adapter with another scale: base + factor * (model - base), with the factor that fits best."""
+    """Yield the proposal that the server scales the adapter differently: base + factor * (model - base).
+
+    The factor is fitted to the evidence.
+    """
     own = tried.case.model.state_dict()
 
     def scaled(factor: float) -> dict[str, Tensor]:

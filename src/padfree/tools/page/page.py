@@ -5,10 +5,10 @@
     page.add_table("Settings", ["name", "value"], [["lr", 1e-5]])
     page.write("run.html")
 
-The HTML template is `templates/page.html`, which includes `page.css` and `page.js`. The file contains everything,
-including plotly's script, and its content security policy forbids all network requests. All text is escaped. Plotly
-interprets some HTML in the texts of a figure (`<br>`, `<b>`), so pass names that come from users through `plain`.
-On a wide screen, consecutive figures are shown in pairs, side by side; a `wide` figure takes the full width.
+The HTML template is `templates/page.html`, which includes `page.css` and `page.js`. The page contains everything that
+it needs, including plotly's script, and its content security policy forbids all network requests. All text is escaped.
+Plotly interprets some HTML in the texts of a figure (`<br>`, `<b>`), so pass names that come from users through
+`plain`. On a wide screen, consecutive figures are shown side by side in pairs; a `wide` figure takes the full width.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from padfree.tools.page.theme import FONTS, THEMES, template
 Cell = str | int | float
 
 EMPTY = ("", "–")
-"""Texts that stand for a missing number in a column of numbers."""
+"""Texts that a table may have in place of a missing number, so that the column still counts as a column of numbers."""
 
 TEMPLATES = Environment(
     loader=PackageLoader("padfree.tools.page"),
-    autoescape=select_autoescape(("html",)),  # CSS and JavaScript are not escaped: HTML escapes mean nothing in them
+    autoescape=select_autoescape(("html",)),  # CSS and JavaScript are not escaped, because they have no HTML escapes
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -88,7 +88,7 @@ class Page:
         self._blocks.append({"kind": "table", "caption": caption, "head": head, "rows": body})
 
     def add_figure(self, caption: str, figure: Mapping[str, Any], *, wide: bool = False) -> None:
-        """Add a plotly figure: `{"data": [...], "layout": {...}}` of plain values or numpy arrays. NaN leaves a gap."""
+        """Add a plotly figure: `{"data": [...], "layout": {...}}`, of plain values or numpy arrays. NaN is a gap."""
         extra = set(figure) - {"data", "layout"}
         assert not extra, f"a figure has data and layout, not {sorted(extra)}"
         layout = _jsonable(figure.get("layout", {}))
@@ -120,13 +120,13 @@ class Page:
         self._blocks.append({"kind": "marked", "caption": caption, "pieces": shown})
 
     def write(self, path: str | Path) -> None:
-        """Write the page to a file atomically: a reader sees the old page or the new one."""
+        """Write the page to a file atomically, so that a reader sees either the old page or the new one."""
         path = Path(path)
         refuse_foreign(path)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self.html(), encoding="utf-8", errors="replace")  # JSON can encode lone surrogates
+            temporary.write_text(self.html(), encoding="utf-8", errors="replace")  # texts may hold lone surrogates
             temporary.replace(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ class Page:
 
 
 def plain(text: str) -> str:
-    """Escape a text of a figure, such as a trace's name or a label, so that plotly shows it unchanged."""
+    """Escape a text of a figure, such as the name of a trace or a label, so that plotly shows it unchanged."""
     return html.escape(text, quote=False)
 
 
@@ -175,7 +175,7 @@ def _cell(cell: Cell, right: bool) -> dict[str, str]:
         shown = f"{cell:,.0f}" if 1e4 <= abs(cell) < 1e15 else f"{cell:.4g}"
     else:
         shown = f"{cell:,}"
-    # Short texts are not wrapped and long texts keep a minimum width; a table that is too wide scrolls.
+    # CSS by length: short texts are on one line, long texts keep a minimum width. A table that is too wide scrolls.
     kind = "number" if right else "short" if len(shown) <= 26 else "long" if len(shown) > 60 else "text"
     return {"kind": kind, "text": shown}
 

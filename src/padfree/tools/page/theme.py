@@ -1,10 +1,10 @@
 """Colours and fonts of a page.
 
-    THEMES holds the colours of the light and the dark theme. They are used in two places:
+    `THEMES` holds the colours of the light and the dark theme. They are used in two places:
         custom CSS properties of templates/page.css    as light-dark(light, dark)
         plotly templates, one per theme                relayout({template}) recolours a drawn figure
 
-The page follows the system's light or dark preference until the reader presses the button. The layout of a figure
+The page follows the system's preference for light or dark until the reader presses the button. The layout of a figure
 overrides the template, so a figure should not set the colours of text, grid and background.
 """
 

@@ -1,7 +1,7 @@
 """Plan a run before renting devices: steps, packs, balance, time and memory, from sample lengths and a config.
 
 steps        the lengths of the samples in each optimizer step
-epoch        the packing plans of these steps
+epoch        the packing plans of these steps: which samples form which micro-batch on which rank
 context      how evenly each layout divides packs among context ranks
 padding      the cost of the same epoch with padded batches
 memory_plan  the memory that a device needs, and the largest micro-batch that fits

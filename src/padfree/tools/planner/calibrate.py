@@ -1,4 +1,4 @@
-"""Measure the cost model on this device.
+"""Measure the cost model on this device: the seconds of a micro-batch as a function of its sample lengths.
 
     1  micro-batches    1 sample of T, T/2 or T/4 tokens, 2 samples of T/2 tokens, 4 of T/4, 16 of T/16, ...
                         (T: the maximum number of tokens of a micro-batch)
@@ -53,22 +53,22 @@ MEASURED_TOKENS = {"cpu": 512, "cuda": 16384}
 """Tokens of the largest measured micro-batch, by device type. `--max-tokens` can lower this number."""
 
 AFFORDABLE_FLOPS = {"cpu": 2e11, "cuda": 1e15}
-"""Maximum FLOPs of a measured micro-batch, by device type. Large models are measured with fewer tokens, in minutes."""
+"""Maximum FLOPs of a measured micro-batch, by device type. Large models get fewer tokens, to save time."""
 
 FEWEST_TOKENS = 64
-"""Minimum number of tokens of the largest measured micro-batch, whatever its FLOPs are."""
+"""The largest measured micro-batch has at least this many tokens, even if its FLOPs are above `AFFORDABLE_FLOPS`."""
 
 WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
-"""Models in which a token uses at most this many weights are measured with all their layers. By device type."""
+"""A model is measured with all of its layers if a token uses at most this many weights. By device type."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Number of consecutive micro-batches that are timed together. With several, the host runs ahead of the GPU."""
+"""Number of consecutive micro-batches that are timed together, so that the host can run ahead of a GPU."""
 
 TRUSTED_FACTOR = 4.0
-"""`calibrate` fails if a measurement differs from its fitted value by more than this factor."""
+"""`calibrate` fails if a measurement and its fitted value differ by more than this factor."""
 
 OnMeasurement = Callable[[int, int], None]
-"""Called with the number of micro-batches measured so far and the total."""
+"""Called with the number of micro-batches measured so far and the total number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,9 +95,9 @@ class Calibration:
 def calibrate(
     model_config: Any, config: Config, *, max_tokens: int | None = None, progress: OnMeasurement | None = None
 ) -> Calibration:
-    """Measure the cost model on `run.device`, store it at `cost_path`, and return it. No setting may be "auto".
+    """Measure the cost model on `run.device`, store it at `cost_path`, and return it.
 
-    `max_tokens`: limit for the tokens of a measured micro-batch.
+    No setting of `config` may be "auto". `max_tokens`: the maximum number of tokens of a measured micro-batch.
     """
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
@@ -183,7 +183,7 @@ def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
         for before in [together - period]
         if kinds[before + period :] == kinds[before : layers - period]
     )
-    deep = shallow + -(-3 // period) * period  # at least three layers apart, to reduce the effect of noise
+    deep = shallow + -(-3 // period) * period  # at least three more layers, to reduce the effect of noise
     if 2 * deep > layers:
         deep = shallow + period
     if deep >= layers or CostModel.from_config(model_config).linear / FLOPS_PER_WEIGHT <= whole:
@@ -218,8 +218,8 @@ def extrapolated(taken: Sequence[Sequence[float]], depths: Sequence[int], layers
 
 
 Run = Callable[[Sequence[int]], float]
-"""Function that returns the seconds of forward and backward of a micro-batch with these sample lengths. If there are no
-lengths, it returns the seconds of an optimizer step."""
+"""Returns the seconds of forward and backward of a micro-batch with these sample lengths. If there are no lengths, it
+returns the seconds of an optimizer step."""
 
 
 def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
@@ -279,8 +279,8 @@ def _measured(
 ) -> list[list[float]]:
     """Return the minimum seconds over several rounds: one list per model, with one number per micro-batch.
 
-    Each round measures every micro-batch once. If another program slows the machine down for a moment, the repeats
-    of a micro-batch in other rounds are not affected.
+    Each round measures every micro-batch once. A program that slows the machine down for a moment therefore affects
+    only some of the repeats of a micro-batch, and the minimum ignores them.
     """
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size

@@ -1,12 +1,14 @@
-"""Compute how evenly each layout divides packs among context ranks.
+"""Compute how evenly each layout divides packs among the context ranks that share a pack.
 
-    pack of 4 documents, 4 ranks     layout       cost of ranks 0 to 3 / mean cost
-                                     contiguous   0.2  0.5  1.1  2.2
-                                     headtail     0.9  1.1  1.0  1.0
-                                     balanced     1.0  1.0  1.0  1.0
+In this example, 4 ranks share a pack of 4 documents:
 
-The cost of a rank is the time that its part of the pack takes in the cost model. Ranks that share a pack wait for each
-other in every layer, so a pack takes as long as its slowest rank.
+    layout       cost of ranks 0 to 3 / mean cost
+    contiguous   0.2  0.5  1.1  2.2
+    headtail     0.9  1.1  1.0  1.0
+    balanced     1.0  1.0  1.0  1.0
+
+The cost of a rank is the time that its part of the pack takes according to the cost model. Ranks that share a pack wait
+for each other in every layer, so a pack takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from padfree.tools.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 BALANCE_PACKS = 32
-"""The number of packs that are laid out to estimate the balance."""
+"""The number of packs that are divided to estimate the balance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,7 +45,7 @@ class ContextBalance:
 
 
 def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> ContextBalance:
-    """Return how evenly the layout `kind` divides packs over `world` ranks. `packs`: document lengths of each pack."""
+    """Return how evenly the layout `kind` divides packs over `world` ranks. `packs`: the document lengths of each."""
     ratios, reads, shares, longest = [], [], np.ones(world), -1
     for lengths in packs:
         segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % world)
@@ -59,7 +61,10 @@ def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> C
 
 
 def long_pack(lengths: Lengths, capacity: int) -> Lengths:
-    """Return a realistic pack with at most `capacity` tokens: the longest sample that fits, then others in order."""
+    """Return the document lengths of a realistic pack with at most `capacity` tokens, made of the samples' `lengths`.
+
+    The pack has the longest sample that fits, and then samples in their order as long as they fit.
+    """
     fitting = lengths[lengths <= capacity]
     if not len(fitting):
         return np.array([capacity], dtype=np.int64)

@@ -3,8 +3,9 @@
     steps     0   1   2   3   4   5   6   7   8   9        samples and tokens of every step are counted
     planned       x       x           x       x            only the steps marked x are planned in full
 
-Planning a step takes milliseconds, and a million samples make thousands of steps. About a hundred planned steps are
-enough to estimate fill and imbalance. These steps are spread evenly over the epoch, and the output gives their number.
+A plan says which samples form which micro-batch on which rank. Planning a step takes milliseconds, and a million
+samples make thousands of steps. About a hundred planned steps are enough to estimate how full the micro-batches are and
+how evenly the ranks are loaded. The planned steps are spread evenly over the epoch, and the output gives their number.
 Averages are ratios of sums, so that a small last step has little weight.
 """
 
@@ -81,47 +82,47 @@ class EpochPlan:
 
     @cached_property
     def slot_tokens(self) -> Lengths:
-        """Flat array: number of tokens of each micro-batch of each data rank in each planned step."""
+        """Return the number of tokens of each micro-batch of each data rank in each planned step, as a flat array."""
         return np.concatenate([plan.computed_tokens.ravel() for plan in self.plans])
 
     @property
     def fill(self) -> float:
-        """Tokens in the planned micro-batches / tokens that they could hold."""
+        """Return the number of tokens in the planned micro-batches, divided by the number that fits into them."""
         held = np.minimum(self.slot_tokens, self.shape.pack_tokens)
         return float(held.sum() / (held.size * self.shape.pack_tokens))
 
     @property
     def imbalances(self) -> list[float]:
-        """[P]: imbalance of each of the P planned steps (`StepPlan.imbalance`)."""
+        """Return the imbalance of each of the P planned steps (`StepPlan.imbalance`), [P]."""
         return [plan.imbalance for plan in self.plans]
 
     @property
     def imbalance(self) -> float:
-        """The cost of the planned steps, divided by what it would be if no data rank had to wait for another."""
+        """Return the cost of the planned steps, divided by their cost if no data rank had to wait for another."""
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 
     @property
     def micro_batches(self) -> float:
-        """Mean number of micro-batches of a step on each rank."""
+        """Return the mean number of micro-batches that a rank computes in a step."""
         return sum(plan.num_micro_batches for plan in self.plans) / len(self.plans)
 
     @cached_property
     def costs(self) -> Floats:
-        """[steps]: cost of the samples of each step, without the fixed cost of micro-batches."""
+        """Return the cost of the samples of each step, [steps], without the fixed cost of micro-batches."""
         return np.array([self.cost(step).sum() for step in self.steps])
 
     @cached_property
     def attention_share(self) -> float:
-        """The fraction of the cost that is quadratic in the sample length."""
+        """Return the fraction of the cost that grows with the square of the sample length."""
         square = sum(float(np.square(step.astype(np.float64)).sum()) for step in self.steps)
         return self.cost.quadratic * square / float(self.costs.sum())
 
     def time(self, context_imbalance: float = 1.0) -> float:
         """Return the time of the whole epoch in the units of the cost model. Context ranks share the cost of a pack.
 
-        `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. All work but
-        attention is divided evenly, because the context ranks of a pack have the same number of tokens.
+        `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. It applies only to
+        attention: all other work is divided evenly, because the context ranks of a pack have equally many tokens.
         """
         uneven = 1 + self.attention_share * (context_imbalance - 1)
         total = 0.0

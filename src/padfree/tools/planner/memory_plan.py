@@ -25,7 +25,7 @@ TOKEN_STEP = 256
 
 
 class DeviceMemory:
-    """Estimates the memory of a run for any number of devices and micro-batch size.
+    """Estimates the memory that a run needs on each device, for any number of devices and any size of micro-batches.
 
     `model`: the model without weights (a skeleton).
     """
@@ -35,7 +35,7 @@ class DeviceMemory:
             add_adapters(model, config.lora)
         # The model has its adapters now. If the config still asked for them, `estimate_memory` would add them again.
         self.config, self.model = replace(config, lora=LoraConfig()), model
-        self.copied_keys = 0.0  # copied keys depend on the data, see `estimate_memory`
+        self.copied_keys = 0.0  # keys that attention copies per token; depends on the data, see `estimate_memory`
 
     @property
     def checkpointing(self) -> str:

@@ -1,7 +1,7 @@
 """Compute what the planned epoch would cost with padded micro-batches instead of packs.
 
     lengths    7 3 | 9 4        micro-batches of 2 samples, each padded to its longest sample
-    computed   7 7 | 9 9        32 tokens computed for 23 tokens of data
+    computed   7 7 | 9 9        in this example, 32 tokens are computed for 23 tokens of data
 
 Samples are in the order of the step, or sorted by length inside each step. With sorted samples, the cost is the lowest
 that padding can reach without moving samples to other steps.
@@ -21,12 +21,12 @@ PADDED_SIZES = (2, 4, 8, 16, 32)
 """Numbers of samples in the padded micro-batches that the plan compares with packing."""
 
 USUAL_SIZE = 8
-"""Number of samples in a padded micro-batch, for summaries with a single number for padding."""
+"""The number of samples in a padded micro-batch where only one such size is compared with packing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """The cost of an epoch in padded micro-batches of `size` samples."""
+    """The cost of an epoch if micro-batches of `size` samples are padded."""
 
     size: int
     grouped: bool  # samples are sorted by length inside each step

@@ -1,4 +1,4 @@
-"""A plan as one HTML page: a table of results, and figures about data, packs, balance and scaling."""
+"""A plan as one HTML page: a table of results, and figures about data, packs, balance and scaling to more devices."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_page(
 
 
 def efficiency_figure(scaling: Scaling) -> Figure:
-    """Plot efficiency against the number of devices.
+    """Plot efficiency (throughput per device, relative to few devices) against the number of devices.
 
     The figure has two lines: with weights sharded over all ranks, and with one replica of the weights per host.
     """
@@ -141,7 +141,7 @@ def lengths_figure(plan: RunPlan) -> Figure:
 
 
 def fill_figure(plan: RunPlan) -> Figure:
-    """Plot a histogram of how full the planned micro-batches are."""
+    """Plot a histogram of the planned micro-batches by how full they are."""
     share = np.minimum(plan.epoch.slot_tokens / plan.shape.pack_tokens, 1.0)
     counts, edges = np.histogram(share, bins=50, range=(0.0, 1.0))
     bars = {
@@ -199,7 +199,7 @@ def packs_figure(plan: RunPlan) -> Figure:
 
 
 def imbalance_figure(plan: RunPlan) -> Figure:
-    """Plot the imbalance of each planned step."""
+    """Plot the imbalance of each planned step: the cost of the slowest data rank over the mean."""
     points = {
         "type": "scatter",
         "mode": "markers",
@@ -250,7 +250,7 @@ def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
 
 
 def contexts_figure(plan: RunPlan) -> Figure:
-    """Plot the imbalance of each layout for 2, 4 and 8 context ranks."""
+    """Plot the imbalance (slowest rank over the mean) of each layout for 2, 4 and 8 context ranks."""
     worlds = [f"{world} ranks" for world in plan.long_pack_balances]
     kinds = [each.kind for each in next(iter(plan.long_pack_balances.values()))]
     bars = [

@@ -1,6 +1,6 @@
 """The result of `padfree plan`, as numbers and as printed lines.
 
-A plan is computed once and shown in two ways:
+The numbers are computed once and shown in two ways:
 
     step lengths, shape, time model -> make_plan -> RunPlan -> summary()   plain numbers by name, for --json
                                                             -> lines()     the same numbers as text
@@ -25,12 +25,12 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.train.batcher import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
-"""Numbers of context ranks for which the page compares layouts of a long pack, independent of --cp."""
+"""The page compares layouts of a long pack for these numbers of context ranks, whatever --cp is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPlan:
-    """A planned epoch with its time, memory and balance."""
+    """A planned epoch, with its estimated time and memory, and how evenly ranks are loaded."""
 
     lengths: Lengths
     over_budget: int  # samples longer than `batch.tokens`
@@ -56,24 +56,24 @@ class RunPlan:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens in one pass over the data."""
+        """Return the number of tokens in one pass over the data."""
         return int(self.lengths.sum())
 
     @property
     def sharing(self) -> float | None:
-        """The number of tokens in all samples, divided by the number computed with shared prefixes; None if unknown."""
+        """Return by what factor shared prefixes reduce the number of computed tokens; None if it is unknown."""
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
     def packed_cost(self) -> float:
-        """The cost of all samples, in the units of the cost model."""
+        """Return the cost of all samples in packs, in the units of the cost model."""
         return float(self.epoch.costs.sum())
 
     @property
     def context_imbalance(self) -> float:
-        """The cost of the slowest context rank divided by the mean cost, with the layout of this plan.
+        """Return the cost of the slowest context rank divided by the mean cost, with the layout of this plan.
 
-        The result is 1 for a single context rank.
+        The result is 1 if a pack is on a single rank.
         """
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 
@@ -202,12 +202,12 @@ class RunPlan:
             f"cost {self.usual_padding.cost / self.packed_cost:.2f} times as much"
         )
         yield (
-            f"data ranks  slowest rank over the mean {found['imbalance']:.3f}, worst step "
+            f"data ranks  slowest rank {found['imbalance']:.3f} times the mean, worst step "
             f"{found['imbalance_worst']:.3f} (1 is perfect)"
         )
         for each in self.balances:
             chosen = "  <- parallel.layout" if each.kind == self.layout else ""
-            numbers = f"slowest rank over the mean {each.mean:.3f}, worst pack {each.worst:.3f}"
+            numbers = f"slowest rank {each.mean:.3f} times the mean, worst pack {each.worst:.3f}"
             yield f"context     {each.kind:<10}  {numbers}{chosen}"
         yield self._time_line(found)
         if self.memory is not None:
@@ -250,9 +250,10 @@ def make_plan(
     exact_steps: int | None = EXACT_STEPS,
     progress: OnPlannedStep | None = None,
 ) -> RunPlan:
-    """Plan the steps of `data`, and estimate their time, memory and balance. `layout`: how context ranks divide packs.
+    """Plan the steps of `data`, and estimate their time, their memory and the balance of the ranks.
 
-    `need` estimates memory; without it, the plan has no memory estimate. `exact_steps`: see `plan_epoch`.
+    `layout`: how context ranks divide a pack. `need`: estimates memory; without it, the plan has no memory estimate.
+    `exact_steps`: see `plan_epoch`.
     """
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
@@ -288,7 +289,7 @@ def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
     A device holds one context rank's part of a pack. The largest pack has `pack_tokens` tokens, or all tokens of the
-    largest step if that step has fewer. The largest pack is never shorter than the longest sample.
+    largest step if that step has fewer. A longer sample makes the pack as long as the sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

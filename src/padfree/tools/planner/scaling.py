@@ -1,11 +1,11 @@
 """Estimate how the time of a step changes with the number of devices.
 
-    part of a micro-batch    seconds
-    compute                  of the slowest rank, from the cost model
-    weights                  of all-gather and reduce-scatter, which overlap with compute. They make the step longer
-                             only by the first gather, the last reduce, and any time that they take beyond compute
-    context                  of sending keys and values; added to the step unless ring attention overlaps the sending
-                             with compute
+    part of a micro-batch    how its seconds are estimated
+    compute                  the time of the slowest rank, from the cost model
+    weights                  all-gather and reduce-scatter overlap with compute. They make the step longer only by the
+                             first gather, the last reduce, and any time that they take beyond compute
+    context                  sending keys and values; added to the step unless ring attention overlaps the sending with
+                             compute
 
     seconds of a collective  bytes on the busiest link / link bandwidth, plus a latency for every device in the ring
                              (the busiest link is inside a host or between hosts, whichever takes longer)
@@ -13,7 +13,7 @@
 The same steps are planned for 8 devices, 16, 32, ... and for the requested number. Efficiency is the throughput per
 device, divided by that of a run on the smallest number of devices.
 
-- Bytes are counted by `traffic`; tests/hosts compares these counts with real links.
+- Bytes are counted by `padfree.tools.planner.traffic`; tests/hosts compares these counts with real links.
 - Compute time is measured if the cost model was measured.
 - Link bandwidths and latencies, the fraction of the bandwidth that collectives reach, and the overlap are assumptions.
   The output says so.
@@ -39,26 +39,26 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.tools.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
 
 BASELINE_DEVICES = 8
-"""Number of devices at which the efficiency is 1, if the plan has at least so many."""
+"""The efficiency is 1 at this number of devices, or at the planned number if it is smaller."""
 
 INSIDE = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 BETWEEN = {"hdr": 25.0, "ndr": 50.0, "xdr": 100.0, "ethernet-100": 12.5, "ethernet-400": 50.0}
-"""`INSIDE` and `BETWEEN`: nominal bandwidth in GB/s with which a device sends to its own host by NVLink or PCIe, and to
-other hosts by InfiniBand or Ethernet with one network card per device."""
+"""Nominal bandwidth in GB/s with which a device sends: `INSIDE` its own host by NVLink or PCIe, and `BETWEEN` hosts by
+InfiniBand or Ethernet, with one network card per device."""
 
 LINK_OF = {"A100": "nvlink3", "H100": "nvlink4", "H200": "nvlink4", "B200": "nvlink5"}
 LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Latency in seconds that each device adds to a ring (inside), and that each host adds (between)."""
+"""Seconds of latency: `LATENCY_INSIDE` for each device of a ring, `LATENCY_BETWEEN` for each host of a ring."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""PLANNED_STEPS: number of steps that are planned for each number of devices. CONTEXT_PACKS: number of packs of a
-micro-batch whose traffic is counted."""
+"""`PLANNED_STEPS`: how many steps are planned for each number of devices. `CONTEXT_PACKS`: for how many packs of a
+micro-batch the traffic between context ranks is counted."""
 
 WORTHWHILE_SPEEDUP = 1.5
-"""Twice as many devices are worthwhile if steps get at least this many times as fast."""
+"""Doubling the number of devices is worthwhile if steps get at least this many times as fast."""
 
 
 PARTS = ("even", "waiting", "fixed", "weights", "context")
@@ -66,7 +66,7 @@ PARTS = ("even", "waiting", "fixed", "weights", "context")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Links:
-    """Bandwidth of a device in bytes per second: to devices on the same host, and to other hosts."""
+    """Bandwidth with which a device sends, in bytes per second: to devices on the same host, and to other hosts."""
 
     inside: float
     between: float
@@ -106,9 +106,9 @@ class StepTime:
     hosts: int
     replicate: int
     micro_batches: float
-    even: float  # seconds of compute if the ranks had equal work
+    even: float  # seconds of compute if all ranks had equal work
     waiting: float  # seconds of waiting for the slowest rank
-    fixed: float  # seconds of the fixed cost of each micro-batch and of each step
+    fixed: float  # seconds that every micro-batch and every step costs, whatever its number of tokens
     weights: float  # seconds of FSDP's communication that do not overlap with compute
     context: float  # seconds of sending keys and values that do not overlap with compute
     weights_out: float  # bytes of weights and gradients that a host sends to other hosts
@@ -146,7 +146,7 @@ class Scaling:
 
     @property
     def ways(self) -> dict[str, list[StepTime]]:
-        """The step times for each way to divide the weights. With a single host, only one way is planned."""
+        """Return the step times for each way to divide the weights. A single host has only one way."""
         ways = {"weights sharded over all ranks": self.sharded, "weights replicated per host": self.replicated}
         return {name: times for name, times in ways.items() if times}
 
@@ -156,11 +156,10 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """Return the largest worthwhile number of devices, and why more are not worthwhile.
+        """Return the largest worthwhile number of devices, and why more devices are not worthwhile.
 
-        The reason is the cause whose lost seconds grow most from this number of devices to the next.
-
-        Return None if every number of devices in `times` is worthwhile.
+        The reason is the cause whose lost seconds grow most from this number of devices to the next. The result is
+        None if every number of devices in `times` is worthwhile.
         """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):
@@ -244,7 +243,7 @@ def plan_scaling(
 
     `steps`: sample lengths of each step. `need` estimates the memory that a device needs; each has `memory` bytes.
     """
-    Placement(ranks=shape.ranks, hosts=hosts)  # refuses a number of hosts that does not divide the ranks
+    Placement(ranks=shape.ranks, hosts=hosts)  # raises a `UserError` if the hosts cannot have equally many ranks
     if time_model.per_second is None:
         raise UserError(
             "--hosts",
@@ -298,7 +297,7 @@ def _step_time(
     units = fsdp_units(need.model, placement.ranks // placement.replicate)
     collectives = (3 if parallel.reshard else 2) * len(units) + (placement.replicate > 1) * len(units)
     moving = _seconds(sent, links) + collectives * _latency(placement)
-    exposed = moving / len(units)  # the first gather and the last reduce overlap with nothing
+    exposed = moving / len(units)  # the first gather and the last reduce do not overlap with compute
     parts = dict.fromkeys(PARTS, 0.0)
     for plan in plans:
         compute = (plan.cost - cost.constant) / placement.context / rate  # [data ranks, J]

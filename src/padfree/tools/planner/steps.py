@@ -1,14 +1,14 @@
-"""The optimizer steps of the first epoch as sample lengths, because a plan does not need the tokens themselves.
+"""The optimizer steps of the first epoch, as sample lengths: a plan does not need the tokens themselves.
 
     lengths    7 3 9 4 5 2 ...          of the samples of a tokenised data set or of rollouts, or from a file of numbers
     steps      [9 3 4] [5 7 2] ...      each step has the same samples, in the same order, as in training
 
-In a mixture, the epoch repeats each row of a source according to the weight of the source. If rows have several samples
-with shared prefixes, a step also knows the prefix tree of its samples.
-
-Responses that the run generates are planned with their largest possible length, which gives an upper bound.
-
 The order of samples comes from `run.seed`, as in training. A test compares this order with that of a run.
+
+In a mixture, the epoch repeats each row of a source according to the weight of the source. If rows have several samples
+with shared prefixes, the plan of a step also uses the prefix tree of its samples.
+
+Responses that the run generates are planned with their largest possible length, so the plan is an upper bound.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ MOST_COMPARED = 50_000
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepLengths:
-    """The lengths of all samples of an epoch, and the lengths of the samples in each optimizer step."""
+    """The lengths of all samples of an epoch, and the lengths of the samples in each of its optimizer steps."""
 
     lengths: Lengths  # [n]
     steps: list[Lengths]
-    over_budget: int = 0  # samples longer than `batch.tokens`; each is a step of its own
+    over_budget: int = 0  # number of samples longer than `batch.tokens`; each has a step of its own
     shared_tokens: int | None = None  # tokens saved if a group or a data row shares its prefixes
     longest_responses: bool = False  # each length is a prompt plus the longest response that the settings allow
     rows: int | None = None  # data rows in the epoch, if a row can have several samples
     sources: tuple[SourceShare, ...] = ()  # the sources of a mixture
-    prefixes: Callable[[int], PrefixTree] | None = None  # the prefix tree of a step; None: plan without sharing
+    prefixes: Callable[[int], PrefixTree] | None = None  # returns the prefix tree of a step; None: nothing is shared
     copied_keys: float = 0.0  # see `estimate_memory`
 
 
@@ -76,11 +76,10 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """Return the steps of the data of `config`. If `lengths`, a file of sample lengths, is given, use it instead.
+    """Return the steps of the data of `config` or, if `lengths` names a file of sample lengths, of that file.
 
-    Raise the same errors about the data as a run with this config.
-
-    `on_note` is called with notes about how each file is read. `processes`: number of processes of the planned run.
+    Raise the same errors about the data as a run with this config. `on_note` is called with notes about how each file
+    is read. `processes`: the number of processes of the planned run.
     """
     if lengths is not None:
         if config.data.sources:

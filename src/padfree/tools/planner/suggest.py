@@ -1,6 +1,7 @@
 """Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-given                 ->  chosen
+Each suggestion follows from what is known:
+
 memory of a device    ->  the maximum number of tokens that a device can hold
 longest sample        ->  the smallest number of context ranks whose devices can hold this sample together
 plans of some steps   ->  the fastest of a few values of max_tokens
@@ -22,7 +23,7 @@ from padfree.tools.planner.steps import Lengths
 from padfree.train.resolve_auto import USABLE_FRACTION
 
 TRIED_STEPS = 16
-"""The number of steps planned for each candidate."""
+"""The number of steps that are planned for each candidate, i.e. each combination of settings."""
 
 SAME_FACTOR = 1.01
 """Times and imbalances within this factor count as equal."""
@@ -113,10 +114,10 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 
 
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
-    """Return plans with a few values of max_tokens, the largest first.
+    """Return plans for a few values of max_tokens, the largest value first.
 
     The largest value is limited by memory (`most` tokens) and by the tokens of a step. The smallest value is large
-    enough for the longest sample (`longest` tokens), if memory allows.
+    enough for the longest sample (`longest` tokens), if memory allows it.
     """
     useful = _rounded_up(-(-max(int(step.sum()) for step in steps) // shape.ranks))
     least = min(most, _rounded_up(-(-longest // shape.context)))
@@ -126,7 +127,7 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the candidate with the largest max_tokens among those that are as fast as the fastest candidate."""
+    """Return the candidate with the largest max_tokens of those that are about as fast as the fastest one."""
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)
 

@@ -1,10 +1,9 @@
 """Estimate how long steps take: a cost model, and the number of its units that a device computes per second.
 
-    what is known                                                            units of the cost model
+    what is known                                                            unit of the cost model
     batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
     a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs (PEAK_FRACTION of peak per second)
     neither of them                                                          FLOPs, whose time is unknown
-
 The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
 measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
 """
@@ -27,7 +26,7 @@ from padfree.estimate.flops import model_cost, peak_tflops
 from padfree.packing import CostModel
 
 PEAK_FRACTION = 0.4
-"""The assumed fraction of a GPU's peak FLOPs. Training of a dense model usually reaches it without tuning."""
+"""The assumed fraction of a GPU's peak FLOPs, which training of a dense model usually reaches without tuning."""
 
 IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Entries of a config that do not change what a model computes."""
@@ -49,8 +48,8 @@ class TimeModel:
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """Return the most accurate time model that is available.
 
-    From most to least accurate: seconds from `batch.cost`, seconds measured on this device, seconds from FLOPs and the
-    peak of a GPU, FLOPs without seconds, tokens. `gpu`: the name of the planned GPU, if one was given.
+    From most to least accurate, these are: seconds from `batch.cost`, seconds measured on this device, seconds from
+    FLOPs and the peak of a GPU, FLOPs without seconds, numbers of tokens. `gpu`: the name of the planned GPU, or None.
     """
     if config.batch.cost is not None:
         named = config.batch.cost
@@ -92,7 +91,7 @@ def device_name(device: str) -> str:
 
 
 def cost_path(device: str, model_config: Any, config: Config) -> Path:
-    """Return the path of the file with the cost model measured for this device, model and settings."""
+    """Return the path of the file that stores the cost model measured for this device, model and settings."""
     values = {name: value for name, value in model_config.to_dict().items() if name not in IGNORED}
     parallel = config.parallel
     way: list[Any] = [parallel.compile, parallel.kernels, parallel.checkpointing, parallel.reshard, parallel.offload]

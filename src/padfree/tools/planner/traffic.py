@@ -11,7 +11,7 @@ message inside a host, `>>` a message between hosts:
     expert 2        four pairs:       0 1 | 2 3 | 4 5 | 6 7                                 tokens for experts
                     two rings of 4:   0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1             shards of the experts
 
-A collective over n bytes among P processes makes each of them send to the next process of its ring:
+A collective over n bytes among P processes makes each process send to the next process of its ring:
 
     all-gather        (P - 1)/P n bytes      n: size of the gathered tensor
     reduce-scatter    (P - 1)/P n bytes      n: size of the tensor before it is scattered; with gloo twice as much,
@@ -60,12 +60,12 @@ EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics that a step sums over all processes. Statistics of single processes come on top."""
+"""Approximate number of statistics that a step sums over all processes, not counting those of single processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Which rank is on which host, and the groups of ranks that communicate."""
+    """Which rank is on which host, and which groups of ranks communicate."""
 
     ranks: int
     hosts: int = 1
@@ -174,7 +174,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """Return, for each kind, the most bytes that a host sends among its own ranks, and the most to other hosts."""
+        """Return for each kind: the most bytes that a host sends inside itself, and the most bytes to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
@@ -202,11 +202,10 @@ class UnitSizes:
 
 
 def fsdp_units(model: PreTrainedModel, shards: int, expert: int = 1) -> list[UnitSizes]:
-    """Return the FSDP units that `padfree.sharding.parallelize` makes.
+    """Return the FSDP units that `padfree.sharding.parallelize` makes, with their sizes.
 
-    FSDP2 pads the first dimension of each parameter to a multiple of `shards`.
-
-    `expert`: the number of ranks that divide the experts of a layer.
+    FSDP2 pads the first dimension of each parameter to a multiple of `shards`. `expert`: the number of ranks that
+    divide the experts of a layer.
     """
     divided = stacked_experts(model) if expert > 1 and undivided(model, expert, shards // expert) is None else []
     apart = {id(parameter) for module in divided for parameter in module.parameters(recurse=False)}
@@ -271,7 +270,7 @@ def context_traffic(
 ) -> Traffic:  # fmt: skip
     """Return the bytes that attention sends between the context ranks of each pack. `size`: bytes of an element.
 
-    A pack has `placement.context` context ranks, or the number that the plan gives it (`plan.widths`).
+    A pack is shared by `placement.context` context ranks, or by the number that the plan gives it (`plan.widths`).
     """
     found = Traffic(placement=placement)
     if placement.context == 1 and plan.widths is None:
@@ -309,14 +308,14 @@ def context_traffic(
 def expert_traffic(
     plan: StepPlan, model: PreTrainedModel, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
-    """Return the bytes that ranks that divide experts send each other, if all experts are chosen equally often."""
+    """Return the bytes sent between ranks that divide experts, if all experts are chosen equally often."""
     found, expert = Traffic(placement=placement), placement.expert
     if expert == 1:
         return found
     widths = placement.context if plan.widths is None else plan.widths
     tokens = np.maximum(
         -(-plan.computed_tokens // widths), 1
-    )  # [data ranks, J] tokens on a context rank; a filler has 1
+    )  # [data ranks, J] tokens on a context rank; a filler (a micro-batch without samples) has 1
     by_rank = np.repeat(tokens.sum(1), placement.ranks // plan.ranks)
     forwards = 1 if parallel.checkpointing == "none" else 2
     top, groups = ModelSizes.of(model.config).experts_per_token, placement.expert_mesh.reshape(-1, expert)

@@ -1,7 +1,7 @@
 """Build the page of one or more runs: summary, plots, responses, events, settings.
 
-If there is too much data for a page, the page shows a part of it and says so. Plots keep the minimum and the maximum of
-every interval of steps; lists keep their first or last entries.
+If there is too much data for a page, the page shows a part of it and says so. A plot keeps the minimum and the maximum
+of every interval of steps; a list keeps its first or last entries.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE = "report.html"
 
 
 def default_output(folders: Sequence[str | Path]) -> Path:
-    """Return the default path of the page: in the folder of a single run, or next to the first folder of several."""
+    """Return the default path of the page: in the folder of the run or, for several runs, next to the first folder."""
     first = Path(folders[0]) if folders else Path()
     return (first if len(folders) == 1 else first.resolve().parent) / PAGE
 
@@ -50,9 +50,9 @@ def default_output(folders: Sequence[str | Path]) -> Path:
 def write_report(
     folders: Sequence[str | Path], output: str | Path | None = None, *, names: Sequence[str] | None = None
 ) -> list[str]:
-    """Write the page of the runs in these folders to `output`, by default `default_output(folders)`.
+    """Write the page of the runs in these folders to `output`; None: to `default_output(folders)`.
 
-    Return notes about data that could not be read, which the page shows too. `names`: names of the runs.
+    Return notes about data that could not be read, which the page also shows. `names`: how the page names the runs.
     """
     given = output is not None
     output = Path(output) if output is not None else default_output(folders)
@@ -158,8 +158,8 @@ def _add_plots(page: Page, runs: Sequence[Run]) -> None:
     said = []
     if longest > SMOOTH_ABOVE:
         said.append(
-            f"Strong lines are running means ({mean_window(longest):,} steps in the longest run); faint lines are the "
-            "values."
+            f"Strong lines are running means ({mean_window(longest):,} steps in the longest run); faint lines are "
+            "single values."
         )
     if longest > MOST_POINTS:
         said.append(
@@ -254,7 +254,7 @@ def _add_events(page: Page, runs: Sequence[Run]) -> None:
 
 def _event_rows(run: Run) -> list[list[Cell]]:
     found: list[list[Cell]] = []
-    before: Record = {}  # fields of the last start; the next start shows only what changed since
+    before: Record = {}  # fields of the last start; the next start shows only the fields that changed since then
     for event in run.events:
         fields = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
         shown = fields

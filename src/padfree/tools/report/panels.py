@@ -1,6 +1,6 @@
 """Group metrics into figures under headings, and draw the figures.
 
-    a metric                       heading                  figure                   line
+    a metric                       its heading              its figure               its line
     response_length_max            Responses                Response length          max
     eval/reward                    Learning                 Reward                   held-out
     loss/clip_fraction             Statistics of the loss   Clip fraction
@@ -53,11 +53,11 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "Speed and memory": ("tokens_per_second", "mfu", "tflops*", "seconds", "memory*"),
     "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
 }
-"""Headings in the order of the page, each with patterns of its metrics. A metric is under the first heading that has a
-matching pattern. Without one, its heading is made of its prefix, or is "Other" if it has no prefix."""
+"""Headings in the order of the page, each with patterns of its metrics. A metric belongs to the first heading that has
+a matching pattern. If there is none, the heading is the prefix of the metric's name, or "Other"."""
 
 ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
-"""Metrics that get a figure even if they are constant. Other constant metrics are listed in a table."""
+"""Metrics that get a figure even if they never change. Other constant metrics are listed in a table."""
 
 TITLES = {
     "mfu": "Model FLOP utilisation",
@@ -77,7 +77,7 @@ TITLES = {
     "loss/sampler_difference": "Mean absolute difference of log-probabilities, trainer and sampler",
     "sampler_tokens_per_second": "Tokens per second of the sampler",
 }
-"""Titles of figures whose metric name does not make a good title."""
+"""Titles of figures for metrics whose name does not make a good title."""
 
 WORDS = {"lr": "learning rate", "kl": "KL", "nll": "NLL", "logprobs": "log-probabilities", "eval": "held-out"}
 UNITS = (
@@ -92,7 +92,7 @@ UNITS = (
     (r"tflops_per_device", "TFLOP/s"),
     (r"norm", "norm"),
 )
-"""Labels of the axis, by a pattern of the end of the figure's name. The default label is the name in words."""
+"""Axis labels, by a pattern for the end of the figure's name. The default label is the name in words."""
 
 LOGARITHMIC = re.compile(r"norm|perplexity|canary")
 PARTS = (
@@ -116,18 +116,18 @@ PARTS = (
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
 )
-"""Metrics that share a figure, such as `reward_min` with `reward`, and `groups_equal` with `groups_requested`."""
+"""Metrics that share a figure: the match gives its name and the line's, e.g. `reward` and `min` for `reward_min`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure. `metrics` maps each metric to its label; `unit` is the label of the axis."""
+    """A figure before it is drawn. `metrics`: the label of each metric. `unit`: the label of the axis."""
 
     title: str
     unit: str
     metrics: Mapping[str, str]
     log: bool = False  # use a log axis if one value is far above the rest
-    stacked: bool = False  # the metrics are parts of a whole
+    stacked: bool = False  # draw stacked bars, because the metrics are parts of a whole
 
 
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
@@ -171,9 +171,9 @@ def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def _position(name: str) -> tuple[int, int, str]:
-    """Return the sort key of a metric: the indices of the heading and of the pattern that match it, and its name.
+    """Return the position of a metric on the page, as a sort key. Metrics that match no heading come last.
 
-    Metrics without a match come last.
+    The key consists of the index of the matching heading, the index of the matching pattern, and the metric's name.
     """
     for number, patterns in enumerate(HEADINGS.values()):
         for index, pattern in enumerate(patterns):
@@ -239,7 +239,7 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
             "yaxis": {
                 "title": {"text": panel.unit + (" (log)" if log else "")},
                 **({"type": "log", "dtick": 1} if log else {"type": "linear"}),
-                "exponentformat": "e" if np.nanmax(np.abs(values), initial=0.0) < 1e-3 else "SI",  # 8e-6, but 20k
+                "exponentformat": "e" if np.nanmax(np.abs(values), initial=0.0) < 1e-3 else "SI",  # e.g. 8e-6 and 20k
             },
             "hovermode": "x unified" if len(runs) * len(used) <= 6 else "closest",
             "showlegend": len(runs) * len(used) > 1,
@@ -257,7 +257,7 @@ def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
     steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))
     stretch = -(-len(steps) // MOST_BARS)
     traces = []
-    for name in used:  # each part has the same colour on every page
+    for name in used:  # give each part of a step the same colour on every page
         index, label = PARTS.index(name.removeprefix("seconds/")), panel.metrics[name]
         values = np.zeros(len(steps))
         values[np.searchsorted(steps, run.metrics[name].steps)] = np.nan_to_num(run.metrics[name].values)
@@ -330,7 +330,10 @@ def _lines(series: Series, label: str, line: Mapping[str, Any]) -> list[dict[str
 
 
 def _marks(runs: Sequence[Run], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return vertical lines at resumes (dotted) and at non-finite steps (solid) of runs with one of these metrics."""
+    """Return vertical lines at resumes (dotted) and at non-finite steps (solid) of the runs that are drawn.
+
+    A run is drawn if it has one of the metrics `names`.
+    """
     found = []
     for index, run in enumerate(runs):
         if not any(name in run.metrics for name in names):

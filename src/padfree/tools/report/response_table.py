@@ -3,8 +3,9 @@
     lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a block of 4 lines per batch
     lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, including first and last
 
-A page shows at most `MOST_ROWS` responses with `MOST_LETTERS` characters in all; the middle of long texts is cut out.
-The page says how many responses it omits. The file is read line by line, because it can be larger than memory.
+In this example, the table shows every second block. A page shows at most `MOST_ROWS` responses with `MOST_LETTERS`
+characters in all; the middle of long texts is cut out. The page says how many responses it omits. The file is read line
+by line, because it can be larger than memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "pr
 
 TEXTS = ("prompt", "response", "failure")
 SHORT, MOST_COLUMNS = 200, 20
-"""Maximum number of characters in a cell of a column that is not in `TEXTS`, and maximum number of columns."""
+"""`SHORT`: the maximum number of characters of a cell in a column that is not in `TEXTS`. `MOST_COLUMNS`: the maximum
+number of columns."""
 
 LARGEST = 1 << 53
 NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
@@ -68,9 +70,9 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 
 
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return ascending indices of the lines to show: at most `most` of `count`.
+    """Return the indices of the lines to show, in ascending order: at most `most` of `count`.
 
-    The lines form blocks of consecutive lines, and include the first and the last block of the file.
+    The lines form blocks of consecutive lines. The first and the last block of the file are among them.
     """
     if count <= most:
         return np.arange(count)
@@ -92,7 +94,7 @@ def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list
 
 
 def common_beginning(rows: Sequence[Record]) -> str:
-    """Return the whole lines with which every prompt begins, e.g. the system message in a chat template."""
+    """Return the lines with which all prompts begin, e.g. the system message in a chat template."""
     prompts: list[str] = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
     if len(set(prompts)) < 2:
         return ""
@@ -102,7 +104,7 @@ def common_beginning(rows: Sequence[Record]) -> str:
 
 
 def without_beginning(rows: Sequence[Record], beginning: str) -> list[Record]:
-    """Return the same responses, with `beginning` removed from their prompts."""
+    """Return copies of the responses, with `beginning` removed from the beginning of their prompts."""
     return [
         {**row, "prompt": row["prompt"].removeprefix(beginning)} if isinstance(row.get("prompt"), str) else row
         for row in rows
@@ -113,7 +115,7 @@ def _cell(name: str, value: Any, letters: int) -> Any:
     if value is None:
         return None
     if name in NUMBERS and isinstance(value, int | float) and not isinstance(value, bool):
-        return value if abs(value) < LARGEST else None  # not NaN, and exact in JavaScript
+        return value if abs(value) < LARGEST else None  # NaN and numbers that JavaScript rounds are left out
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

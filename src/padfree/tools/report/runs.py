@@ -10,7 +10,7 @@
     nonfinite-step-*.jsonl    the samples of a step with a non-finite loss or gradient
     checkpoints/step-*        the checkpoints
 
-A run that has just started has `run.json` and little else; a run of an early version has no `run.json`. Data that
+A run that has just started has `run.json` and little else. Folders of early versions have no `run.json`. Data that
 cannot be read (an incomplete last line, a value that is not a number, a file without permission) is skipped with a note
 in `notes`, which the page shows. A missing file that not every run writes (evaluations, rollouts) gives no note.
 """
@@ -52,7 +52,7 @@ SAMPLES_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Series:
-    """One metric: its value at each step that has one. Non-finite values are NaN."""
+    """The values of one metric, at the steps that have one. Values that are not finite are NaN."""
 
     steps: NDArray[np.int64]  # [N] ascending
     values: NDArray[np.float64]  # [N]
@@ -86,9 +86,9 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None) -> list[Run]:
-    """Read the runs in these folders. `names`: names of the runs.
+    """Read the runs in these folders. `names`: how the page names the runs.
 
-    By default, a run has the name of its folder, with as many parent folders as needed to make the name unique.
+    By default, the name of a run is that of its folder, with as many parent folders as are needed to make it unique.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:

@@ -1,9 +1,10 @@
 """Reduce a long series to few points for a plot.
 
-    values    3 1 4 1 5 9 2 6 5 3 5 8        12 points, 3 buckets of 4
+    values    3 1 4 1 5 9 2 6 5 3 5 8        12 points in 3 buckets of 4
     kept      3 1 4 . . 9 2 . . 3 . 8        the minimum and maximum of each bucket, and the first and last point
 
-A spike of a single step stays visible. A bucket without any finite value keeps one NaN, which is a gap in the line.
+A spike of a single step therefore stays visible. A bucket without any finite value keeps one NaN, which is a gap in the
+line.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.
     if len(values) <= most:
         return np.arange(len(values))
     kept = {0, len(values) - 1}
-    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket fewer, to leave room for the two ends
+    edges = np.linspace(0, len(values), most // 2, dtype=np.int64)  # one bucket fewer: the two ends are points too
     for begin, end in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         bucket = values[begin:end]
         if np.isnan(bucket).all():
@@ -42,10 +43,10 @@ def mean_window(count: int) -> int:
 
 
 def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """Return [len(at)]: the mean of the finite values in a window around each index in `at`.
+    """Return [len(at)]: for each index in `at`, the mean of the finite values in a window around it.
 
-    At the ends of the series the window is smaller. Each window is summed separately: with differences of cumulative
-    sums, the rounding error of one huge value would spoil all later means.
+    At the ends of the series the window is smaller. Each window is summed separately, because with differences of
+    cumulative sums the rounding error of one huge value would spoil all later means.
     """
     assert window % 2 == 1
     around = [values[max(index - window // 2, 0) : index + window // 2 + 1] for index in at.tolist()]

@@ -1,7 +1,9 @@
-"""Determine the state of a run from its folder.
+"""Determine the state of a run (running, killed, finished, ...) from its folder.
 
-    last event of           state, if a process          state, if no process
-    events.jsonl            holds run.lock               holds it
+A running process holds a lock on the file `run.lock`. The state follows from the lock and from the last event in
+`events.jsonl`:
+
+    last event              state, if run.lock is held   state, if it is not held
     none                    starting                     ended before its first step
     start                   running                      killed
     stop                    stopped by a signal          stopped by a signal
@@ -32,7 +34,7 @@ REASON_LETTERS = 300
 
 
 def state_of(folder: Path, events: Sequence[Mapping[str, Any]], *, has_nonfinite: bool) -> str:
-    """Return the state of the last process of the run, as text.
+    """Return the state of the last process of the run as text, e.g. "running".
 
     `has_nonfinite`: whether a step had a non-finite loss or gradient.
     """
@@ -60,7 +62,7 @@ def _ended(marks: Sequence[Mapping[str, Any]], held: bool | None) -> str:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process is writing to the folder; None if this cannot be determined on this machine."""
+    """Return whether a process is writing to the folder; None if this machine cannot tell."""
     lock = folder / LOCK
     if not lock.is_file():
         return False
@@ -77,6 +79,6 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _holder_host(folder: Path) -> str | None:
-    """Return the host of the process that last locked the folder and has not released it, or None."""
+    """Return the host whose process locked the folder last and has not released it, or None."""
     found = read_object(folder / HOLDER)
     return None if found is None else str(found.get("host"))

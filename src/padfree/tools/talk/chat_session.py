@@ -1,12 +1,12 @@
 """A chat of several turns.
 
-    turn 1   <|user|>Hi<|end|><|assistant|>            prompt ids, rendered by the template
+    turn 1   <|user|>Hi<|end|><|assistant|>            prompt ids, rendered by the chat template
              Hello<|end|>                              answer ids, as they were sampled
     turn 2   the prompt ids and answer ids of turn 1, and the ids of \\n<|user|>How are you?<|end|><|assistant|>
 
 Earlier answers keep their sampled token ids, because encoding their text again could give other ids. Some templates
-change earlier turns (Qwen3 removes their reasoning). If the rendered conversation does not begin with the text of the
-earlier turns, the whole conversation is encoded again.
+change earlier turns (Qwen3 removes their reasoning). If the rendered conversation therefore does not begin with the
+text of the earlier turns, the whole conversation is encoded again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ChatSession:
         self.system = self.system if system is None else system
         self.messages: list[Message] = []
         self.turn = 0
-        self._text, self._ids = "", list[int]()  # prompt and answer of the last turn
+        self._text, self._ids = "", list[int]()  # the conversation up to the last answer
 
     def ask(self, text: str, *, max_new_tokens: int, on_text: OnText | None = None) -> Answer:
         """Return the answer to `text`, the user's next message. An error or an empty answer adds no turn.

@@ -1,4 +1,4 @@
-"""Write a model, a run or adapters to a GGUF file."""
+"""Write a model, the model of a run, or a model with adapters to a GGUF file, which llama.cpp reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from padfree.train.training_data import open_tokenizer
 
 
 def export_gguf(files: ModelFiles, path: Path) -> str:
-    """Write `path` with merged adapters and the run's chat template; return the `model_type`."""
+    """Write the model to `path`, with merged adapters and the run's chat template. Return its `model_type`."""
     tokenizer = open_tokenizer(files.tokenizer, SETTING)
     template = None if files.chat_template is None else read_template(files.chat_template, "data.chat_template")
     model, _ = load_language_model(files)

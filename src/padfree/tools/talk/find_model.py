@@ -1,11 +1,11 @@
 """Find the files of a model by its name.
 
-    name                 what it is                                        files
+    example of a name    what it is                                        files
     Qwen/Qwen3-0.6B      a Hub id, or a folder with config.json            its weights and tokenizer
     runs/sft             a run folder (run.json)                           runs/sft/model, and the run's chat template
     runs/lora/model      an adapter folder (adapter_config.json)           its adapters, and the base model they name
 
-This module does not import torch, so that errors about wrong names are printed at once.
+This module does not import torch, so that an error about a wrong name is printed at once.
 """
 
 from __future__ import annotations

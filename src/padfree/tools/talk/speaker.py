@@ -3,8 +3,8 @@
     text -> chat template -> prompt ids [n] -> sampler -> answer ids [m] -> text, piece by piece
 
 The random numbers of an answer depend only on the seed, the turn and the index of the prompt. An answer is therefore
-the same with and without streaming, and does not depend on the other prompts of the batch. Temperature 0 takes the most
-likely token.
+the same with and without streaming, and does not depend on the other prompts of the batch. Temperature 0 is greedy
+decoding: it takes the most likely token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from padfree.train.check_data import ModelLimits
 from padfree.train.training_data import open_tokenizer
 
 BATCH = 16
-"""The number of answers generated at the same time."""
+"""The maximum number of answers that are generated at the same time."""
 
 MOST_TOKENS = 1_000_000
 
@@ -47,8 +47,8 @@ End = Literal["stop", "length", "context", "interrupted"]
 """Why an answer ended: a stop token, `max_new_tokens`, the model's context length, or the user."""
 
 OnText = Callable[[int, str], None]
-"""Function that is called with the index of a prompt and the next piece of its answer, which can be "". It may raise
-`StopAnswer`."""
+"""Called with the index of a prompt and the next piece of its answer, which can be "". To stop the generation, it
+raises `StopAnswer`."""
 
 
 class FullContextError(UserError):
@@ -63,7 +63,7 @@ class StopAnswer(Exception):  # noqa: N818  not an error
 class Answer:
     text: str  # without the stop token
     tokens: NDArray[np.int64]  # [m] with the stop token
-    # [m] of the distribution that the tokens were sampled from, or at temperature 1 for greedy decoding
+    # [m] of the distribution from which the tokens were sampled or, for greedy decoding, of that at temperature 1
     logprobs: NDArray[np.float32]
     end: End
 
@@ -77,7 +77,7 @@ class Answer:
 
 
 class Speaker:
-    """A loaded model and its tokenizer. Generates answers to prompts."""
+    """A loaded model and its tokenizer, which generate answers to prompts."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`chat` renders the chat template. Without it, prompts are plain text. `decodes`: see `InProcessSampler`."""
+        """`chat` renders the chat template; without it, prompts are plain text. `decodes`: see `InProcessSampler`."""
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)
@@ -110,11 +110,11 @@ class Speaker:
 
     @property
     def context(self) -> int | None:
-        """Maximum number of tokens of prompt and answer together; None if the model has no known limit."""
+        """The maximum number of tokens of prompt and answer together; None if the model's limit is not known."""
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Render messages as text, with the generation prompt. Raise a `UserError` if the template drops a message."""
+        """Return messages as text, with the generation prompt. Raise a `UserError` if the template drops a message."""
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
@@ -129,16 +129,16 @@ class Speaker:
         return text
 
     def prompt(self, text: str, *, system: str | None = None) -> list[int]:
-        """Return the token ids of a chat with one user message, or of the plain text if there is no chat template."""
+        """Return the token ids of a chat with one user message or, without a chat template, of the plain text."""
         if self.chat_tokenizer.chat is None:
             need(system is None, "--system", system, "remove --system: a plain prompt has no system message")
             return self.chat_tokenizer.encode_prompt(check_encodable(text, "prompt"), begun=False)
         return self.chat_tokenizer.encode_prompt(self.render(messages_of(text, system)), begun=True)
 
     def max_new_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Return `max_new_tokens`, or fewer tokens if the prompt leaves less room for an answer in the model's context.
+        """Return `max_new_tokens`, or a smaller number if the model's context has less room after the prompt.
 
-        Raise an error if the model cannot take the prompt.
+        Raise an error if the prompt is empty, contains unknown token ids or fills the context.
         """
         need(len(prompt) > 0, "prompt", "", "give a text of at least one token")
         largest = max(prompt)
@@ -199,7 +199,7 @@ class Speaker:
 
 
 class _CollectedAnswer:
-    """The part of one answer generated so far."""
+    """The part of one answer that has been generated so far."""
 
     def __init__(self, speaker: Speaker, context_limits: bool) -> None:
         self._speaker, self._context_limits = speaker, context_limits
@@ -252,7 +252,7 @@ def check_sampling(temperature: float, seed: int, truncation: Truncation) -> Non
 
 
 def messages_of(text: str, system: str | None) -> list[Message]:
-    """Return the messages of a conversation that begins with this system message (if any) and this user message."""
+    """Return the messages of a new conversation: the system message, if there is one, and the user message."""
     first = [] if system is None else [{"role": "system", "content": system}]
     return [*first, {"role": "user", "content": text}]
 
@@ -337,7 +337,7 @@ def device_named(name: str) -> torch.device:
 
 
 def dtype_named(name: str, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of this name. "auto" is float32 on a CPU and None, the dtype of the weight files, on a GPU."""
+    """Return the dtype called `name`; for "auto", float32 on a CPU, and None (as in the weight files) on a GPU."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else None
     found: torch.dtype = getattr(torch, name)

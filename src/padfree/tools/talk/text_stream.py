@@ -3,9 +3,9 @@
     bytes of four tokens    "Gr"   c3   bc   "ße"      a character such as ü (c3 bc) can be spread over several tokens
     pieces of text          Gr     -    ü    ße        a piece ends with a character; all pieces joined are the text
 
-A decoder shows incomplete characters as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
-keep the cost per token constant, only the ids of the last piece and the new ids are decoded. The last piece
-gives the decoder context, because some decoders remove a space at the beginning of a text.
+A decoder shows an incomplete character as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
+keep the cost per token constant, only the ids of the last piece and the new ids are decoded. The last piece is decoded
+again because some decoders remove a space at the beginning of a text.
 """
 
 from __future__ import annotations
