@@ -1,18 +1,19 @@
 """Rollouts: prompts, and the responses that the policy samples for them.
 
-prompts          read_prompts: reads files and returns tokenised prompts, each with the data row its reward needs
+prompts          read_prompts: reads files and returns tokenised prompts, each with the data row that its reward needs
 base             Sampler: the interface between rollouts and the engine that samples
-group            RolloutGroup: a prompt, its episodes, and their samples
+group            RolloutGroup: a prompt, its episodes (each is one response or several turns), and their samples
 collect          Collector: turns groups of prompts into rewarded samples, synchronously or ahead of training
 environment      multi-turn episodes
-engines          make_sampler: the sampler named by `rollout.engine`
+engines          make_sampler: makes the sampler that `rollout.engine` names
   in_process     sampling in the training process
-  servers        sampling on inference servers, independent of the engine they run; vllm is one engine
-response_log     responses sampled since the last checkpoint, on disk
+  servers        sampling on inference servers, independent of the engine that they run; vllm is one engine
+response_log     stores responses sampled since the last checkpoint on disk
 sampling_rng     counter-based random numbers for sampling, identical on every device
-token_ids        checks of token ids and responses from user code and servers
+truncation       top-k, top-p and min-p
+token_ids        checks token ids and responses from user code and servers
 loop_thread      an asyncio event loop in its own thread, for episodes and for servers
-rewards          computes rewards with a time limit: in threads or processes, or by a model
+reward_workers   computes rewards with a time limit: in threads or processes, or by a model
 """
 
 from padfree.rollout.base import Response, Sampler, SamplingRequest

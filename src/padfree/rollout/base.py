@@ -3,7 +3,8 @@
     SamplingRequest   tokens 7 8      max_new_tokens 3     key 912…      one request per response
     Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40      versions 40 40 41
 
-`versions` has the policy version that sampled each token, and `version` is the oldest of them.
+In this example, the weights changed while the response was sampled: `versions` is the policy version (number of
+optimizer steps) of the weights that sampled each token, and `version` is the oldest of them.
 
 A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages and metrics are computed
 outside of the sampler, so they do not depend on the engine (`rollout.engine`).
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from padfree.sample import Sample
 
 Score = Callable[["Sequence[Sample]", float], list[NDArray[np.float32]]]
-"""Function of samples and a temperature that returns the trainer's log-probabilities [n] of each sample. Collective."""
+"""Returns the trainer's log-probabilities [n] of each sample, for the given samples and temperature. Collective."""
 
 OnResponse = Callable[[int, "Response"], None]
 """Called with the index of a request and its response. A response that a weight sync interrupted is partial."""
@@ -46,7 +47,7 @@ OnFinished = Callable[["Sequence[tuple[int, Response]]"], None]
 """Called with finished responses, one or several at once, each with the index of its request."""
 
 Gather = Callable[[Any], list[Any]]
-"""Function that gathers an object from every rank and returns the list of them. Collective."""
+"""Gathers an object from every rank, and returns the list of all objects. Collective."""
 
 OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 """Called with the index of a request and its new tokens and log-probabilities since the last call."""
@@ -67,7 +68,7 @@ class SamplingRequest:
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:
-        """A key that is equal for requests with the same prompt: the token array and the images."""
+        """Return a key that is equal for requests with the same prompt: the same token array and images."""
         return id(self.tokens), tuple(image.digest for image in self.images)
 
 
@@ -101,7 +102,7 @@ class Response:
         return self.ended or len(self.tokens) >= max_new_tokens
 
     def followed_by(self, rest: Response) -> Response:
-        """Return the concatenation of this partial response and its continuation `rest`."""
+        """Return this partial response followed by its continuation `rest`, as one response."""
         return Response(
             tokens=np.concatenate([self.tokens, rest.tokens]),
             logprobs=np.concatenate([self.logprobs, rest.logprobs]),
@@ -149,7 +150,7 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def failure(self) -> Exception | None:
-        """The error that stopped the sampling threads, if any."""
+        """The error that stopped the sampling threads; None if they have not stopped."""
 
     @property
     def stuck(self) -> bool:

@@ -1,6 +1,6 @@
 """A rollout group: a prompt, the episodes that are played for it, and the samples made from them.
 
-Several modules fill in a group:
+Several modules fill in a group. In this example, a prompt has three episodes:
 
     batcher         RolloutGroup(prompt=p, size=3)                    batches are made of groups
     queued_batch    first=6                                           its episodes have numbers 6 7 8 in the batch
@@ -51,7 +51,7 @@ class Leaf:
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    """Return the kept sets as fields of a leaf."""
+    """Return the kept sets, and the number of ids in them, as keyword arguments of `Leaf`."""
     return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 
@@ -67,22 +67,22 @@ class Played:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Rewards of the leaves that have one."""
+        """The rewards of the leaves that have a reward."""
         return tuple(leaf.reward for leaf in self.leaves if leaf.reward is not None)
 
     @property
     def reward(self) -> float:
-        """Mean reward of the leaves; 0 if the episode failed."""
+        """The mean reward of the leaves; 0 if the episode failed."""
         return sum(self.rewards) / max(len(self.rewards), 1)
 
     @property
     def num_tokens(self) -> int:
-        """Number of sampled tokens of all leaves. Tokens that two leaves share count twice."""
+        """The number of sampled tokens of all leaves. Tokens that two leaves share count twice."""
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """Policy versions of the sampled tokens of all leaves."""
+        """The policy versions of the sampled tokens of all leaves."""
         return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
 
     @property
@@ -92,7 +92,7 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `named` stores the played episodes in `episodes`, in order."""
+    """A prompt with `size` episodes. `written_groups` stores the played episodes in `episodes`, in order."""
 
     prompt: Prompt
     size: int
@@ -200,7 +200,7 @@ def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) 
     """Return the penalty for a leaf with `length` tokens after its prompt.
 
     The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. Then it grows linearly, to
-    `rollout.overlong_penalty` at `max_new_tokens`.
+    `rollout.overlong_penalty` at `max_new_tokens`. An example:
 
     max_new_tokens 8, buffer 4, penalty 1        length    1 2 3 4 5    6   7    8
                                                  penalty   0 0 0 0 0.25 0.5 0.75 1

@@ -81,7 +81,7 @@ class LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # has no effect if it has ended
+            future.cancel()  # has no effect if the coroutine has ended
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         self.loop.call_soon_threadsafe(function, *args)

@@ -1,11 +1,13 @@
-"""The response log: responses sampled since the last checkpoint, on disk. A killed run need not sample them again.
+"""The response log: responses sampled since the last checkpoint, on disk. After a kill they are not sampled again.
+
+In this example, checkpoints are saved after steps 10 and 20:
 
     checkpoint       10                                20
     training         |  11   12   13 ...               |  21 ...
     response_log/    step-00000010.rank-00000.jsonl    step-00000020.rank-00000.jsonl
                      batches 11 12 13 ...              batches 21 ...
 
-A new part of the log starts with every checkpoint. When the checkpoint is complete, the parts that it covers are
+A new part of the log starts with every checkpoint. When the checkpoint is complete, the parts that it replaces are
 removed. A part has one line per response, or per set of responses that finished together:
 
     9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}       the first line: the origin of the part
@@ -43,7 +45,7 @@ _CHECKSUM = 8
 
 Tokens = NDArray[np.integer[Any]]
 Kept = tuple[int, Tokens, Response]
-"""The number of a response in its batch, the tokens of its prompt, and the response."""
+"""A response to store: its number in the batch, the tokens of its prompt, and the response."""
 
 _Key = tuple[int, int, int]  # batch, number, and a checksum of the prompt
 
@@ -84,7 +86,7 @@ class _Open:
 
     origin: Origin
     path: Path
-    before: list[tuple[int, str]]  # earlier parts that are still needed
+    before: list[tuple[int, str]]  # (step, weights) of the earlier parts that are still needed
     file: int | None = None  # a file descriptor, opened by the first write
 
 

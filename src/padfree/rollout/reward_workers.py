@@ -2,7 +2,7 @@
 
     workers.within(seconds, text, ...)    in the calling thread: rewards of single-turn episodes, without processes
     await workers(text, row, ...)         in a new thread or, with `rollout.reward_processes`, in a process
-    RewardsLater                          returns None: `Collector` calls the reward model when the batch is complete
+    RewardsLater                          returns None: the reward model scores all responses of a batch at its end
 
 A process (`data.reward_worker`) computes one reward at a time. A process that hangs or dies is replaced.
 
@@ -44,11 +44,11 @@ AGAIN = 1.0
 
 
 class _AlarmError(BaseException):
-    """Raised by the alarm. It is not an `Exception`, so that a reward with `except Exception` does not catch it."""
+    """Raised by the alarm. It is not an `Exception`, because a reward function may catch any `Exception`."""
 
 
 RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
-"""Takes this rank's (prompt, response text) pairs; returns a reward or an error message for each. Collective."""
+"""Takes this rank's (prompt, response text) pairs. Returns, for each, a reward or an error message. Collective."""
 
 
 class RewardWorkers:
@@ -180,9 +180,8 @@ def score_by_model(
 ) -> None:
     """Compute a reward for each leaf of `played` that has none. Collective.
 
-    `played`: the episodes of this rank, by number. `prompts`: their prompts.
-
-    `skip_failures`: do not raise errors. Without it, an error on one rank is raised on all ranks.
+    `played`: the episodes of this rank, by number. `prompts`: their prompts. With `skip_failures`, an error fails only
+    its episode. Otherwise, an error on one rank is raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]
@@ -234,7 +233,7 @@ def _with_alarm(seconds: float, message: str, function: Callable[..., Result], *
             raise
     finally:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
-        if other:  # another alarm was set before: restore its remaining time
+        if other:  # an alarm was set before this one: restore its remaining time
             signal.setitimer(signal.ITIMER_REAL, max(other - (time.monotonic() - begin), 1e-3), interval)
     if late:
         raise UserError.of(message)

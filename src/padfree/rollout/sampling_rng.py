@@ -72,8 +72,8 @@ LARGE = 4096
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` may skip a token if its probability is below RARE / CANDIDATES and its hash is not among the highest:
-the top fraction RARE of all hashes.
+"""`gumbel_argmax` may skip a token if its probability is below RARE / CANDIDATES, and its hash is not in the top
+fraction RARE of all hashes.
 """
 
 

@@ -9,7 +9,8 @@
 Text from agents and environments is checked after it is tokenised (`environment.episode_policy`).
 
 A token id without an embedding crashes a GPU process without a useful message, so no such id may enter a batch. Ids
-that only the padded embedding matrix has are allowed: the policy can sample them, and an agent may send them back.
+that exist only because the embedding matrix is padded are allowed: the policy can sample them, and an agent may send
+them back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Truncated sampling: top-k, top-p and min-p choose the kept set of each token from its logits.
+"""Truncated sampling: a token is sampled only from its kept set, the ids that top-k, top-p and min-p keep.
+
+In this example, each rule is applied to the probabilities of six ids:
 
     probabilities    .40  .25  .15  .10  .06  .04
-    top_k=5          .42  .26  .16  .10  .06             rescaled to a sum of 1
-    top_p=0.8        .42  .26  .16                       until the sum reaches 0.8
+    top_k=5          .42  .26  .16  .10  .06             the 5 largest, rescaled to a sum of 1
+    top_p=0.8        .42  .26  .16                       in this order, until the sum reaches 0.8
     min_p=0.5        .42  .26                            at least 0.5 of the largest probability
 
 The temperature is applied first, then top-k, top-p and min-p, in this order. A set is never empty, and ids with equal

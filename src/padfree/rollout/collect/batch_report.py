@@ -53,7 +53,7 @@ def batch_metrics(
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Return metrics of a batch's episodes: means of their own metrics, and sums of the gateway's counters."""
+    """Return metrics of a batch's episodes: means of the episodes' own metrics, and sums of counters of API calls."""
     leaves = [leaf for one in played for leaf in one.leaves]
     metrics = {
         "episodes": float(len(played)),
@@ -105,7 +105,7 @@ def queue_metrics(
 
 
 class ResponseExamples:
-    """A JSON Lines file with a batch number in each line. A resumed run removes lines of batches that it repeats."""
+    """A JSON Lines file whose lines have a batch number. A resumed run removes the lines of batches that it repeats."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

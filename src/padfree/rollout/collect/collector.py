@@ -112,7 +112,7 @@ class Collector:
         self.settings, self.mesh, self.sampler, self._run, self._prompts = settings, mesh, sampler, run, prompts
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
         self.response_log = None if settings.has_episodes else response_log  # a resumed run replays episodes
-        self.timings: dict[str, float] = {}  # seconds of the last batch other than sampling, by activity
+        self.timings: dict[str, float] = {}  # seconds of the last batch by activity, without the time of sampling
         self._reward_model, self._on_sampling = reward_model, on_sampling
         self._writer = make_writer(settings, sampler, self.chat_tokenizer, temperature=loss.temperature)
         self._async = settings.staleness > 0
@@ -121,7 +121,7 @@ class Collector:
         self._batches: dict[int, QueuedBatch] = {}  # the queue, oldest first, by batch number
         self._known = KnownEpisodes(self.response_log, oldest=self.oldest, continues=self._async)
         self._change = threading.Condition()
-        self._failure: str | None = None  # error message of another thread
+        self._failure: str | None = None  # the message of an error in another thread
         self._batch_metrics: dict[str, float] = {}
         self._files = BatchFiles(Path(run.folder), self.chat_tokenizer.decode, writes=mesh.loss.rank == 0)
 
@@ -141,7 +141,7 @@ class Collector:
             return number, self.take(number, version=step)
 
     def resume(self, batcher: Batcher, trained: PreTrainedModel, step: int, *, remaining: int) -> None:
-        """After a resume, start to sample ahead. The batch in training has `remaining` updates left."""
+        """After a resume, start to sample ahead. `remaining`: updates that the batch in training still has."""
         if self._async:
             with compute_copies(trained):
                 self._fill(batcher, trained, step, remaining)
@@ -200,7 +200,7 @@ class Collector:
                 self._request(queued, queued.request_more(merged(parts)))
 
     def take(self, batch: int, *, version: int) -> list[Sample]:
-        """Wait for all episodes of a batch and return its samples, to be trained now."""
+        """Wait for all episodes of a batch, and return its samples, which are trained next."""
         begin = time.perf_counter()
         queued = self._batches[batch]
         outcomes = self._finished(queued)
@@ -210,7 +210,7 @@ class Collector:
         self._files.write_failures(batch, queued.failures(outcomes))
         groups, played = queued.chosen(outcomes), queued.played
         owners: dict[int, int] = {}
-        if self.mesh.loss.size > 1:  # the episodes get placeholders in place of their tokens
+        if self.mesh.loss.size > 1:  # the episodes get placeholders for tokens, which stay on their rank
             with self._timed("waiting"):
                 played, owners = known_to_all(groups, played, self._gathered, num_shown=NUM_SHOWN)
         groups = written_groups(groups, played)
@@ -260,7 +260,7 @@ class Collector:
         return [outcomes[number] for number in range(len(keys))]
 
     def metrics(self) -> Mapping[str, float]:
-        """Metrics of the last batch on this rank."""
+        """Return metrics of the last batch, on this rank."""
         return {f"sampler/{name}": value for name, value in self.sampler.metrics().items()} | self._batch_metrics
 
     def close(self) -> None:

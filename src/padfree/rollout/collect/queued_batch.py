@@ -1,13 +1,13 @@
 """A batch that the collector has queued: its groups, their episodes, and which groups are trained on.
 
-For a batch with 3 episodes for each of the prompts p and q:
+In this example, a batch has 3 episodes for each of the prompts p and q:
 
     groups      (p p p) (q q q)        episodes 0 1 2 | 3 4 5, divided over all ranks (`share_of_rank`)
-    outcomes    0 1 0   1 1 1          rewards by episode number; every rank knows those of all ranks
+    outcomes    0 1 0   1 1 1          rewards by episode number; every rank knows the rewards of all ranks
     signal      yes     no             whether the rewards of a group differ
 
-`rollout.filter` replaces a group whose rewards are all equal by a spare group. A batch of 4 groups with 2 responses
-each:
+`rollout.filter` replaces a group whose rewards are all equal by a spare group. In this example, a batch has 4 groups
+with 2 responses each:
 
     groups    of the batch             spare
               0     1     2     3      4     5     6     ...
@@ -64,7 +64,7 @@ Outcomes = Mapping[int, EpisodeOutcome]
 
 
 Stored = tuple[int, int, Played | Response]
-"""A tuple: batch number, episode number, and the finished episode or the partial response."""
+"""What a checkpoint stores of an episode: (batch number, episode number, the finished episode or partial response)."""
 
 
 class QueuedBatch:
@@ -100,8 +100,8 @@ class QueuedBatch:
             self._spare = _spare_prompts(prompts, own, seed, batch)[:num_spare]
         self.num_requested = 0
         self.plays: list[Play] = []  # episodes for `take` to play (staleness 0)
-        self.missing: set[int] = set()  # episodes that are not finished
-        self.partial: dict[int, Response] = {}  # the tokens sampled so far of unfinished episodes
+        self.missing: set[int] = set()  # numbers of the episodes that are not finished
+        self.partial: dict[int, Response] = {}  # by episode number: the tokens of unfinished responses so far
         self.played: dict[int, Played] = {}
 
     @property
@@ -195,7 +195,7 @@ class QueuedBatch:
         return sum(failed), sum(map(bool, failed))
 
     def metrics(self, outcomes: Outcomes) -> dict[str, float]:
-        """Return the metrics of the filter."""
+        """Return the metrics of `rollout.filter`: how many groups were requested, equal, or more than needed."""
         if not self._filtered:
             return {}
         different = sum(self._signals(outcomes))
@@ -235,7 +235,7 @@ def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list
 
 
 class KnownEpisodes:
-    """Episodes and responses that were sampled before a resume: those in the checkpoint and in the response log."""
+    """Episodes and responses that were sampled before a resume, from the checkpoint and from the response log."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
         """`oldest`: maximum age of a token, in optimizer steps. `continues`: whether the sampler continues partial

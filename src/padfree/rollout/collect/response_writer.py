@@ -1,4 +1,4 @@
-"""Play single-turn episodes: a prompt, a response, a reward. Such episodes need no coroutines.
+"""Play single-turn episodes, which consist of a prompt, a response and a reward. They need no coroutines.
 
     play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
     begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
@@ -48,7 +48,7 @@ class ResponseWriter:
             settings,
         )
         self._pool = DaemonPool(REWARD_THREADS, "reward")
-        self._thread = LoopThread("rewards")  # calls the reward processes
+        self._thread = LoopThread("rewards")  # its event loop calls the reward processes
         self.reward_seconds = 0.0  # total over all calls of `play`
 
     def play(
@@ -130,10 +130,10 @@ class ResponseWriter:
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
     def _leaf(self, play: Play, response: Response) -> Leaf:
-        """Return the leaf of a single-turn episode: the prompt followed by the response.
+        """Return the leaf (the sequence that becomes a sample) of a single-turn episode: prompt and response.
 
-        The text keeps all special tokens except the stop token. A reward that does not see a token could be exploited
-        by it.
+        The text for the reward keeps all special tokens except the stop token. Otherwise, the policy could exploit
+        tokens that the reward does not see.
         """
         prompt, before = play.prompt.tokens, len(play.prompt.tokens)
         kept = None if response.kept is None else KeptSets.joined([KeptSets.whole(before), response.kept])
@@ -191,7 +191,7 @@ class ResponseWriter:
 def make_writer(
     settings: RolloutConfig, sampler: Sampler, chat_tokenizer: ChatTokenizer, *, temperature: float
 ) -> ResponseWriter | EpisodeRunner:
-    """Make the object that plays episodes: an `EpisodeRunner` for an environment, else a `ResponseWriter`."""
+    """Return the object that plays episodes: `EpisodeRunner` for an environment, otherwise `ResponseWriter`."""
     runner = RunnerSettings(
         name=environment_name(settings),
         max_concurrent=settings.max_concurrent,

@@ -5,13 +5,14 @@
     exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
 
 Every rank holds placeholder ids in place of the tokens. A placeholder sample has the length, the last token and the
-shared prefixes of the real sample, so that a plan needs no real token ids:
+shared prefixes of the real sample, so that a plan needs no real token ids. In this example, three samples share the
+prompt p q, and the first two also share the token 5:
 
-    samples with the prompt p q     p q 5 6 0 | p q 5 7 | p q 8 9 0       tokens shared with the previous sample: - 3 2
+    samples                         p q 5 6 0 | p q 5 7 | p q 8 9 0       tokens shared with the previous sample: - 3 2
     their placeholders              p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
 
 Each rank finds the shared prefixes of its own samples. Samples of one group on different ranks share only the prompt in
-the plan. Samples with different routes (`padfree.routes`) do not share tokens.
+the plan. Samples with different routes (`padfree.routes`: the experts of each token) do not share tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from padfree.routes import Routes, route_keys
 from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
-"""Larger than any token id; placeholder ids start here."""
+"""Placeholder ids start here, so that they are larger than any token id."""
 
 ROUTED = 1 << 41
 """The distance between placeholder ids of one prompt with different routes."""
@@ -190,7 +191,7 @@ def known_to_all(
 
 
 class SampleStore:
-    """The tokens of a batch that this rank holds. All methods but `get` are collective."""
+    """The tokens of a batch that this rank holds. All methods except `get` are collective."""
 
     def __init__(
         self,
@@ -246,8 +247,8 @@ class SampleStore:
             start = end
 
     def _num_bytes(self, index: int) -> int:
-        """The number of bytes of a sample: 4 for each number of its tokens, log-probabilities and kept sets, plus its
-        routes.
+        """Return the number of bytes of a sample: 4 for each number of its tokens, log-probabilities and kept sets,
+        plus the bytes of its routes.
         """
         length, num_kept = self._lengths[index], self._num_kept[index]
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length

@@ -3,19 +3,19 @@
 trajectory         Branch, Tree, Trajectory: token ids, and which of them were sampled
 episode_policy     Policy: the object through which an episode samples tokens
 calculator         a built-in environment: word problems with a calculator
-agent              a program as the environment (`rollout.agent`)
-  command          its command line: placeholders for columns, and safety checks
-  gateway          the policy as an OpenAI-compatible API for such programs
+agent              runs a program as the environment (`rollout.agent`)
+  command          the program's command line: placeholders for columns, and safety checks
+  gateway          serves the policy to such programs as an OpenAI-compatible API
   listener         an HTTP server on the loopback address, with limits
-  call_fields      the fields that a call may have
-  calls            the calls of a program as branches, token by token
-verifiers_episode  an environment of the verifiers package
-openenv_episode    a server of an OpenEnv environment
+  call_fields      the fields that an API call may have
+  calls            the API calls of a program as branches, token by token
+verifiers_episode  plays an environment of the verifiers package
+openenv_episode    plays an environment that an OpenEnv server provides
   responder        the policy for environments that keep messages, in this process
-  tool_calls       tool calls in the text of a response
+  tool_calls       reads tool calls in the text of a response
 group_rewards      rewards that need all episodes of a prompt
 runner             EpisodeRunner: plays many episodes concurrently
-  tokens           sampling for episodes: in rounds, or as requests arrive
+  tokens           samples tokens for episodes: in rounds, or as requests arrive
 load_environment   loads the environment that the settings name
 rehearse           plays an environment without a model
 """

@@ -1,8 +1,9 @@
-"""The fields of an agent's API call: each is followed, overridden, neutral or metadata. All others are rejected.
+"""The fields of an agent's API call. A field is of one of five kinds; a call with any other field is rejected.
 
     FOLLOWED     messages, prompt, max_tokens, n, ...       the call obeys them
-    OVERRIDDEN   temperature, seed, ...                     OpenAI's sampling settings, which most programs send; the
-                                                            policy samples as it is trained, and the call is counted
+    OVERRIDDEN   temperature, seed, ...                     OpenAI's sampling settings, which most programs send; they
+                                                            are ignored, because the policy samples as it is trained,
+                                                            and the call is counted
     TRUNCATION   top_p, top_k, min_p, min_tokens            accepted with the value of the run, else rejected
     NEUTRAL      stop, logit_bias, guided_json, ...         accepted with a value that has no effect, else rejected
     METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
@@ -91,7 +92,7 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
-"""The values of overridden sampling fields that agree with the policy's own sampling.
+"""The values of overridden fields that agree with the sampling of the policy. A call with other values is counted.
 
 A temperature agrees if it equals `loss.temperature`. A seed never agrees.
 """

@@ -2,7 +2,7 @@
 
     call 1   user: 2+3?                      context   <u>2+3?<a>                 encoded once
              assistant: <think>..</think>5   response  <think>..</think>5<e>      ids as sampled
-    call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template dropped the thought
+    call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template has dropped the thought
 
 <u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token. The messages of a call
 are rendered as text. If the text begins with the context and the response of an earlier call, the new branch continues
@@ -67,7 +67,7 @@ class Calls:
     def __init__(self, tree: Tree, host: Host) -> None:
         self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer
         self._finished: list[_FinishedCall] = []
-        self._times: Counter[int] = Counter()  # number of calls, by hash of their context ids
+        self._times: Counter[int] = Counter()  # number of calls with the same context, by a hash of its token ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
         """Return the context of a chat call with these messages and tools."""
@@ -193,6 +193,6 @@ class Calls:
 
 
 def _as_read(answer: Message) -> Message:
-    """Return a message as a template reads it: normalised like the messages of a conversation."""
+    """Return a message as a chat template reads it: normalised like the messages of a conversation."""
     asked = {"role": "user", "content": "?"}
     return read_conversation([asked, dict(answer)], "messages").messages[-1]

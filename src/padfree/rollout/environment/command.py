@@ -1,4 +1,4 @@
-"""The command line of `rollout.agent`: it is filled with columns of a row, and must not run data as code.
+"""The command line of `rollout.agent`: columns of a data row fill its placeholders, but must not be run as code.
 
     ["python", "agent.py", "{question}"]      {question}: the column of the row, as one argument of the program
     ["python", "agent.py", "{{question}}"]    the text {question}: doubled braces become single ones
@@ -45,7 +45,7 @@ WRAPPERS = _names(
     nsenter numactl perf pipenv pixi podman poetry runuser setsid srun stdbuf strace sudo systemd-run taskset time
     timeout toybox unbuffer unshare uv xvfb-run"""
 )
-"""Programs that start the program named in their arguments."""
+"""Programs that start another program, which is named in their arguments."""
 SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs")
 """Programs that pass their arguments to a shell, or run them as commands."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)

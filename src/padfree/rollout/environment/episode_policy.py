@@ -7,7 +7,8 @@
         return policy.trajectory(reward=1.0)
 
 The random key of a turn depends on the seed, the batch, the response and the position of the turn in the tree
-(`sampling_rng.turn_key`), not on time. The first turn of an episode has the key of a response without an environment.
+(`sampling_rng.turn_key`), but not on time. The first turn of an episode has the same key as a response that is sampled
+without an environment.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""Rendered in place of a response, to find the text that a chat template writes after a response."""
+"""Rendered in place of a response, to find the text that a chat template writes between a response and the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """One turn of the policy. `ended`: whether the last token is a stop token. A turn that has not ended reached its
-    token limit.
+    """One turn of the policy, i.e. one sampled response. `ended`: whether the last token is a stop token.
+
+    A turn that has not ended has reached its token limit.
     """
 
     tokens: NDArray[np.int64]
@@ -130,12 +132,12 @@ class Policy:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """[n]: token ids of this branch, including the prompt."""
+        """The token ids of this branch, including the prompt, [n]."""
         return np.array(self._branch.ids, dtype=np.int64)
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """[n]: whether each token was sampled. Only sampled tokens are trained on."""
+        """Whether each token of this branch was sampled, [n]. Only sampled tokens are trained on."""
         return np.array(self._branch.sampled, dtype=np.bool_)
 
     @property
@@ -223,7 +225,7 @@ class Policy:
 
     @property
     def host(self) -> Host:
-        """The object that runs the episode. Environments that make API calls in this process need it: `calls.Calls`."""
+        """The object that runs the episode. Environments that call the policy by API in this process need it."""
         return self._host
 
     async def base_url(self) -> str:

@@ -1,7 +1,9 @@
-"""Rewards that need all episodes of a prompt, such as a comparison of their answers.
+"""Rewards that need all episodes of a prompt, e.g. a comparison of their answers.
+
+In this example, the prompt has three episodes, and the last one to end computes the rewards of all:
 
     episode 0   ... ends, waits ------------------.
-    episode 1   ... ends, waits -------.          |      the last episode to end scores all of them
+    episode 1   ... ends, waits -------.          |
     episode 2   ...................... ends: score([0, 1, 2]) -> reward and metrics of each
 
 All functions run in the thread of the event loop. An episode that waits for others counts as ended, so that the next
@@ -23,7 +25,7 @@ Scored = tuple[float, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReward:
-    """What an episode returns in place of a reward. `score` compares the `result` of every episode of the group."""
+    """Returned by an episode instead of a reward. `score` compares the `result` of all episodes of the prompt."""
 
     result: Any
     score: Callable[[Sequence[Any]], Awaitable[Sequence[Scored]]]

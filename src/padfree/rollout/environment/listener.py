@@ -1,10 +1,10 @@
 """A small HTTP/1.1 server on the loopback address, with limits on the resources of each client.
 
-    connection         head            key in the path          body            answer
-    unauthenticated    10 s, 16 KiB    unknown: 404, closed     never read
-    authenticated                      known                    60 s, 16 MiB    60 s to receive it
+    connection         head              key in the path          body            answer
+    unauthenticated    10 s, 16 KiB      unknown: 404, closed     never read
+    authenticated      300 s, 16 KiB     known                    60 s, 16 MiB    60 s to receive it
 
-Times and sizes in the picture limit each part of a request. Bodies of all requests together take at most
+The times and sizes are the default limits of each part of a request. The bodies of all requests together take at most
 `ListenerLimits.bodies` bytes; further requests wait.
 
 Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
@@ -77,14 +77,14 @@ class Reply:
 
 
 Answer = Callable[[bytes], Awaitable[Reply]]
-"""Takes the body of a request and returns an awaitable of the reply, which must not refer to the body."""
+"""Takes the body of a request, and returns an awaitable of the reply. The awaitable must not refer to the body."""
 
 Admit = Callable[[str, str], Answer]
-"""Takes a method and a path and returns the `Answer`. It raises `CallError` for a path without a known key."""
+"""Takes a method and a path, and returns the `Answer`. Raises `CallError` for a path without a known key."""
 
 
 class _EndedError(Exception):
-    """The client is gone or too slow. The connection is closed without an answer."""
+    """The client is gone or too slow. The connection is then closed without an answer."""
 
 
 @dataclass(frozen=True, slots=True)

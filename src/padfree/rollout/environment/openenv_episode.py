@@ -1,4 +1,4 @@
-"""A server of an OpenEnv environment as an episode, through the package's own client.
+"""Play episodes of an environment that an OpenEnv server provides, with the client of the openenv package.
 
     openenv:http://127.0.0.1:8000?action=message&observation=text
 
@@ -124,9 +124,9 @@ def openenv_episode(name: str) -> Episode:
 
 
 async def _step(client: Any, said: str, field: str, before: Any) -> tuple[Any, str | None]:
-    """Send the text of a turn as an action. Return the result and, if the action was refused, the reason.
+    """Send the text of a turn as an action. Return the result and, if the server refused the action, the reason.
 
-    The policy reads the reason as its next observation. `before` is the last valid result.
+    The policy reads the reason as its next observation. `before`: the last valid result, which is then returned again.
     """
     if field != JSON:
         action: Any = {field: said}

@@ -1,4 +1,4 @@
-"""Play an environment without a model: the turns of the policy are given as text.
+"""Play an environment without a model, e.g. in a test: the turns of the policy are given as text.
 
 leaves = rehearse(episode, "48/2?", ["<<48/2=", "#### 24"], tokenizer)
 """

@@ -23,7 +23,7 @@ from padfree.rollout.environment.tool_calls import ToolCallParser
 from padfree.rollout.environment.trajectory import Tree
 
 TEXT = "text"
-"""The role of a message that is plain text, for environments without a chat template."""
+"""The role of a message that holds plain text, for environments without a chat template."""
 
 
 class OverlongContextError(Exception):
@@ -32,7 +32,7 @@ class OverlongContextError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responded:
-    """A response of the policy to a request of an environment. `number`: the number of the response, from 1."""
+    """A response of the policy to a request of an environment. `number`: its number in the episode, from 1."""
 
     context: Context
     turn: Turn
@@ -48,7 +48,7 @@ class PolicyResponder:
         self._tree, self._host, self._make_parser = tree, host, make_parser
         self._calls = Calls(tree, host)
         self._turns = 0
-        self.failure: UserError | None = None  # raised again after the environment has caught it
+        self.failure: UserError | None = None  # an error that ends the episode even if the environment catches it
 
     async def respond(
         self, prompt: list[dict[str, Any]], arguments: Mapping[str, Any], tools: list[dict[str, Any]] | None

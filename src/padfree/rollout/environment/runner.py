@@ -1,7 +1,7 @@
 """Play many episodes concurrently on one event loop, each with a timeout, rewards and error handling.
 
-    plays      0 1 2 3 4 5 …     at most `max_concurrent` at a time; the next starts when one returns its trajectory
-    a play     episode -> leaves -> rewards -> Played
+    plays      0 1 2 3 4 5 …     at most `max_concurrent` at a time; when one returns its trajectory, the next starts
+    a play     episode -> leaves (sequences that become samples) -> rewards -> Played
 
 If an episode fails, the run ends or, with `rollout.on_failure=skip`, the result is a `Played` with a failure. An
 episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of an
@@ -78,8 +78,8 @@ class EpisodeRunner:
         )
         self._settings = settings
         self._thread = LoopThread("episodes")
-        self._free_slots = asyncio.Semaphore(settings.max_concurrent)  # for the episodes of `begin`
-        self._turn = asyncio.Lock()  # held by the batch that is starting its episodes
+        self._free_slots = asyncio.Semaphore(settings.max_concurrent)  # limits the concurrent episodes of `begin`
+        self._turn = asyncio.Lock()  # held by the batch whose episodes are being started
         self._gateway = Gateway(chat_tokenizer, settings.temperature, truncation=settings.truncation)
 
     def play(
@@ -203,7 +203,7 @@ class _Session:
         free: Callable[[], None],
         compared: PlayGroup | None,
     ) -> None:
-        """`free` lets another episode start. `compared`: all episodes of the prompt, for a reward that needs them."""
+        """`free` lets another episode start. `compared`: all episodes of the prompt, if the reward compares them."""
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self.temperature = runner._settings.temperature
@@ -267,15 +267,15 @@ class _Session:
         return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
 
     async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
-        """Return the trajectory with its reward. A reward that compares episodes is known only when all have ended."""
+        """Return the trajectory with its reward, after all episodes that the reward compares have ended."""
         name = self._runner._settings.name
-        if self._compared is None:  # a checkpoint may hold some episodes of the group and not the others
+        if self._compared is None:  # a checkpoint may hold only some of the episodes to compare
             raise UserError(
                 "rollout.environment",
                 f"the rewards of {name} compare all episodes of a prompt, which needs rollout.staleness=0",
                 "set rollout.staleness=0",
             )
-        # Waiting for other episodes does not count. The last episode of the group computes the rewards of all.
+        # Waiting for other episodes does not count towards the timeout. The last one computes the rewards of all.
         self._clock.reschedule(None)
         scoring = GroupReward(result=given.result, score=lambda results: self._timed(given.score(results)))
         reward, metrics = await self._compared.scored(self._play.number, scoring)
@@ -357,7 +357,7 @@ class _Session:
         return await self._runner._gateway.address(tree, self)
 
     def _finish(self) -> None:
-        """Record that the episode requests no more tokens, so that another can start."""
+        """Record that the episode requests no more tokens, so that another episode can start."""
         if not self._finished:
             self._runner._gateway.forget(self._tree)
             self._source.finished(self._play.number)

@@ -1,8 +1,8 @@
 """Sampling for many concurrent episodes, with a synchronous or an asynchronous sampler.
 
-    Rounds     episode 0   request --- wait      | sampled   request - wait |
-               episode 1   request - wait ------ | together  (ended)        |
-    Streams    each request goes to the sampler without delay, and each response to its episode
+    `Rounds`     episode 0   request --- wait      | sampled   request - wait |
+                 episode 1   request - wait ------ | together  (ended)        |
+    `Streams`    each request goes to the sampler without delay, and each response to its episode
 
 `Rounds` is for samplers that only have `sample`. A round samples for all running episodes at once, as soon as each of
 them waits for tokens. A resumed run therefore repeats the same rounds. The drawback is that a slow tool delays all
@@ -29,8 +29,8 @@ POLL = 0.2
 """Seconds between two checks while waiting for episodes."""
 
 QUIET_ITERATIONS = 16
-"""A round starts after this many iterations of the event loop without a new request, so that the branches of an episode
-can all send theirs.
+"""A round starts after this many iterations of the event loop without a new request, so that all branches of an episode
+can send their requests before.
 """
 
 

@@ -1,16 +1,15 @@
 """The result of an episode: a tree of token ids, whose leaves become samples.
 
-    prompt            p p p              root     p p p | a a E | t t | b b E        a, b, c: sampled; E: stop token
+In this example, a, b and c are sampled tokens, E is a sampled stop token, and t and u are text of the environment:
+
+    prompt            p p p              root     p p p | a a E | t t | b b E        the branch of the calls on the left
     generate          a a E              mask     0 0 0   1 1 1   0 0   1 1 1
-    add               t t                fork     p p p | a a E | u | c E            a branch after the first turn
-    generate          b b E              mask     0 0 0   1 1 1   0   1 1            t, u: text of the environment
+    add               t t                fork     p p p | a a E | u | c E            another branch, which starts after
+    generate          b b E              mask     0 0 0   1 1 1   0   1 1            the first turn of the root
 
-The calls on the left build the root branch. `fork` is a second branch, which starts after the first turn of the root.
-
-Token ids are appended and never encoded again. Every leaf is a separate sample with its whole path. A prefix that
-leaves share is computed once (`batch.share_prefixes`), and its gradient is the sum over the leaves.
-
-A branch is a leaf if it has sampled tokens of its own and is not a prefix of another leaf.
+Token ids are appended and never encoded again. A branch is a leaf if it has sampled tokens of its own and is not a
+prefix of another leaf. Every leaf is a separate sample with its whole path. A prefix that leaves share is computed once
+(`batch.share_prefixes`), and its gradient is the sum over the leaves.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
 NO_IDS = np.zeros(0, np.int32)
-"""The kept ids of a token that was not sampled, or sampled from the whole vocabulary: none."""
+"""The kept ids of a token that was not sampled, or that was sampled from the whole vocabulary: an empty list."""
 
 
 class Branch:
@@ -54,7 +53,7 @@ class Branch:
 
     @property
     def tokens(self) -> NDArray[np.integer[Any]]:
-        """[n]: token ids. Branches with equal tokens return the same array object."""
+        """The token ids of the branch, [n]. Branches with equal tokens return the same array object."""
         if len(self._array) != len(self.ids):
             self._array = np.array(self.ids, dtype=np.int64)
         return self._array
@@ -82,7 +81,7 @@ class Branch:
         self.kept += kept
 
     def branch(self, at: int | None = None) -> Branch:
-        """Return a new branch that starts with the first `at` tokens of this one, by default with all of them."""
+        """Return a new branch that starts with the first `at` tokens of this one; None: with all of its tokens."""
         tokens = self.tokens if at is None else self.tokens[:at]
         child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]

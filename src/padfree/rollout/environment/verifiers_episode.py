@@ -1,13 +1,13 @@
-"""An environment of the verifiers package as an episode: its own loop, its own rubric, unchanged.
+"""Play an environment of the verifiers package as an episode, with its own loop and its own rubric.
 
     row of the data    ->   environment.rollout   ->   state   ->   rubric   ->   reward, metrics
                             asks PolicyResponder
 
-    rubric                              reward of an episode
-    functions of one rollout            computed when the episode ends
-    a function of several rollouts      computed when all episodes of the prompt have ended
+    function of the rubric              when its reward is computed
+    of one rollout                      when the episode ends
+    of several rollouts                 when all episodes of the prompt have ended
 
-The reward is the weighted sum of the rubric's functions. All functions are metrics, also those of weight 0.
+The reward is the weighted sum of the rubric's functions. All functions are metrics, also those with weight 0.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from padfree.rollout.engines.in_process.kv_cache import KVCache, LayerShape
 from padfree.segments import Segments
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config fields that hold the number of experts in HF models."""
+"""Fields of HF configs that can hold the number of experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,9 +89,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a CUDA graph can capture a decode step, i.e. whether the kernels do not depend on the tokens.
+    """Whether a CUDA graph can capture a decode step, i.e. whether the launched kernels do not depend on the tokens.
 
-    Mixtures of experts that are not stacked weights cannot be captured, because they skip unused experts.
+    Experts whose weights are not stacked into one tensor cannot be captured, because a step skips unused experts.
     """
     config = text_config(model.config)
     return not any(getattr(config, name, None) for name in EXPERTS) or all_stacked(model)
@@ -109,7 +109,7 @@ class CachedModel:
         exact: bool = False,
         recorder: RouteRecorder | None = None,
     ) -> None:
-        """`recorder`: records the routes of each pass."""
+        """`recorder`: records the routes (the experts that each token uses) of each pass; None: nothing is recorded."""
         layers = layers_of_model(model)
         assert layers is not None
         assert not model.training

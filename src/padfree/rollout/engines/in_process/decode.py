@@ -3,9 +3,9 @@
     slot_schedule   on the host      assigns a slot and a part of the cache to each request
     decode_steps    on the device    prefill, and one step of all slots
 
-The last token of a prompt is not prefilled. It is the first input of each slot that samples a response to the prompt,
-so that a decode step samples all tokens of a response. A prompt of n tokens takes n - 1 entries of the cache for any
-number of responses.
+The last token of a prompt is not prefilled. Instead, it is the first input of each slot that samples a response to the
+prompt, so that decode steps sample all tokens of a response. A prompt of n tokens therefore takes n - 1 entries of the
+cache, for any number of responses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Decoder(DecodeSteps):
     ) -> list[Response]:
         """Return one response for each request, in order.
 
-        `on_tokens` makes the host synchronise with the device after every burst of steps.
+        `on_tokens`, if given, receives new tokens after every burst of steps. The host then waits for the device after
+        every burst.
         """
         self.statistics = DecodeStatistics()
         if not requests:
@@ -73,9 +74,9 @@ class Decoder(DecodeSteps):
 
 
 def _joined(prompt: Routes | None, steps: Routes) -> Routes | None:
-    """Return the routes of a prompt and its response. The route of the last token is unknown.
+    """Return the routes (experts of each token) of a prompt and its response. That of the last token is unknown.
 
     `prompt`: routes of the prompt without its last token; None if it has only one token. `steps` [m, R, k]: routes of
-    the inputs of the m steps: the last token of the prompt, and the response without its last token.
+    the inputs of the m steps, which are the last token of the prompt and the response without its last token.
     """
     return joined_routes([prompt, steps, None], [0, len(steps), 1])

@@ -64,8 +64,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
 
 
 CacheUse = Literal["padded", "equal lengths", "none"]
-"""How the cache is used. "padded": prompts of similar length share a batch. "equal lengths": only prompts of equal
-length do. "none": like "equal lengths", but without a cache.
+"""How batches and the cache are used. "padded": prompts of similar length share a batch. "equal lengths": only prompts
+of equal length share a batch. "none": like "equal lengths", but without a cache.
 """
 
 TRIED_LENGTHS = (6, 1, 14, 6)

@@ -1,5 +1,7 @@
 """The kept sets of a burst of decode steps: masks on the device, which become compact sets on the host.
 
+The kept set of a token is the set of ids from which truncated sampling (top-k, top-p, min-p) has drawn it.
+
     a step     mask [L, V], request [L], position [L]  ->  row `step` of the buffers
     a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
     at the end tokens in the order of the steps        ->  sorted by request and position
@@ -28,7 +30,7 @@ BURST = 8
 
 @dataclass(slots=True, eq=False)
 class KeptBuffers:
-    """Tensors that steps write, at fixed addresses."""
+    """Tensors at fixed addresses, to which the decode steps of a burst write their kept sets."""
 
     step: Tensor  # [1] int64, the number of the next step of the burst
     owners: Tensor  # [BURST, 2, L] int64: the request and the position of the token of each slot
@@ -53,14 +55,14 @@ class KeptBuffers:
 
 @dataclass(slots=True, eq=False)
 class KeptTokens:
-    """The kept sets of one call of `Decoder.sample`, read burst by burst."""
+    """The kept sets of the tokens of one call of `Decoder.sample`. They are read after every burst of steps."""
 
     buffers: KeptBuffers | None
     owners: list[NDArray[np.int64]] = field(default_factory=list)
     parts: list[KeptSets] = field(default_factory=list)
 
     def read_burst(self, steps: int, occupied: int, no_request: int) -> None:
-        """Read the sets of the burst. `no_request`: the request of inactive slots. Waits for the device."""
+        """Read the kept sets of a burst; this waits for the device. `no_request`: the request of inactive slots."""
         if self.buffers is None:
             return
         owners = self.buffers.owners[:steps, :, :occupied].transpose(1, 2).flatten(0, 1)  # [steps · occupied, 2]
@@ -71,7 +73,7 @@ class KeptTokens:
         self.owners.append(owners[active].cpu().numpy())
 
     def sets(self, num_requests: int) -> list[KeptSets] | None:
-        """Return the kept sets of each response. None if the softmax is not truncated."""
+        """Return the kept sets of each response; None if the softmax is not truncated."""
         if self.buffers is None:
             return None
         owners = np.concatenate([np.zeros((0, 2), np.int64), *self.owners])

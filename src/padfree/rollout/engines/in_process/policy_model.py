@@ -26,7 +26,7 @@ class PolicyModel:
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
         self.model = empty_copy(trained, dtype)
-        self.state_obstacle = state_obstacle(trained)  # why its decode state is more than keys and values, or None
+        self.state_obstacle = state_obstacle(trained)  # None, or why decoding needs more state than keys and values
         self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
         # Computed buffers, such as the frequencies of RoPE, are taken from the trained model, because another device
         # may round them differently.

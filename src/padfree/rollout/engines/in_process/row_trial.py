@@ -1,7 +1,7 @@
 """Find the numbers of rows with which a matmul gives a row the same bits as in the packs of the trainer.
 
-    x [R, K] @ weight.T [K, N]       row i depends on row i of x only, but its bits depend on how the library sums over
-                                     K: with few rows, it may split the sum into parts
+In x [R, K] @ weight.T [K, N], output row i depends only on row i of x. But its bits depend on the order in which the
+library sums over K: with few rows, the library may split the sum into parts. The result of a trial, for example:
 
     16384 rows   1024 to 12289 rows    16 rows   64 rows   256 rows
     reference    equal                 differ    differ    equal         a decode step uses 256 rows
@@ -94,9 +94,10 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
-    """Choose the numbers of rows of decode steps from the rows at which each matmul agrees with a pack.
+    """Choose the numbers of rows of decode steps, at which each matmul agrees with a pack (`agreeing`).
 
-    The first number is the smallest that is at least `num_slots`. The reason names the matmul that disagrees.
+    The first chosen number is the smallest that is at least `num_slots`. If there is none, the result has the reason,
+    which names the matmul that disagrees.
     """
     for shape, rows in agreeing.items():
         name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"

@@ -1,4 +1,4 @@
-"""Definitions shared by the kernels of a decode step and their references: fields of `slots`, and sampled tokens."""
+"""Definitions shared by the kernels of a decode step and their references: the fields of a slot, and sampled tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 PROMPT, STORED, OWN, WRITTEN, ACTIVE = range(5)
 NUM_ATTENTION_FIELDS = 5
-"""The fields of `slots` [F, L] that attention reads; see the picture in `decode_attention`."""
+"""The fields of `slots` [F, L] that attention reads. The docstring of `decode_attention` explains them."""
 
 
 class SampledTokens(NamedTuple):

@@ -1,9 +1,8 @@
-"""`rollout.engine = "in_process"`: the training process samples from the model it trains.
+"""`rollout.engine = "in_process"`: the training process samples from the model that it trains.
 
-    on a GPU, and for models with       `decode`: slots, padfree's KV cache, decode steps as CUDA graphs
-    a vision tower
-    on the CPU, or if `decode` does     `hf_cache`: the attention and cache of transformers
-    not support the model
+    module       used for                                       samples with
+    `decode`     GPUs, and models with a vision tower           slots, padfree's KV cache, steps as CUDA graphs
+    `hf_cache`   CPUs, and models that `decode` lacks           the attention and cache of transformers
 
 Every rank has a whole model and samples its share of the requests. The model shares its weights with the trained model
 if possible (`policy_model`).
@@ -77,13 +76,12 @@ class InProcessSampler:
         records_routes: bool = False,
         exact: bool = False,
     ) -> None:
-        """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache.
-
-        If `cache_bytes` is None, the cache takes at most half of the free device memory.
+        """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache; None: at most half of the
+        free device memory.
 
         `decodes`: whether to use padfree's `Decoder`; None: for vision-language models, and on a GPU for all models
-        that it supports. `records_routes`: whether responses have `routes`. `exact`: whether log-probabilities have the
-        bits of the trainer, which `exact_operators.problem` must have found possible.
+        that it supports. `records_routes`: whether responses record the experts of each token. `exact`: whether
+        log-probabilities have the bits of the trainer, which `exact_operators.problem` must have found possible.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation
@@ -118,7 +116,7 @@ class InProcessSampler:
             decoder = self._decoder = self._decoder or self._made_decoder()
             responses = decoder.sample(requests, version=self._version, on_progress=on_progress, on_tokens=on_tokens)
             if on_finished is not None:
-                on_finished(list(enumerate(responses)))  # all at once: responses stay on the device until the end
+                on_finished(list(enumerate(responses)))  # all at once, because they stay on the device until the end
         else:
             responses = write_responses(
                 self.policy.model,
@@ -212,7 +210,7 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 def _decodes(policy: PolicyModel) -> bool:
     """Whether to use padfree's `Decoder`: on a GPU, and for vision-language models.
 
-    Warn if the model is on a GPU and not supported.
+    If the model is on a GPU and the decoder does not support it, warn and return False.
     """
     if family_of(policy.model) is not None:
         check_samples_images(policy.model)

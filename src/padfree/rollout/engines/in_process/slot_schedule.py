@@ -1,13 +1,15 @@
 """The host side of decoding: assign requests to slots and cache space, burst by burst.
 
-    slots   0   a a a a a a a d d d d …       a to e are responses
+In this example, 3 slots sample the responses a to e:
+
+    slots   0   a a a a a a a d d d d …
             1   b b b e e e e e e e e …
             2   c c c c c c c c c . . …
     steps   | burst | burst | burst |
 
 A response keeps its slot until its last token. Then the next request gets the slot. If no request waits, the occupied
-slots are compacted. The host runs steps in bursts. While a burst runs, the host reads which responses ended with a stop
-token in the burst before. It counts steps itself, so it knows which responses reach `max_new_tokens`.
+slots are compacted. The host starts decode steps in bursts. While a burst runs, the host reads which responses ended
+with a stop token in the burst before. Which responses reach `max_new_tokens`, the host knows from counting steps.
 """
 
 from __future__ import annotations
@@ -44,9 +46,9 @@ from padfree.sample import Sample
 class CachedPrompt:
     """A prompt for which one or more responses are requested."""
 
-    request: SamplingRequest  # the first of them
+    request: SamplingRequest  # the first of the requests for this prompt
     unfinished: int = 0  # number of its requests that have not ended
-    start: int | None = None  # cache index of its first token; None if it is not in the cache
+    start: int | None = None  # cache index of its first token; None if the prompt is not in the cache
     routes: Tensor | None = None  # [n - 1, R, k] of its tokens without the last, if routes are recorded
 
     @property
@@ -63,7 +65,7 @@ class CachedPrompt:
 
     @property
     def position_shift(self) -> int:
-        """The position of the last token in the model, minus its index in the prompt."""
+        """The position of the prompt's last token in the model, minus its index; not 0 only after images."""
         positions = self.request.rotary_positions
         return 0 if positions is None else int(positions[0, -1]) - self.stored
 
@@ -90,7 +92,7 @@ class DecodeSlot:
 
 @dataclass(slots=True, eq=False)
 class SlotSchedule:
-    """The scheduler of one call of `Decoder.sample`: assigns requests to slots. Runs on the host."""
+    """The scheduler of one call of `Decoder.sample`. It assigns requests to slots, and runs on the host."""
 
     decoder: DecodeSteps
     buffers: Buffers
@@ -109,7 +111,7 @@ class SlotSchedule:
         self.kept = KeptTokens(self.buffers.kept)
 
     def run(self) -> None:
-        # With pages, the last one is left for inactive slots and padding.
+        # In a cache with pages, the last page is left for inactive slots and padding.
         self.extents = Extents(self.buffers.cache.capacity - (self.decoder.page if self.decoder.page > 1 else 0))
         for number, request in enumerate(self.requests):
             self.prompts.setdefault(request.prompt_key, CachedPrompt(request)).unfinished += 1
@@ -125,7 +127,7 @@ class SlotSchedule:
             for slot in self.occupied:
                 slot.remaining -= steps
             status = self.decoder.copy_status()
-            # On the CPU there is nothing to gain from reading the status one burst late.
+            # On a GPU, read the status one burst late, so that the host does not wait. On the CPU this gains nothing.
             self._release(status if status.event is None else previous)
             previous = status
             if self.on_tokens is not None:

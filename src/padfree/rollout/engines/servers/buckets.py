@@ -1,4 +1,4 @@
-"""Buckets of weights and their transfer: the code shared by the trainer and the servers.
+"""Buckets of weights (tensors that are sent together) and their transfer: code shared by the trainer and the servers.
 
     bucket    q q q . k k v v v    uint8: tensors q, k, v; padding (.) so that each starts at a multiple of ALIGNMENT
 
@@ -72,7 +72,7 @@ class BucketForm:
         return asdict(self)
 
     def _ends(self) -> list[int]:
-        """Return the end offset of each tensor in bytes, with a leading 0."""
+        """Return the offset in bytes at which each tensor ends, after a 0 for the beginning."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -183,7 +183,7 @@ class Receiver:
     def changed(
         self, differences: Sequence[RegionDifference], arrived: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Apply differences, and yield the name of each tensor and the tensor.
+        """Apply differences to the kept tensors, and yield the name of each tensor and the whole tensor.
 
         `arrived`: the positions and values of each difference, in the order of `differences`. Raise an error if a
         checksum shows that the resulting bits are not those of the trainer.

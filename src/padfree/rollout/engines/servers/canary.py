@@ -43,7 +43,7 @@ TEXT = (
     "Rain was forecast for Tuesday, so they moved the picnic to Wednesday and told everyone twice."
 )
 LENGTH, NUM_SAMPLED = 64, 4
-"""Number of tokens in a fixed sequence, and number of tokens that the server samples after it."""
+"""Number of tokens of a fixed sequence, and number of tokens that the server samples after each fixed sequence."""
 NUM_SEQUENCES = 4
 LIMITS = {"float32": 2e-3, "bfloat16": 0.1}
 """Largest accepted mean difference of log-probabilities, by `model.dtype`. In float32, 1e-6 was measured."""
@@ -69,7 +69,7 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
 
 
 ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""For each sequence, its tokens and the log-probabilities of all tokens but the first."""
+"""For each sequence, its tokens, and the log-probabilities of all its tokens except the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

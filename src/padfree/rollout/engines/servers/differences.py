@@ -1,9 +1,11 @@
-"""Sync by difference: the elements of a tensor whose bits changed, encoded, applied and verified.
+"""Sync by difference: find the elements of a tensor whose bits changed, then encode, apply and verify the change.
 
-    kept       3 3 3 3 3 3 3 3     bits of a region that the server already has
+    kept       3 3 3 3 3 3 3 3     bits of a region of a tensor that the server already has
     new        3 3 7 3 3 3 9 3     bits of the trainer
 
-    encoding   positions             bytes
+In this example, the elements 2 and 6 have changed. There are four encodings of their positions:
+
+    encoding   bytes sent            meaning
     "gaps8"    2 3                   the number of unchanged elements before each changed one, in a byte. The byte 255
                                      stands for 255 unchanged elements without a changed one behind them
     "gaps16"   2 3                   the same with 16 bits and 65535
@@ -32,7 +34,10 @@ BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype for the bits of an element, by its size in bytes."""
 
 _GAP_DTYPES = {"gaps8": torch.uint8, "gaps16": torch.int16}
-_LONGEST = {"gaps8": 255, "gaps16": 65535}  # also the code that stands for this many elements without a changed one
+_LONGEST = {
+    "gaps8": 255,
+    "gaps16": 65535,
+}  # this code: as many unchanged elements, with no changed one behind
 
 _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24  # words of 8 bytes that the checksum processes at once: those of the CPU fit
 # into its cache
@@ -101,7 +106,7 @@ def _gap_codes(gaps: Tensor, encoding: str) -> Tensor:
     ends = (1 + gaps // longest).cumsum(0)
     codes = gaps.new_full((int(ends[-1]) if len(gaps) else 0,), longest)
     codes[ends - 1] = gaps % longest
-    return codes.to(_GAP_DTYPES[encoding])  # as int16, codes above 32767 wrap to negative numbers
+    return codes.to(_GAP_DTYPES[encoding])  # in int16, codes above 32767 become negative numbers
 
 
 def _positions_of(codes: Tensor, encoding: str) -> Tensor:

@@ -29,7 +29,7 @@ _BROKEN = (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError)
 class HttpServer(ServerApi):
     """A server that speaks JSON over HTTP. Each call opens its own connection."""
 
-    fix_route: ClassVar[str]  # the advice in the error for a server that lacks a route
+    fix_route: ClassVar[str]  # advice in the error message if the server lacks a route
 
     @asynccontextmanager
     async def connected(self, timeout: float | None = None) -> AsyncIterator[HttpConnection]:

@@ -1,9 +1,9 @@
 """A pool of servers: each request goes to the least loaded server, and a failed request goes to another server.
 
-    queue   5 6 7 8         server 0   1 3       requests 1 and 3 are in flight
-                            server 1   2         only request 2 is in flight, so request 5 goes to this server next
-    if server 1 fails now   queue   2 5 6 7 8    its request goes to the front of the queue; the pool does not use the
-                                                 server for 0.5 s, after a second failure for 1 s, then 2 s, ...
+    server 1 works     queue    5 6 7 8     server 0 has requests 1 and 3 in flight, server 1 has request 2; request 5
+                                            goes to server 1 next, because it has fewer
+    server 1 fails     queue    2 5 6 7 8   its request 2 goes to the front of the queue; the pool does not use the
+                                            server for 0.5 s, after a second failure for 1 s, then 2 s, ...
 
 `Pool.run_all` processes one batch of requests. It ends when every request has a response, or when no server has the
 weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
@@ -37,11 +37,11 @@ from padfree.rollout.engines.servers.server_api import RestartedError, ServerApi
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 POLL, WAIT = 0.2, 1.0
-"""POLL: seconds between two probes of a server that is down. WAIT: maximum seconds between two assignments."""
+"""`POLL`: seconds between two probes of a server that is down. `WAIT`: maximum seconds between two assignments."""
 
 Respond = Callable[[ServerApi, SamplingRequest], Awaitable[Response]]
 Probe = Callable[[ServerApi], Awaitable[None]]
-"""Function that checks a server, and raises an error if it does not work."""
+"""Checks a server, and raises an error if it does not work."""
 
 
 class SupersededError(Exception):
@@ -87,11 +87,11 @@ class _ServerState:
     """What this process knows about one server: its requests in flight, and whether it is down."""
 
     server: ServerApi
-    in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # its requests without an answer
+    in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # tasks of its requests that have no answer yet
     failures: int = 0  # consecutive failures
     not_before: float = 0.0  # time of the next attempt
     down: bool = False
-    restarted: bool = False  # it answers, but has lost the weights
+    restarted: bool = False  # the server answers, but has lost the weights
     message: str = ""  # error message of the last failure
 
     @property
@@ -104,7 +104,7 @@ class _ServerState:
 
 
 class Pool:
-    """The servers of a run, as this process sees them."""
+    """The servers of a run and their state, as this process sees them."""
 
     def __init__(
         self, servers: Sequence[ServerApi], *, concurrency: int, timeout: float, probe_every: float, probe: Probe
@@ -211,7 +211,7 @@ class RequestQueue:
         return self._endless or (bool(self._requests) and not self._needs_weights())
 
     def _needs_weights(self) -> bool:
-        """Whether only servers without the weights are left, because they restarted. They need another weight sync."""
+        """Whether all servers that answer have restarted and lost the weights, so that a weight sync is needed."""
         states = self._pool.states
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 
@@ -220,7 +220,7 @@ class RequestQueue:
         pool, now = self._pool, time.monotonic()
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
-        # The timeout does not run during a weight sync, which has its own timeout, or while a weight sync is needed.
+        # No timeout counts during a weight sync, which has its own, or while the servers need a weight sync.
         if healthy or pool.gate.is_closed or not self._requests or self._needs_weights():
             self._last_progress = now
         if now - self._last_progress > pool.timeout:
@@ -303,7 +303,7 @@ class RequestQueue:
         now = time.monotonic()
         if isinstance(error, RestartedError):
             state.restarted, state.down = True, False
-        elif not state.down or now >= state.not_before:  # several requests that fail at once count as one failure
+        elif not state.down or now >= state.not_before:  # count requests that fail at the same time only once
             state.failures += 1
             state.not_before = now + min(FIRST_PAUSE * 2.0 ** (state.failures - 1), LONGEST_PAUSE)
             state.down, state.message = True, str(error)

@@ -1,11 +1,12 @@
-"""Read the routes that a server returns with a completion.
+"""Read the routes (the experts that each token used) that a server returns with a completion.
 
     routed_experts   base64 of a .npy file, [n + m - 1, L, k] unsigned integers      as vLLM returns them
-    routes           [n + m, R, k]                                                   `padfree.routes`
+    routes           [n + m, R, k]                                                   as `padfree.routes` stores them
 
-n tokens of the prompt, m sampled tokens, and all L decoder layers of the model, of which R have experts. The last token
-was never an input, so it has no row. The server leaves 0 in rows that it did not compute. A router chooses k different
-experts, so a row with an expert that occurs twice is unknown.
+There are n tokens of the prompt and m sampled tokens. L is the number of all decoder layers of the model, of which R
+have experts, and k is the number of experts that a token uses in a layer. The last token was never an input, so it has
+no row. The server leaves 0 in rows that it did not compute. A router chooses k different experts for a token, so a row
+in which an expert occurs twice counts as unknown.
 """
 
 from __future__ import annotations

@@ -3,19 +3,18 @@
     update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary runs
     sample            each rank sends its own requests; then all ranks check whether responses are missing
 
-Responses are missing if no server has the weights any more. Then rank 0 waits until a server comes back, the weights
-are sent again, and the requests without a response are repeated.
+Responses are missing if no server has the weights any more, e.g. because all have restarted. Then rank 0 waits until a
+server comes back, the weights are sent again, and the requests without a response are repeated.
 
 A server that fails during a weight sync, or is down at that time, is not used until the next weight sync. Finished
 responses are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
 
-With `rollout.staleness` above 0, servers answer requests while other threads train, and across weight syncs:
+With `rollout.staleness` above 0, servers answer requests while other threads train, and across weight syncs. In this
+example, the prompt is 7 8. Policy version 3 samples the tokens 5 6, and version 4 samples 1 0:
 
     main thread     close the gate | pause | buckets | finish | resume | canary | open the gate
     request         7 8 | 5 6      interrupted, tokens are kept     7 8 5 6 | 1 0      continues after its last token
     versions              3 3                                             3 3   4 4      of the sampled tokens
-
-The prompt of this request is 7 8. Policy version 3 samples the tokens 5 6, and version 4 samples 1 0.
 
 All requests run on one event loop in its own thread. Collectives stay in the main thread.
 """
@@ -61,7 +60,7 @@ class _TokenCount:
 
 @dataclass(kw_only=True, eq=False)
 class ServerSampler:
-    """Sends requests and weights to servers. Every rank has one, made by `make_server_sampler`."""
+    """The sampler for inference servers: sends them requests and weights. `make_server_sampler` makes one per rank."""
 
     servers: Sequence[ServerApi]
     loop: LoopThread

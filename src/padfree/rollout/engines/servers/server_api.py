@@ -56,7 +56,7 @@ class RestartedError(ServerLostError):
 
 
 class VersionError(UserError):
-    """The weights of a server have another policy version than the request asks for."""
+    """The weights of a server have another policy version than a request needs."""
 
 
 class IncompleteError(Exception):
@@ -88,7 +88,7 @@ class ServedModel:
 
     @property
     def path(self) -> str:
-        """The folder or Hub id of the model."""
+        """The folder or Hub id of the model that the server must serve."""
         path = Path(self.model.path)
         return str(path.parent) if path.is_file() else self.model.path
 
@@ -313,7 +313,7 @@ class ServerApi(ABC):
 
 
 def checked_tokens(tokens: Any, logprobs: Any, *, vocabulary: int = 1 << 31) -> tuple[list[int], list[float]]:
-    """Return the tokens and log-probabilities that a server sent, as lists. Raise an error if they are invalid."""
+    """Return the tokens and log-probabilities that a server sent, as lists. Raise `IncompleteError` if invalid."""
     ids = checked_ids(tokens, vocabulary, "token_ids")
     values = [float(value) for value in logprobs]
     if len(values) != len(ids):

@@ -3,7 +3,7 @@
     rollout.launch.command   python -m vllm.entrypoints.openai.api_server --enforce-eager
     rollout.launch.devices   "0", "1"                            one server for each entry
       -> server 0            ... --model M --port 40117 --weight-transfer-config ...    CUDA_VISIBLE_DEVICES=0
-      -> server 1            ...
+      -> server 1            the same with another port and CUDA_VISIBLE_DEVICES=1
 
 The engine appends the options that the run needs to the command (`ServerApi.command`). The output of server 0 goes to
 `servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which stops it when the run ends.
@@ -31,8 +31,8 @@ from padfree.rollout.engines.servers.server_api import ServedModel, ServerApi, S
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
-"""EVERY: seconds between two checks of a server. PROBE: seconds in which it must answer a probe. LONGEST_PAUSE: maximum
-seconds before a restart. GRACE: seconds that a watchdog has to end."""
+"""`EVERY`: seconds between two checks of a server. `PROBE`: seconds in which a server must answer a probe.
+`LONGEST_PAUSE`: maximum seconds before a restart. `GRACE`: seconds that a watchdog has to end."""
 MAX_FAILED_STARTS = 3
 """The run ends if a server ends this many times in a row without having answered once."""
 
@@ -54,7 +54,7 @@ class LaunchedServer:
         now = time.monotonic()
         if self._watchdog is not None and self._watchdog.poll() is not None:
             status = self._watchdog.returncode
-            self.begin_end()  # close our end of the pipe
+            self.begin_end()  # close the run's end of the pipe to the watchdog
             self._watchdog = None
             self._failed_starts = 0 if self.answered else self._failed_starts + 1
             if self._failed_starts >= MAX_FAILED_STARTS:
@@ -73,7 +73,7 @@ class LaunchedServer:
             self.answered = True
         except ServerLostError:
             if self.answered and self._watchdog.poll() is None:
-                await self.end()  # it hangs; the next check starts it
+                await self.end()  # the server hangs; the next check starts it again
         except UserError:
             self.answered = True  # the next request reports the error
         return None
@@ -122,8 +122,8 @@ class Launcher:
 
     def __init__(self, launched: Sequence[LaunchedServer]) -> None:
         self.launched = launched
-        self.fatal_error: str | None = None  # a server cannot be started
-        self.probe_lock = asyncio.Lock()  # held during a weight sync, when servers answer probes late
+        self.fatal_error: str | None = None  # why a server cannot be started
+        self.probe_lock = asyncio.Lock()  # held during a weight sync, because servers then answer probes late
         self._watching: asyncio.Task[None] | None = None
 
     @property

@@ -24,7 +24,7 @@ from contextlib import suppress
 
 GRACE = 10.0
 POLL = 0.2
-"""GRACE: seconds between SIGTERM and SIGKILL. POLL: seconds between two checks."""
+"""`GRACE`: seconds between SIGTERM and SIGKILL. `POLL`: seconds between two checks."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -1,4 +1,6 @@
-"""The weights of a model as the servers receive them, whole or as differences from the weights of the last sync.
+"""The weights of a model as the servers receive them: whole, or as differences from the weights of the last sync.
+
+A bucket is a group of tensors that are sent together.
 
     WeightStream   q.weight [shards]  k.weight [shards]  ...    all ranks gather each tensor in turn
       -> layers    names and shapes as in HF files, one tensor per expert; rank 0 holds one layer at a time
@@ -8,8 +10,8 @@
                    rank 1  q.weight[3:6]   kept bits 5 5 5    new bits 5 5 5    -> no difference, a checksum only
       -> buckets   rank 0 gathers the differences of all ranks, for tensors of about BUCKET bytes at a time
 
-Each rank keeps the bits that it last sent in host memory, and compares them with the new bits on the device. The copy
-has as many bytes as its shard in `model.dtype`.
+Each rank keeps the bits that it last sent in host memory, and compares them with the new bits on the device. The kept
+bits take as many bytes as the rank's shard in `model.dtype`.
 
 HF files store some tensors in another layout than the model, such as one tensor per expert. Adapters are merged into
 whole weights. These tensors are gathered, and the layers that hold them are divided over the ranks: the tensors of
@@ -87,11 +89,11 @@ class WeightStream:
         return self._dtypes.get(name, tensor.dtype)
 
     def converted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return these tensors of the model, such as all tensors of a layer, in the layout of HF files."""
+        """Return tensors of the model, e.g. those of a layer, with the names and the layout of HF files."""
         return revert_weight_conversion(self._empty, tensors) if tensors else {}
 
     def unconverted(self) -> dict[str, str]:
-        """Return the names in HF files of the tensors that have the same layout there, by their names in the model."""
+        """Return the tensors with the same layout in HF files, as a dict from the model's name to the file's name."""
         tensors = named_tensors(self._empty)
         names = {id(tensor): name for name, tensor in self.converted(dict(tensors)).items()}
         return {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
@@ -143,7 +145,7 @@ class SentWeights:
 
         All ranks must exhaust the iterator. Other ranks than rank 0 yield empty buckets.
         """
-        self.version = None  # until all new bits are kept
+        self.version = None  # invalid until all new bits are kept
         encoded: list[_Encoded] = []
         held = 0
         for num_bytes, regions in self._layers(model):

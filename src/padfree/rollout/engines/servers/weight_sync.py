@@ -7,8 +7,8 @@
     main thread       gather | bucket 0 ............ | gather | bucket 1 ...     collectives; waits for the servers
     event loop                 server 0: bucket, server 1: bucket                all servers concurrently
 
-All ranks iterate over all tensors even if servers fail, because gathering is collective. If the engine supports
-adapters, only the adapters are sent, as files. Otherwise they are merged into the weights.
+Gathering is collective, so all ranks iterate over all tensors even if servers fail. If the engine supports adapters,
+only the adapters are sent, as files. Otherwise they are merged into the weights.
 
 With `SentWeights`, a server receives differences if it confirmed the last weight sync. A server that restarted, missed
 a weight sync, or cannot apply the differences receives all weights in the same weight sync.
@@ -205,10 +205,10 @@ async def for_each(servers: Sequence[ServerApi], call: ServerCall) -> dict[Serve
 class SyncOutcome:
     """The result of a weight sync, on rank 0."""
 
-    failed: dict[str, str] = field(default_factory=dict)  # error message by URL for each server without the weights
+    failed: dict[str, str] = field(default_factory=dict)  # by URL of each server without the weights: an error message
     refused: set[str] = field(default_factory=set)  # URLs of the servers that answered but could not load the weights
-    num_bytes: int = 0
-    error: str | None = None  # a problem that only the user can fix; it ends the run
+    num_bytes: int = 0  # number of bytes sent
+    error: str | None = None  # an error that ends the run, because only the user can fix it
 
 
 @dataclass(kw_only=True, eq=False)
