@@ -4,8 +4,9 @@
     log-probabilities             4.8e-07   7.2e-07   2.0e-05  ok   token 30 of sample 5
     gradients of layer 1          1.9e-06   1.1e-06   1.0e-04  ok   model.layers.1.mlp.up_proj.weight
 
-The difference is between packed training and the reference. The noise is the rounding error of plain transformers code
-in the same dtype. A result passes if its difference is at most `tolerance`, or at most `FACTOR` times the noise.
+The difference is between packed training and the reference (plain transformers code, one sample at a time). The noise
+is the rounding error of plain transformers code in the dtype of the check. A result passes if its difference is at most
+`tolerance`, or at most `FACTOR` times the noise.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from padfree.tools.json_objects import read_object
 from padfree.train.float8_budget import Float8Distance
 
 MAIN = "packed"
-"""The name of the main check. The other checks vary the layout of the samples or the tokens around a sample."""
+"""The name of the main check. All other checks vary the layout of the samples, or the tokens around a sample."""
 
 
 FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
@@ -33,11 +34,11 @@ HEADER = ("what", "difference", "noise", "allowed", "", "largest at")
 class CheckResult:
     """The result of one comparison between packed training and the reference."""
 
-    check: str  # packed, leak, pad, or the name of a layout
-    quantity: str  # one of log-probabilities, loss, normaliser, gradients
+    check: str  # the name of the check: packed, leak, pad, or a layout
+    quantity: str  # what is compared: log-probabilities, loss, normaliser or gradients
     part: str | None = None  # part of the model, for gradients
     difference: float
-    noise: float | None  # None: the limit is the tolerance
+    noise: float | None  # None: only the tolerance decides
     tolerance: float
     where: str = ""  # where the difference is largest
 
@@ -64,7 +65,7 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A variation of the main check that could not run, and the reason."""
+    """A variation of the main check that this model, backend or number of ranks does not support, and the reason."""
 
     check: str
     reason: str

@@ -46,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """For the gradient of one parameter: its largest difference to the reference, and the reference's largest entry."""
+    """For the gradient of one parameter: the largest difference from the reference, whose largest entry is `size`."""
 
     difference: float
     size: float
@@ -54,7 +54,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """For each quantity, the difference up to which a comparison always passes."""
+    """For each quantity, the difference up to which a comparison passes, whatever the noise is."""
 
     logprobs: float
     loss: float
@@ -93,7 +93,7 @@ def loss_gap(actual: float, expected: float) -> Gap:
 def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
     """Compare the loss with the negative mean log-probability of the trained tokens. Return the relative difference.
 
-    A large difference shows that the loss weights are wrong.
+    The two are equal if the loss weights are normalised correctly.
     """
     trained = [sample.mask & (np.arange(len(sample)) > 0) for sample in samples]
     total = sum(float(values[mask].astype(np.float64).sum()) for values, mask in zip(logprobs, trained, strict=True))

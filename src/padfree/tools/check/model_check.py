@@ -292,7 +292,7 @@ def _reference(
 
 
 class _Check:
-    """Runs packed training in all variations, and compares each with the reference. Collective; rank 0 has results."""
+    """Runs packed training in all variations, and compares each with the reference. Collective; results on rank 0."""
 
     def __init__(
         self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say
@@ -300,7 +300,7 @@ class _Check:
         self.path, self.reference, self.samples, self.say = path, reference, reference.samples, say
         self.vocabulary, self.tolerance = vocabulary, tolerance
         self.first = path.mesh.loss.rank == 0
-        self.repeated = 0.0  # the largest difference between two identical runs
+        self.repeated = 0.0  # the largest difference between two identical runs, which is 0 if runs give the same bits
         self.rows: list[CheckResult] = []
         self.skipped: list[Skipped] = []
 

@@ -60,12 +60,12 @@ from padfree.train.step import PreparedStep
 Logprobs = list[NDArray[np.float32]]
 
 PAD = 7
-"""Number of padding tokens per context rank in the check of padding. It is deliberately not a round number."""
+"""Number of padding tokens per context rank in the check of padding: deliberately not a power of two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variation:
-    """A layout of the samples that must not change the results."""
+    """A layout of the samples. Results must be the same with every layout."""
 
     name: str
     max_tokens: int  # maximum tokens of a pack per device
@@ -142,7 +142,7 @@ class PackedPath:
 
         scalar = loss in SCALAR
         model = load("scalar" if scalar else "tokens")
-        model.train(False)  # no dropout, which would differ between runs
+        model.train(False)  # without dropout, which would differ between runs
         teacher = load("tokens", frozen=True) if loss == "distill" else None
         if teacher is not None:
             make_teacher(teacher)
@@ -150,7 +150,7 @@ class PackedPath:
         self.scorer = (ScalarScorer if scalar else Scorer)(model, mesh, max_tokens=1, overlong="alone")
         self.engine = _engine(loss, self.scorer, teacher)
         self._float8 = Float8Layers(model)
-        self._float8.use(())  # except in `float8_distances`
+        self._float8.use(())  # no layer uses float8, except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
         """Use the layout of this variation from now on."""

@@ -1,12 +1,12 @@
 """The losses of training by plain transformers code, one sample or preference pair at a time.
 
-    kind      loss                                                           further inputs
-    nll       cross entropy, mean over trained tokens (`one_at_a_time`)
+    kind      loss                                                           inputs besides the samples' tokens
+    nll       cross entropy, mean over trained tokens (`one_at_a_time`)      none
     dpo       sigmoid loss of preference pairs, mean over pairs              log-probabilities of a reference model
     kto       loss of single answers with labels, mean over answers          as for dpo, and the reference point z₀
     distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with changed norms
-    reward    Bradley-Terry loss of preference pairs, mean over pairs        a scalar head
-    value     clipped squared error of values, mean over trained tokens      a scalar head, returns and old values
+    reward    Bradley-Terry loss of preference pairs, mean over pairs        none; the model has a scalar head
+    value     clipped squared error of values, mean over trained tokens      returns, old values; a scalar head
 
 Some losses need inputs that a run computes first: log-probabilities of a reference, returns, old values. In this check
 these inputs are random numbers, seeded with the index of the sample. The random log-probabilities are near the model's

@@ -5,10 +5,10 @@
 
 If any bit differs, the same tokens run through both paths again, without the compiler. Every operator's inputs and
 outputs are recorded. Operators run in the same order in both paths, so the first operator whose results differ is the
-cause:
+cause. In this example, the report names layer 0, self_attn.v_proj:
 
     layer 0   input_layernorm   q_proj   k_proj   v_proj   (attention)   o_proj   ...
-    equal     yes               yes      yes      no <- the report names layer 0, self_attn.v_proj
+    equal     yes               yes      yes      no
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from padfree.tools.check.samples import LONGEST, random_samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerReport:
-    """The result of a comparison. `operator`: the first operator with other bits, or None if all bits are equal."""
+    """The result of `check_sampler`. `operator`: the first operator with other bits, or None if all bits are equal."""
 
     model: str
     dtype: str
     num_tokens: int
-    unequal: int
-    largest: float
+    unequal: int  # number of tokens whose log-probabilities differ
+    largest: float  # the largest difference
     operator: str | None
     problem: str | None  # why a run with this model on this device has rollout.exact=false
 
@@ -142,7 +142,7 @@ def check_sampler(
         CachedModel(sampling_model(trained, dtype, device), backend=backend, compiled=compiled, exact=True),
         num_slots=len(prompts),
         temperature=temperature,
-        stops=[int(model.config.vocab_size)],  # no token ends a response
+        stops=[int(model.config.vocab_size)],  # an id that no token has, so that no response ends early
         step_rows=step_rows,
     )
     keys = response_keys(0, 0, np.arange(len(prompts)))

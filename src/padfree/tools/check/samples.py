@@ -1,8 +1,8 @@
 """A few samples for a check: random, or from the user's data with lengths spread from the shortest to the longest.
 
-The longest and the shortest sample are always chosen:
+In this example, 4 of 8 samples are chosen, among them the longest and the shortest one:
 
-    lengths of the data   12 500 80 40 7 90 300 60        4 samples: 500 40 7 90, in the order of the file
+    lengths of the data   12 500 80 40 7 90 300 60        chosen: 500 40 7 90, in the order of the file
 """
 
 from __future__ import annotations
