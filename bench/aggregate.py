@@ -4,7 +4,7 @@
     weighted    (weights * losses).sum(); the weights are computed once per global batch
 
 The same number of tokens is divided into 64 to 4,096 samples. Every result is checked against float64. Times are
-medians of single synchronised calls:
+medians of single synchronised calls. Two more columns are measured:
 
     make      computing the token weights, once per step
     compat    `padfree.compat.slime.sum_of_sample_mean`, which has the signature of the loop

@@ -1,12 +1,14 @@
 """Packed attention compared with alternatives.
 
-    model     CPU    forward and backward of a 4-layer Qwen3 on a pack: padfree, HF's own packing (`sdpa` with a dense
-                     [T, T] mask from restarting position_ids), and a padded batch
-    kernels   CUDA   padfree's backends on packs compared with padded batches; TFLOP/s count the causal work of real
-                     tokens: 4·H·d·Σn²/2 forward, 3.5 times that forward and backward; errors relative to float32
-    wrapper   CUDA   the overhead of `varlen_attention` over calling the same kernel directly
-    context   CUDA   8 context ranks of a pack of 128k tokens, simulated one after the other: the attention time of the
-                     slowest rank over an eighth of that of the whole pack; includes copying keys, not communication
+    section   runs on    what is measured
+    model     CPU        forward and backward of a 4-layer Qwen3 on a pack: padfree, HF's own packing (`sdpa` with a
+                         dense [T, T] mask from restarting position_ids), and a padded batch
+    kernels   CUDA       padfree's backends on packs compared with padded batches; TFLOP/s count the causal work of real
+                         tokens: 4·H·d·Σn²/2 forward, 3.5 times that forward and backward; errors relative to float32
+    wrapper   CUDA       the overhead of `varlen_attention` over calling the same kernel directly
+    context   CUDA       8 context ranks of a pack of 128k tokens, simulated one after the other: the attention time of
+                         the slowest rank, divided by an eighth of the time of the whole pack; includes copying keys,
+                         but not communication
 
     PYTHONPATH=src python bench/attention.py --device cpu
     PYTHONPATH=src python bench/attention.py --device cuda --section kernels --json attention.json
@@ -42,7 +44,7 @@ SECTIONS = {"cpu": ("model",), "cuda": ("kernels", "wrapper", "context")}
 NUM_HEADS, NUM_KEY_HEADS, HEAD_DIM = 32, 8, 128
 WORLD, ROW = 8, 131_072
 MODEL_TOKENS, VOCABULARY = 9_000, 512
-AHEAD_CYCLES = 10_000_000  # about 5 ms
+AHEAD_CYCLES = 10_000_000  # about 5 ms, in which the host runs ahead of the device
 LAYOUTS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 GOALS = {"model": 4.0, "wrapper": 0.03, "context": 1.10}
 
@@ -108,7 +110,7 @@ def _cell(value: Any) -> str:
 
 
 def log_normal(rng: np.random.Generator, total: int, median: int) -> list[int]:
-    """Documents of log-normal lengths that fill `total` tokens."""
+    """Return log-normal document lengths that fill `total` tokens."""
     lengths: list[int] = []
     while sum(lengths) < total:
         lengths.append(int(np.clip(rng.lognormal(np.log(median), 0.8), 16, total)))
@@ -126,7 +128,7 @@ def length_mixes() -> dict[str, list[int]]:
 
 
 def long_packs(total: int) -> dict[str, list[int]]:
-    """Three mixes of lengths, each filling one pack of `total` tokens."""
+    """Return three mixes of lengths, each of which fills one pack of `total` tokens."""
     rng = np.random.default_rng(0)
     return {
         "log-normal": log_normal(rng, total, 1024),
@@ -201,7 +203,7 @@ def model_section(num_tokens: int, repeats: int) -> Row:
 def train_time(
     forward: Callable[[], Tensor], model: torch.nn.Module, labels: Tensor, repeats: int
 ) -> tuple[float, Tensor, float]:
-    """Seconds of forward and backward, the logits [T, V], and the norm of all gradients."""
+    """Return the seconds of forward and backward, the logits [T, V], and the norm of all gradients."""
     logits = torch.empty(0)
 
     def both() -> None:
@@ -218,7 +220,7 @@ def train_time(
 
 
 class Inputs:
-    """bfloat16 tensors of a pack on the device."""
+    """Random bfloat16 tensors of the attention of a pack, on the device."""
 
     def __init__(self, mix: str, lengths: list[int]) -> None:
         torch.manual_seed(0)
@@ -238,7 +240,7 @@ class Inputs:
 
 
 def event_times(*functions: Callable[[], Any], repeats: int = 20, calls: int = 1, ahead: bool = False) -> list[float]:
-    """Median milliseconds of each function. `ahead`: the host runs ahead, so that launch latency is not measured."""
+    """Return the median milliseconds of each function. `ahead`: the host runs ahead, so launches are not measured."""
     cycles = AHEAD_CYCLES if ahead else 0
     times = median_event_seconds(*functions, repeats=repeats, calls=calls, warmup=3, sleep_cycles=cycles)
     return [1e3 * seconds for seconds in times]
@@ -335,7 +337,7 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def float32_results(inputs: Inputs) -> list[Tensor]:
-    """out, dq, dk, dv of the reference in float32, one key head at a time to save memory."""
+    """Return out, dq, dk, dv of the reference in float32, computed one key head at a time to save memory."""
     parts = []
     group = NUM_HEADS // NUM_KEY_HEADS
     for head in range(NUM_KEY_HEADS):
@@ -429,9 +431,9 @@ def context_section(total: int, layouts: Sequence[LayoutKind]) -> list[Row]:
 
 
 def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
-    """Milliseconds of one rank's forward and backward with the copies of keys, warm and cold.
+    """Return the milliseconds of one rank's forward and backward with the copies of keys, warm and cold.
 
-    Keys of other ranks are copied from the whole pack, as if they were received.
+    Keys of other ranks are copied from the whole pack, as if the rank had received them.
     """
     from padfree.cp.allgather import local_attention
     from padfree.cp.keys import prepare_keys
@@ -456,7 +458,7 @@ def rank_times(inputs: Inputs, plan: Any, whole: Tensor) -> tuple[float, float]:
 
 
 def rank_facts(plan: Any) -> Row:
-    """The quantities that determine a rank's time."""
+    """Return the quantities that determine a rank's time, such as its numbers of queries and keys."""
     from padfree.cp import keys_read, modelled_cost, work
     from padfree.cp.keys import prepare_keys
 

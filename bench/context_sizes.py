@@ -1,6 +1,6 @@
-"""How long ranks wait for each other, with a fixed number of context ranks or with one per pack.
+"""How long ranks wait for each other, with a fixed number of context ranks or with one that is chosen per pack.
 
-The script plans steps and does not run them. Its terms are:
+The script plans steps and does not run them. These are the inputs and the columns of its table:
 
     lengths    log-normal: median 2,500, sigma 1.3, cut at 131,072, and one sample of 131,072 tokens
     cost       FLOPs of an 8B model, from its sizes; the cost of a pack is divided among the ranks that share it

@@ -1,11 +1,12 @@
 """Experts in decode steps, and routing replay, with the sizes of Qwen3-30B-A3B and 12 of its 48 layers.
 
+    section    what is measured
     kernel     the grouped matmuls of a decode step compared with a loop over the experts, and their speed
     decode     tokens/s of the in-process sampler: experts of transformers without CUDA graphs, padfree's experts
                without and with CUDA graphs; 256 responses, 8 per prompt of 128 tokens
-    routes     a decode step with and without recorded routes
-    update     gradients of 14,918 tokens in compiled layers: without replay, with layers that can replay but get no
-               routes, and with random routes
+    routes     a decode step with and without recording the routes (the experts that each token uses)
+    update     gradients of 14,918 tokens in compiled layers: without replay of routes, with layers that can replay but
+               get no routes, and with random routes
 
     PYTHONPATH=src python bench/decode_experts.py
     PYTHONPATH=src python bench/decode_experts.py --section kernel
@@ -53,7 +54,7 @@ from padfree.train.scorer import Scorer
 
 SECTIONS = ("kernel", "decode", "routes", "update")
 KERNEL_TOKENS = (1, 16, 256, 8192)
-KERNEL_ERROR = 1e-2  # bound of the difference from the loop, relative to the largest element
+KERNEL_ERROR = 1e-2  # largest accepted difference from the loop, relative to the largest element
 RESPONSES, GROUP, PROMPT_TOKENS = 256, 8, 128
 FEW_SLOTS = 16
 EAGER_TOKENS, CAPTURED_TOKENS, RECORDED_TOKENS = 32, 128, 64
@@ -242,7 +243,7 @@ def recorded(shape: dict[str, Any], device: torch.device) -> dict[str, float]:
 
 
 def routed(samples: list[Sample], shape: dict[str, Any]) -> list[Sample]:
-    """The samples with random routes [n, layers, k]. The experts of a token are distinct."""
+    """Return the samples with random routes [n, layers, k], in which the experts of a token are distinct."""
     layers, experts, top = shape["num_hidden_layers"], shape["num_experts"], shape["num_experts_per_tok"]
     assert experts <= 1 << 8
 

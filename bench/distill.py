@@ -69,7 +69,7 @@ class Inputs:
         )
 
     def first(self, num_rows: int, dtype: torch.dtype) -> Inputs:
-        """The inputs with only the first `num_rows` tokens, in `dtype`."""
+        """Return the inputs with only the first `num_rows` tokens, in `dtype`."""
         return Inputs(
             hidden=self.hidden[:num_rows].detach().to(dtype, copy=True).requires_grad_(),
             weight=self.weight.detach().to(dtype, copy=True).requires_grad_(),
@@ -106,7 +106,7 @@ class Result:
 
 
 def full_logits(inputs: Inputs, *, kind: Kind) -> Tensor:
-    """The loss from the logits of both models, as in an ordinary training loop."""
+    """Compute the loss from the full logits of both models, as an ordinary training loop does."""
     wide = torch.float64 if inputs.hidden.dtype == torch.float64 else torch.float32
     student = (inputs.hidden @ inputs.weight.T).to(wide).log_softmax(1)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def ours(inputs: Inputs, *, kind: Kind, top_k: int | None = None) -> Tensor:
 
 
 def liger_methods() -> list[Method]:
-    """Liger's fused linear JSD, if it is installed. Its mean over tokens is multiplied by N to get the sum."""
+    """Return Liger's fused linear JSD, if it is installed. Its mean over tokens is multiplied by N to get the sum."""
     if not importlib.util.find_spec("liger_kernel"):
         return []
     from liger_kernel.transformers import LigerFusedLinearJSD
@@ -165,7 +165,7 @@ def methods() -> list[Method]:
 
 
 def time_floor(inputs: Inputs, device: torch.device, repetitions: int) -> float:
-    """Milliseconds of the four matmuls, with values as large as in training."""
+    """Return the milliseconds of the four matmuls, with values as large as in training."""
     with torch.no_grad():
         logits = inputs.hidden @ inputs.weight.T
         taught = torch.empty_like(logits)

@@ -1,13 +1,14 @@
 """Write the two tables of measured figures: docs/experiments/figures.md, and the table in the README.
 
-docs/experiments/figures.toml has every figure once, with its machine, versions, commit, date, command and page:
+docs/experiments/figures.toml has every figure once, with its machine, versions, commit, date, command and page. For
+example, this entry gives a line of both tables:
 
     [figures.fill]                     figures.md   | `fill`, 1,000,000 samples | 183 times as fast | ... |
     value = "183"                ->
     unit = "times as fast"             README.md    between <!-- figures --> and <!-- /figures -->
     ...                                             | `fill`, 1,000,000 samples | 183 times as fast as ... |
 
-Lines of the README's table are templates with the keys of figures, so the README has no figure without a source.
+The lines of the README's table are templates with the keys of figures, so the README has no figure without a source.
 
     python bench/figures.py            # write both
     python bench/figures.py --check    # exit with 1 if one of them is out of date
@@ -28,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "experiments"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->\n"
-NUMBER = re.compile(r"(?<![\w.,])\d")  # not the 4 of fa4
+NUMBER = re.compile(r"(?<![\w.,])\d")  # a digit that begins a number, so not the 4 of fa4
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Figure:
 
 
 def read(path: Path = FOLDER / "figures.toml") -> dict[str, Any]:
-    """The content of figures.toml, with a `Figure` by key for each entry of [figures]."""
+    """Return the content of figures.toml. Its [figures] map each key to a `Figure`."""
     content = tomllib.loads(path.read_text(encoding="utf-8"))
     content["figures"] = {key: figure(key, entry, content) for key, entry in content["figures"].items()}
     return content
@@ -68,7 +69,7 @@ def table(*lines: tuple[str, ...]) -> list[str]:
 
 
 def figures_page(content: dict[str, Any]) -> str:
-    """docs/experiments/figures.md: one table for each machine and set of versions."""
+    """Return the text of docs/experiments/figures.md, with one table for each machine and set of versions."""
     groups: dict[tuple[str, str], list[Figure]] = {}
     for entry in content["figures"].values():
         groups.setdefault((entry.hardware, entry.versions), []).append(entry)
@@ -96,7 +97,7 @@ def figures_page(content: dict[str, Any]) -> str:
 
 
 def readme_table(content: dict[str, Any]) -> str:
-    """The table of figures between the markers of the README, with the line below it."""
+    """Return the table of figures between the markers of the README, with the line below it."""
     figures = content["figures"]
     body = []
     for line in content["readme"]:
@@ -117,7 +118,7 @@ def readme_table(content: dict[str, Any]) -> str:
 
 
 def generated() -> dict[Path, str]:
-    """The text of each generated file by its path."""
+    """Return the text of each generated file, by the file's path."""
     content = read()
     readme = ROOT / "README.md"
     before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)

@@ -1,9 +1,13 @@
-"""The memory estimate against real runs: does a run fit exactly if its dry run says so?
+"""Test the memory estimate with real runs: does a run fit the memory exactly if its dry run says so?
+
+One measurement has these steps:
 
     a setting     drawn by its number: command, sizes of the model, tokens, checkpointing, adapters, optimizer state
     a budget      drawn between what the setting needs at least and at most; the allocator gets no more
     dry run       chooses the levels of the layers for the budget, and says whether the run fits
     two steps     in a process of its own; an out-of-memory error means that the run does not fit
+
+An example of the output, in GiB:
 
     seed  estimate  allocated  reserved  budget    verdict
        3     41.3       40.2      41.9     46.0    fits: right
@@ -32,7 +36,7 @@ from timer import Stopwatch
 
 GIB = 2**30
 LEAST_BUDGET = 12 * GIB
-"""Devices with less memory are not simulated, because libraries need the same workspaces on every device."""
+"""Devices with less memory are not simulated, because libraries need equally large workspaces on every device."""
 
 PRELOADED = ["torch", "transformers", "padfree.train.run", "padfree.cli.train", "padfree.testing.tokenizers"]
 # hidden size, MLP, heads, heads of keys, head size, vocabulary
@@ -113,7 +117,7 @@ def line_of(result: dict[str, Any]) -> str:
 
 
 def drawn(seed: int, folder: Path, device: str, *, tiny: bool) -> list[str]:
-    """The command and the overrides of a setting. Its models and data are written into `folder`."""
+    """Return the command and the overrides of a setting. Its models and data are written into `folder`."""
     rng = np.random.default_rng(seed)
 
     def one(*values: Any) -> Any:
@@ -188,7 +192,7 @@ def write_model(folder: Path, shape: tuple[int, ...], layers: int, *, weights: b
 
 
 def write_rows(path: Path, command: str, rng: np.random.Generator, longest: int, count: int) -> None:
-    """Rows of random letters, one of which is as long as a row may be."""
+    """Write rows of random letters, one of which is as long as a row may be."""
 
     def text(length: int) -> str:
         return bytes(rng.integers(97, 123, max(2, length)).astype(np.uint8)).decode()
@@ -252,7 +256,7 @@ def measured(folder: Path, seed: int, device: str, *, tiny: bool) -> dict[str, A
 
 
 def budget_of(config: Any, seed: int, device: str) -> float:
-    """The memory of a device in bytes, drawn near what the setting needs."""
+    """Return the memory budget in bytes, drawn near what the setting needs."""
     from dataclasses import replace
 
     from padfree.estimate.memory import estimate_memory

@@ -1,10 +1,11 @@
 """Float8 linear layers on a GPU: the speed of a decoder layer, and of its matmuls and casts.
 
+    section    what is measured
     check      casts compared bit by bit with plain torch; matmuls and a linear layer compared with a reference
     layers     forward and backward of one compiled decoder layer with the sizes of Qwen3-8B and Qwen3-4B, in bfloat16
                and in float8: 16,384 tokens in 16 samples; and the distance between the gradients
     matmuls    matmuls of the MLP of Qwen3-8B in bfloat16 and in float8 (`use_fast_accum` true and false)
-    casts      bytes per second of the casts, for several launch parameters
+    casts      bytes per second of the casts to float8, for several launch parameters
 
     PYTHONPATH=src python bench/float8.py
     PYTHONPATH=src python bench/float8.py --section layers
@@ -50,11 +51,11 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 TOKENS, SAMPLES = 16_384, 16
 VOCABULARY = 1024
-UNEVEN = 37  # tokens by which samples are longer or shorter than their mean
+UNEVEN = 37  # a sample is longer or shorter than the mean by this number of tokens
 ALL: tuple[Float8Product, ...] = ("output", "input-gradient", "weight-gradient")
 PRODUCTS: dict[str, list[tuple[Float8Product, ...]]] = {"8b": [(), ALL, ALL[:2]], "4b": [(), ALL]}
 
-MATMUL_ERROR = 4e-3  # bound of the relative error of a token; rounding to bfloat16 gives about 2e-3
+MATMUL_ERROR = 4e-3  # largest accepted relative error of a token; rounding to bfloat16 gives about 2e-3
 LINEAR_ERROR = 6e-3
 AHEAD_CYCLES = 2_000_000  # lets the host run ahead of the device
 SECTIONS = ("check", "layers", "matmuls", "casts")
@@ -87,7 +88,7 @@ def random(*shape: int, device: torch.device, seed: int = 0) -> Tensor:
 
 
 def spread(x: Tensor) -> Tensor:
-    """Rows of very different sizes, some of them with large columns."""
+    """Return x with rows of very different sizes, some of them with large columns."""
     generator = torch.Generator(x.device).manual_seed(1)
     exponents = torch.randint(-20, 4, (x.shape[0], 1), generator=generator, device=x.device)
     x = x.float() * torch.exp2(exponents.float())
@@ -120,7 +121,7 @@ def check(device: torch.device) -> None:
 
 
 def check_casts(shape: tuple[int, int], device: torch.device) -> None:
-    """Compare with plain torch. For a row or column with NaN or infinity, the scale must be NaN."""
+    """Compare the casts with plain torch. If a row or column has NaN or infinity, its scale must be NaN."""
     x = spread(random(*shape, device=device))
     if shape[0] > 3:
         x[0] = 0
@@ -146,7 +147,7 @@ def assert_same_cast(q: Tensor, scale: Tensor, exact_q: Tensor, exact_scale: Ten
 
 
 def matmul_error(tokens: int, device: torch.device) -> float:
-    """The largest relative error of a token, with and without bias."""
+    """Return the largest relative error of a token in a float8 matmul, with and without bias."""
     worst = 0.0
     a, b = (spread(random(rows, 1024, device=device, seed=rows)) for rows in (tokens, 1536))
     (a_q, a_scale, _), (b_q, b_scale, _) = operators.float8_rows(a, False), operators.float8_rows(b, False)
@@ -158,7 +159,7 @@ def matmul_error(tokens: int, device: torch.device) -> float:
 
 
 def linear_errors(tokens: int, device: torch.device) -> dict[str, float]:
-    """Relative distances of output and gradients of a float8 linear layer on the GPU from those on the CPU."""
+    """Return the relative distances of output and gradients of a float8 linear layer on the GPU from the CPU's."""
     x, weight, gradient = (
         random(2, tokens, 512, device=device),
         spread(random(768, 512, device=device, seed=2)),
@@ -182,7 +183,7 @@ def apart(found: Tensor, exact: Tensor) -> float:
 
 
 def layers(shape: str, device: torch.device, products: list[tuple[Float8Product, ...]]) -> list[dict[str, Any]]:
-    """Measure a layer with each of these sets of float8 products. The first set is empty: bfloat16."""
+    """Measure a decoder layer with each of these sets of float8 products. The first set is empty: bfloat16."""
     rows: list[dict[str, Any]] = []
     exact: dict[str, Tensor] = {}
     for float8 in products:
@@ -208,7 +209,7 @@ def layers(shape: str, device: torch.device, products: list[tuple[Float8Product,
 def layer(
     shape: str, device: torch.device, float8: tuple[Float8Product, ...], tokens: int = TOKENS
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The time of forward and backward, and the gradients of the layer's weights."""
+    """Return the time of forward and backward, and the gradients of the layer's weights."""
     config = cast(Any, Qwen3Config)(**SHAPES[shape], num_hidden_layers=1, vocab_size=VOCABULARY)
     torch.manual_seed(0)
     with device:
@@ -259,7 +260,7 @@ def matmuls(device: torch.device, tokens: int = TOKENS, shape: str = "8b") -> di
 
 
 def matmul_rates(m: int, k: int, n: int, device: torch.device) -> dict[str, float]:
-    """TFLOP/s of [m, k] times the transpose of [n, k]."""
+    """Return the TFLOP/s of [m, k] times the transpose of [n, k], in bfloat16 and in float8."""
     a, b = random(m, k, device=device), random(n, k, device=device, seed=1)
     (a_q, a_scale, _), (b_q, b_scale, _) = operators.float8_rows(a, False), operators.float8_rows(b, False)
     scaled: Any = torch._scaled_mm

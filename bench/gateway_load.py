@@ -1,12 +1,12 @@
-"""The server for agents under load: a run with and without an attack, each in its own process.
+"""The API server for agent programs under load: a run with and a run without an attack, each in its own process.
 
     python bench/gateway_load.py                      2,000 idle connections, 50 slow peers, 10,000 malformed requests
     python bench/gateway_load.py --steps 5 --idle 300 --slow 10 --malformed 1000
 
 The environment is a program that makes two HTTP calls per episode. The attack comes from another process on the
-loopback address. Half of its requests use the secret of an episode. The benchmark compares the number of steps, all
-training metrics, seconds per step, and peak memory. Without an attack, the attacker's process keeps one core busy but
-sends nothing.
+loopback address. Half of its requests use the secret key of an episode. The benchmark compares the number of steps, all
+training metrics, seconds per step, and peak memory. In the run without an attack, the attacker's process keeps one core
+busy but sends nothing, so that both runs have equally many cores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def call(url: str, prompt: str) -> str:
 
 
 async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
-    """An episode with two calls of a program. Writes the address of the server to a file."""
+    """Play an episode of a program with two calls. Also write the address of the server to a file."""
     url = await policy.base_url()
     path = Path(os.environ[ADDRESS])
     new = path.with_name(f"{path.name}.{id(policy)}")
@@ -104,7 +104,7 @@ BODIES = (
 
 
 def attack(address: Path, idle: int, slow: int, malformed: int) -> dict[str, Any]:
-    """Attack until all requests are sent or the run has ended."""
+    """Attack the server until all requests are sent or the run has ended."""
     begin = time.monotonic()
     while not address.exists() and time.monotonic() - begin < MOST_SECONDS:
         time.sleep(0.05)
@@ -145,7 +145,7 @@ def attack(address: Path, idle: int, slow: int, malformed: int) -> dict[str, Any
 
 
 def spin(address: Path) -> dict[str, Any]:
-    """Keep a core busy without sending anything."""
+    """Keep a core busy without sending anything, for the run without an attack."""
     while not address.with_name("ended").exists():
         sum(range(10_000))
     return {}

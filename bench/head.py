@@ -68,7 +68,7 @@ class Result:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, labels: Tensor, share: float, *, entropy: bool) -> Loss:
-    """Full logits and a float32 log-softmax, as in an ordinary model."""
+    """Compute full logits and a float32 log-softmax, as an ordinary model does."""
     log_p = (hidden @ weight.T).float().log_softmax(1)
     logprobs = log_p.gather(1, labels[:, None])[:, 0]
     if not entropy:
@@ -120,7 +120,7 @@ def methods() -> list[Method]:
 
 
 def other_methods() -> tuple[list[Method], list[str]]:
-    """The methods of other libraries, and the names of those that are not installed."""
+    """Return the methods of other libraries, and the names of the libraries that are not installed."""
     listed, missing = [], []
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -147,7 +147,7 @@ def other_methods() -> tuple[list[Method], list[str]]:
 
 
 class Clock:
-    """Milliseconds of a call, and its peak memory."""
+    """Measures the milliseconds of a call, and its peak memory."""
 
     def __init__(self, device: torch.device, repetitions: int) -> None:
         self.device = device
@@ -177,7 +177,7 @@ def make_inputs(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.d
 
 
 def train(method: Method, hidden: Tensor, weight: Tensor, labels: Tensor, share: float = 1.0) -> Tensor | None:
-    """Run forward and backward. Leaves the gradients in .grad and returns the log-probabilities."""
+    """Run forward and backward. Leave the gradients in .grad, and return the log-probabilities."""
     hidden.grad = weight.grad = None
     loss, logprobs = method.run(hidden, weight, labels, share)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ def train(method: Method, hidden: Tensor, weight: Tensor, labels: Tensor, share:
 
 
 def time_floor(clock: Clock, hidden: Tensor, weight: Tensor) -> float:
-    """Milliseconds of the three matmuls, with values as large as in training."""
+    """Return the milliseconds of the three matmuls, with values as large as in training."""
     with torch.no_grad():
         logits = hidden @ weight.T
         gradient = logits * (1e-3 / LOGIT_DEVIATION)
@@ -307,7 +307,7 @@ def time_extras(
     floor: float,
     results: dict[str, Result],
 ) -> list[Result]:
-    """Time half of the tokens labelled, and scores without gradients."""
+    """Time the loss with only half of the tokens labelled, and scores without gradients."""
     hidden, weight, labels = inputs
     half = labels.masked_fill(torch.arange(len(labels), device=labels.device) % 2 == 1, -100)
     number = int((half != -100).sum())

@@ -2,14 +2,14 @@
 
     PYTHONPATH=src python bench/head_matmuls.py
 
-For both shapes of `bench/head.py` on a Hopper GPU. Printed lines:
+The script runs both shapes of `bench/head.py` on a Hopper GPU. It prints these lines:
 
     mm, bfloat16       hidden @ weight.T rounded to bfloat16, as in the floor
     mm, float32        the same in float32, as needed if the elementwise work is a separate kernel
     from stored        the gradient from stored logits, in place, for a few program sizes
     merge              merging the sums of all blocks
 
-Lines for each configuration of `padfree.head.matmuls`:
+For each configuration of `padfree.head.matmuls`, it also prints:
 
     reduce, kept       sums with entropy, storing up to 2^31 logits as float16
     reduce             sums with entropy only

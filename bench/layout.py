@@ -1,9 +1,10 @@
-"""Context-parallel layouts: balance of work, number of pieces, keys read and sent.
+"""Context-parallel layouts: how evenly a layout divides the work of a pack over ranks, and what it costs.
 
+    column     meaning
     balance    largest causal work of a rank divided by the mean; every rank has the same number of tokens
     cost       largest modelled cost of a rank divided by the mean; counts whole tiles and the cost of reading keys
     total      modelled cost of all ranks divided by the modelled cost of the pack on one rank
-    pieces     number of pieces on all ranks; at least S, the number of documents
+    pieces     number of pieces into which documents are cut, on all ranks; at least S, the number of documents
     keys       keys read by all ranks divided by the tokens of the pack: 1 if no document is cut
     most keys  keys of the rank that reads the most, divided by its own tokens
     sent       K and V tokens that `allgather` sends, relative to gathering the whole pack on every rank
@@ -104,7 +105,7 @@ def packs_of(num_tokens: int) -> dict[str, Segments]:
 
 
 def filled(lengths: NDArray[np.int64], num_tokens: int) -> Segments:
-    """A pack of as many of these documents as fit, and a pad."""
+    """Return a pack of as many of these documents as fit, and a pad."""
     kept = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens, side="right"))]
     return Segments.from_lengths(kept, pad_length=num_tokens - int(kept.sum()))
 
@@ -145,7 +146,7 @@ def measure(mix: str, segments: Segments, world: int, kind: LayoutKind, device: 
 
 
 def check(layout: Layout, segments: Segments) -> None:
-    """Check that every token is on one rank, that ranks have equal numbers of tokens, and that no work is lost."""
+    """Check that every token is on exactly one rank, that ranks have equally many tokens, and that no work is lost."""
     owner = np.full(layout.num_tokens, -1)
     for rank, (starts, ends) in enumerate(zip(layout.starts, layout.ends, strict=True)):
         for start, end in zip(starts, ends, strict=True):

@@ -1,5 +1,6 @@
 """One long sample over all context ranks of a machine: the time of one rank, and a projection of the step.
 
+    part         what is measured
     pack         one sample of 1,048,576 tokens, 8 context ranks of 131,072 each, Qwen3-8B's shape, bfloat16
     simulated    only the rank with the most work runs; data from other ranks is replaced by data of the right size
     attention    the rank's queries to all earlier keys, forward and backward, for `allgather` and `ring`; checked
@@ -58,17 +59,17 @@ STATE_BYTES = 16  # float32 weights, gradients and two moments
 CHECKED = 6
 """The number of queries whose attention is compared with float64."""
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Largest accepted error, relative to the largest output. bfloat16 has 8 bits."""
+"""Largest accepted error of attention, relative to the largest output; a bfloat16 number has 8 significant bits."""
 WARM_UP_TOKENS = 1 << 15
 FEW_IDS = 512
-"""Vocabulary of the embedding here; it does not affect the time of a lookup."""
+"""Size of the embedding's vocabulary in this benchmark; it does not affect the time of a lookup."""
 GB = 1e9
 
 Row = dict[str, Any]
 
 
 class PlayedGroup:
-    """A substitute for the process group of a single simulated rank."""
+    """A substitute for the process group, because only a single rank is simulated."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -81,7 +82,7 @@ class PlayedGroup:
 
 
 def made_up_exchange(rows: Tensor, send: Any, receive: Any, group: Any) -> Tensor:
-    """Data of the size that other ranks would send."""
+    """Return made-up data of the size that other ranks would send."""
     wanted = sum(receive)
     received = rows.new_zeros(wanted, *rows.shape[1:])
     if len(rows):
@@ -91,7 +92,7 @@ def made_up_exchange(rows: Tensor, send: Any, receive: Any, group: Any) -> Tenso
 
 
 class Clock:
-    """Seconds of a call on the device, and its peak memory."""
+    """Measures the seconds of a call on the device, and its peak memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -170,7 +171,7 @@ def attention_times(
     batch: PackedBatch, layout: Any, rank: int, method: str, shape: Row, device: torch.device, dtype: torch.dtype,
     pairs: int,
 ) -> Row:  # fmt: skip
-    """Forward and backward of one layer's attention on one rank, without communication."""
+    """Measure forward and backward of one layer's attention on one rank, without communication."""
     heads, key_heads, dim = shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"]
     plan = ContextPlan(layout, batch.segments.to(device), rank, device)
     generator = torch.Generator(device).manual_seed(0)
@@ -236,7 +237,7 @@ def attention_times(
 
 
 class _Forgetful:
-    """A ring for gradients to which other ranks add nothing, and which does not keep the gradients."""
+    """Stands for the ring of gradients. Other ranks add nothing, and gradients are not kept."""
 
     def post(self, *tensors: Tensor) -> None:
         self._posted = tensors
@@ -246,7 +247,7 @@ class _Forgetful:
 
 
 def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, scale: float) -> float:
-    """The largest error of some queries, relative to the largest output."""
+    """Return the largest error of some queries, relative to the largest output."""
     groups = q.shape[1] // k.shape[1]
     worst = 0.0
     for place in np.linspace(0, len(plan.own) - 1, CHECKED).astype(int).tolist():
@@ -265,7 +266,7 @@ def checked(out: Tensor, q: Tensor, k: Tensor, v: Tensor, plan: ContextPlan, sca
 def layer_times(
     batch: PackedBatch, kind: LayoutKind, rank: int, shape: Row, device: torch.device, dtype: torch.dtype, layers: int
 ) -> Row:
-    """Forward and backward of `layers` decoder layers on one rank, with recomputation."""
+    """Measure forward and backward of `layers` decoder layers on one rank, with recomputation."""
     torch.manual_seed(0)
     sizes = {**shape, "num_hidden_layers": layers, "vocab_size": FEW_IDS}
     rope = {"rope_type": "yarn", "factor": batch.num_tokens / 40_960, "original_max_position_embeddings": 40_960}
@@ -305,7 +306,7 @@ def local_batch(batch: PackedBatch, kind: LayoutKind, rank: int, device: torch.d
 def head_times(
     batch: PackedBatch, kind: LayoutKind, rank: int, shape: Row, device: torch.device, dtype: torch.dtype
 ) -> Row:
-    """The loss of this rank's tokens and its gradients, without storing all logits."""
+    """Measure the loss of this rank's tokens and its gradients, without storing all logits."""
     local = local_batch(batch, kind, rank, device)
     torch.manual_seed(0)
     width = shape["hidden_size"]

@@ -1,10 +1,10 @@
-"""Matmuls with epilogues, compared with a matmul and a separate kernel, on a hot Hopper GPU.
+"""Matmuls with fused elementwise work (epilogues) compared with a matmul and a separate kernel, on a hot Hopper GPU.
 
     PYTHONPATH=src python bench/matmul_epilogues.py [--tiles]
 
 Hidden states are [T, D] = [14918, 2560] and the MLP has F = 9,728 columns, in bfloat16. The script times the tile
-shapes that padfree uses, or with `--tiles` all of `quack-kernels`. A GPU lowers its clock after a second of work, so
-the alternatives take turns of `TURN` seconds. Times are medians of the turns.
+shapes that padfree uses or, with `--tiles`, all tile shapes of `quack-kernels`. A GPU lowers its clock after a second
+of work, so the alternatives take turns of `TURN` seconds. Times are medians of the turns.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def comparisons(*, every_tile: bool) -> dict[str, Ways]:
     out = torch.empty_like(x)
 
     def tiles(chosen: str, run: Callable[[], None]) -> Ways:
-        """Calls of `run` with the tile named `chosen`, and with the other tiles."""
+        """Return calls of `run`: with the tile named `chosen`, and with each of the other tiles."""
         return {
             label(tile, "chosen" if tile == getattr(kernels, chosen) else ""): with_tile(chosen, tile, run)
             for tile in (TILES if every_tile else [getattr(kernels, chosen)])

@@ -1,9 +1,10 @@
 """Gradients of a hybrid model with the sizes and layer types of Qwen3.5-4B, computed in three ways.
 
+A hybrid model also has mixers: layers that mix tokens by a recurrence or a convolution instead of attention.
+
     padfree, fast                       flash-linear-attention and the convolution get the segment boundaries
     transformers                        its own packing, with flash-linear-attention if it is installed
     padfree, one sample at a time       the mixer's plain PyTorch code on each segment: the definition of correct
-
 transformers does not pass the sample boundaries to the convolution, so it mixes tokens of neighbouring samples. Without
 flash-linear-attention, the recurrence does not get the boundaries either. The attention of transformers is `sdpa`;
 `--more` adds variable-length attention.
@@ -79,8 +80,8 @@ def main() -> None:
         report |= {"ways": rows, "times as fast": show_ratios(rows, FAST)}
     assert_same_losses(rows)
     slow = next(row for row in rows if row["way"] == SLOW)
-    # In bfloat16 the gradients differ by rounding, which grows with the number of layers. Tests compare them with
-    # float32.
+    # In bfloat16 the gradients differ by rounding, which grows with the number of layers, so only float32 is compared.
+    # Tests compare bfloat16 gradients with float32.
     assert dtype != torch.float32 or slow["apart"] < 1e-4, "the two alternatives of padfree differ"
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -99,12 +100,12 @@ def _note() -> str:
 
 
 def stock(model: Any, setting: Setting) -> Gradients:
-    """transformers with packing by position ids, and with cumulative lengths for kernels that take them."""
+    """Use transformers with packing by position ids, and with cumulative lengths for kernels that take them."""
     return packed_by_hf(model, setting, **(_lengths(setting) if find_spec("fla") is not None else {}))
 
 
 def varlen(model: Any, setting: Setting) -> Gradients:
-    """transformers with PyTorch's variable-length attention instead of a mask."""
+    """Use transformers with PyTorch's variable-length attention instead of a mask."""
     AttentionInterface.register("bench_varlen", partial(public_attention, built_in))
     AttentionMaskInterface.register("bench_varlen", lambda *args, **kwargs: None)
     model.set_attn_implementation("bench_varlen")

@@ -1,4 +1,4 @@
-"""Gradients of a mixture of experts with the sizes of Qwen3-30B-A3B, with padfree and with transformers.
+"""Gradients of a mixture of experts with the sizes of Qwen3-30B-A3B, computed by padfree and by transformers.
 
     transformers      packed by position ids (`sdpa`), experts with its `grouped_mm`
     padfree           the same experts in compiled layers, fused head
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def experts_floor(shape: dict[str, Any], setting: Setting, repeats: int) -> float:
-    """Seconds of the matmuls of the experts: two in forward and four in backward."""
+    """Return the seconds of the matmuls of the experts: two in forward and four in backward."""
     hidden, inner, experts = shape["hidden_size"], shape["moe_intermediate_size"], shape["num_experts"]
     tokens = sum(len(sample) for sample in setting.samples)
     make = partial(torch.randn, device=setting.device, dtype=setting.dtype)

@@ -1,4 +1,4 @@
-"""Sampling tokens on the CPU: `gumbel_argmax` compared with noise for every token.
+"""Sampling tokens on the CPU: `gumbel_argmax`, which skips unlikely tokens, compared with noise for every token.
 
     PYTHONPATH=src python bench/noise.py [--slots 250] [--vocabulary 49152] [--repeats 5]
 

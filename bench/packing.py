@@ -70,7 +70,7 @@ QWEN3_4B: dict[str, Any] = {
 class Sizes:
     fill: int = 1_000_000
     fill_large: int = 10_000_000
-    fill_others: int = 100_000  # for TRL and first-fit decreasing, which take minutes for a million samples
+    fill_others: int = 100_000  # for TRL and first-fit decreasing, which would take minutes for a million samples
     balance: tuple[int, int] = (8192, 256)
     draws: int = 1000
     plan: tuple[int, int] = (4096, 64)
@@ -141,7 +141,7 @@ def best_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 def first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
     leaves = 1 << (len(lengths) - 1).bit_length()
-    tree = [capacity] * (2 * leaves)  # node i: the most room in any bin below it
+    tree = [capacity] * (2 * leaves)  # node i: the most free space in any bin of its subtree
     bins: list[list[int]] = [[] for _ in range(len(lengths))]
     values = lengths.tolist()
     for index in np.argsort(-lengths, kind="stable").tolist():
@@ -159,7 +159,7 @@ def first_fit_decreasing(lengths: Lengths, capacity: int) -> list[list[int]]:
 
 
 def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
-    """Largest differencing: merge the two partial partitions with the widest spread, heavy parts with light ones."""
+    """Karmarkar-Karp differencing: merge the two partial partitions with the widest spread, heavy parts with light."""
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for index, length in enumerate(lengths):
         heap.append((-length, index, [(length, [index]), *((0, []) for _ in range(k - 1))]))
@@ -178,7 +178,7 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
 def lists_to_tensors(
     rows: Sequence[tuple[list[int], list[bool]]], parts: Sequence[Sequence[int]], weight: float
 ) -> list[tuple[torch.Tensor, ...]]:
-    """The output of `pack`, built from Python lists."""
+    """Build the output of `pack` from Python lists."""
     packs = []
     for part in parts:
         ids: list[int] = []
@@ -204,7 +204,7 @@ def lists_to_tensors(
 
 
 def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
-    """Seconds and number of bins of TRL's packing, without the time to build the data set."""
+    """Return seconds and number of bins of TRL's packing, without the time to build the data set."""
     import datasets
     from trl import pack_dataset
 
@@ -220,7 +220,7 @@ def trl_pack(lengths: Lengths, batch_size: int) -> tuple[float, int]:
 
 
 def peak_memory(function: Callable[[], T]) -> tuple[int, T]:
-    """The growth of the peak memory during the call, in bytes, and the result of the call."""
+    """Return the growth of the peak memory during the call, in bytes, and the result of the call."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -240,7 +240,7 @@ def peak_memory(function: Callable[[], T]) -> tuple[int, T]:
 
 
 def check_parts(parts: Sequence[Sequence[int] | Lengths], lengths: Lengths, capacity: int | None = None) -> Lengths:
-    """Check that every sample occurs once and no part exceeds the capacity. Returns the sums of the parts."""
+    """Check that every sample occurs once and no part exceeds the capacity. Return the sums of the parts."""
     flat = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
     assert np.array_equal(np.sort(flat), np.arange(len(lengths))), "a sample is missing or there twice"
     part_of = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
@@ -261,7 +261,7 @@ def bench_fill(report: Report, data: str, lengths: Lengths, sizes: Sizes) -> Non
     report.add("fill", data, f"BFD, {count:,} samples", bfd_seconds / count * 1e6, "us/sample")
     report.add("fill", data, "bins of fill", len(bins), "", f"<= {len(bfd)}")
     report.add("fill", data, "lower bound of bins", -(-int(lengths.sum()) // CAPACITY))
-    # The goal is for many bins: how full a single bin is depends on chance.
+    # The goal holds for many bins only, because how full a single bin is depends on chance.
     report.add("fill", data, "utilisation", utilisation, "", ">= 0.998" if len(bins) > 1000 else "")
     assert len(bins) <= 1000 or utilisation >= 0.998
 
@@ -320,7 +320,7 @@ def bench_balance(report: Report, data: str, lengths: Lengths, k: int, sizes: Si
 
 
 def bench_caps(report: Report, sizes: Sizes) -> None:
-    """Count how often each method exceeds a cap slightly above the mean, for random inputs."""
+    """Count how many times each method exceeds a cap slightly above the mean, for random inputs."""
     for count, k, slack in ((256, 16, 1.0002), (128, 16, 1.003)):
         refused = exceeded = kk_exceeded = 0
         for draw in range(sizes.draws):
@@ -383,7 +383,7 @@ def bench_pack(report: Report, sizes: Sizes) -> None:
 
 
 def random_samples(num_tokens: int) -> list[Sample]:
-    """Log-normal samples; the last two thirds of each are trained."""
+    """Return samples of log-normal lengths. The last two thirds of each sample are trained."""
     rng = np.random.default_rng(2)
     lengths = log_normal(num_tokens // 780, 2).tolist()
     vocabulary = QWEN3_4B["vocab_size"]
@@ -391,7 +391,7 @@ def random_samples(num_tokens: int) -> list[Sample]:
 
 
 def pack_memory(num_tokens: int) -> float:
-    """Peak memory of `pack` beyond its input, divided by the size of its output."""
+    """Return the peak memory of `pack` beyond its input, divided by the size of its output."""
     samples = random_samples(num_tokens)
     peak, batches = peak_memory(lambda: pack(samples, max_tokens=PACK))
     output = sum(int(getattr(batch, name).nbytes) for batch in batches for name in batch.TOKEN_FIELDS)

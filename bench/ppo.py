@@ -78,7 +78,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def quarters(lines: Sequence[dict[str, Any]], name: str) -> str:
-    """The means of the four quarters of a run."""
+    """Return the means of the metric `name` in the four quarters of a run, as text."""
     values = [line[name] for line in lines]
     ends = [len(values) * part // 4 for part in range(5)]
     parts = [values[a:b] for a, b in pairwise(ends) if b > a]
@@ -86,7 +86,7 @@ def quarters(lines: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """An SVG with two plots: the rewards of both runs, and the value loss of PPO."""
+    """Return an SVG with two plots: the rewards of both runs, and the value loss of PPO."""
     rewards = {name: [line["reward"] for line in lines] for name, lines in found.items()}
     losses = {"ppo": [line["critic/loss"] for line in found["ppo"]]}
     second = LEFT + WIDTH + 60
@@ -100,7 +100,7 @@ def picture(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def panel(left: float, title: str, curves: Mapping[str, Sequence[float]]) -> Iterator[str]:
-    """A plot of curves (values by step), each with its name at its end."""
+    """Yield the elements of a plot of curves (values by step). Each curve has its name at its end."""
     highest = 1.05 * max(max(values) for values in curves.values()) or 1.0
     yield f'<text x="{left}" y="{TOP - 10}">{title}</text>'
     yield f'<rect x="{left}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#bbbbbb"/>'

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/rms_norm.py
 
-The floor of each line is the time to move its bytes at 4.3 TB/s:
+The floor of each operation is the time to move its bytes at 4.3 TB/s. The operations, with their inputs and outputs:
 
     forward            x -> y, rstd
     forward, add       a, b -> y, a + b, rstd
@@ -34,10 +34,10 @@ from padfree.layers.ops.rms_norm import rms_norm, rms_norm_backward
 from padfree.layers.ops.triton_rms_norm import Choice, LaunchConfiguration, backward, choose, forward
 
 SHAPES = {(14_918, 2560): 18.0, (14_918, 1024): 11.0, (8192, 4096): 11.0}
-"""T and D, and the seconds after which only the chosen configuration is timed."""
+"""T, D, and the number of seconds after which only the chosen configuration is timed."""
 
 QK_NORM_ROPE_SHAPES = {(14_918, 32, 128): 14.0, (14_918, 8, 128): 8.0}
-"""T, H and d, and the time limit in seconds."""
+"""T, H, d, and the number of seconds after which only the chosen configuration is timed."""
 
 BANDWIDTH = 4.3e12
 EPS = 1e-6
@@ -187,7 +187,7 @@ def qk_norm_rope_lines(heads: Heads) -> list[Line]:
 
 
 def median(call: Callable[[], Any], flush: Tensor) -> float:
-    """Median microseconds on the device, with a cold cache."""
+    """Return the median microseconds of a call on the device, with a cold cache."""
     times = median_event_seconds(call, repeats=REPETITIONS, before=flush.zero_, sleep_cycles=AHEAD_CYCLES, wait=False)
     return 1e6 * times[0]
 

@@ -38,7 +38,7 @@ DIGITS = "012345"
 
 
 def last_digit(response: str, row: Mapping[str, Any]) -> float:
-    """The reward: the fraction of characters that equal the last one of the prompt."""
+    """Return the reward: the fraction of characters that equal the last character of the prompt."""
     return response.count(row["prompt"][-1]) / RESPONSE
 
 
@@ -90,7 +90,7 @@ def task_config(folder: Path, *, seed: int, steps: int = STEPS) -> Config:
 
 
 def rewards_of(config: Config) -> list[float]:
-    """The mean reward of every step of a run."""
+    """Return the mean reward of every step of a run."""
     found: list[float] = []
     train(config, on_step=lambda metrics: found.append(metrics["reward"]))
     return found

@@ -1,5 +1,6 @@
-"""The bits of log-probabilities in sampler and trainer, on a GPU in bfloat16.
+"""Do the log-probabilities of sampler and trainer have the same bits, on a GPU in bfloat16?
 
+    section       what is measured
     operators     each operator of a decoder layer and the head: does a matrix row keep its bits if the call has fewer
                   rows? attention: does one query alone keep the bits that it has in a pack?
     attention     time of decode attention for 256 slots: fa4 with pages, the kernel with the arithmetic of fa4, and the
@@ -69,14 +70,14 @@ WIDTHS = (576, 1024, 2560)
 HEADS = ((16, 8, 128), (32, 8, 128), (9, 3, 64))
 PACK = (1500, 37, 300, 128, 129, 1, 999, 640, 255, 4000)
 EPS = 1e-6
-LONGEST_KEYS = 4096  # at least the longest of PACK
+LONGEST_KEYS = 4096  # at least as many as the longest sample of PACK has
 
 PROMPTS = (100, 1, 257, 130, 128, 300, 90, 40)
 RESPONSES, GROUP, NEW_TOKENS = 512, 4, 128
 SLOTS = 256
 SAMPLES_PER_PACK = (64, 16)
 TEMPERATURES = (1.0, 0.7)
-FALLBACK_ROWS = (256,)  # the number of rows of a step if the trial finds none
+FALLBACK_ROWS = (256,)  # the number of rows of a decode step if the trial finds none that keeps the bits
 CALLS = 20
 
 
@@ -131,7 +132,7 @@ def operators(device: torch.device) -> dict[str, str]:
 
 
 def rows_that_differ(call: Callable[[int], Sequence[Tensor]], rows: int = ROWS) -> str:
-    """Compare calls with only the first rows of the input with a call with all rows."""
+    """Compare calls with only the first rows of the input with a call with all rows. Return what differs."""
     full = call(rows)
     differing = [
         count
@@ -278,7 +279,7 @@ def negative(logprobs: Tensor, *_: object) -> Tensor:
 
 
 def attention_times(keys: int, device: torch.device, slots: int = SLOTS) -> dict[str, float]:
-    """Microseconds of attention for `slots` slots with `keys` earlier keys each, in a CUDA graph."""
+    """Return microseconds of attention for `slots` slots with `keys` earlier keys each, in a CUDA graph."""
     from padfree.rollout.engines.in_process import triton_exact_attention  # needs triton
     from padfree.rollout.engines.in_process.triton_decode_attention import attend
 
@@ -325,7 +326,7 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def make_model(device: torch.device, dtype: torch.dtype = torch.bfloat16, shape: str = "0.6b") -> Any:
-    """Buffers, such as the frequencies of RoPE, stay in float32."""
+    """Return a model with random weights. Its buffers, such as the frequencies of RoPE, stay in float32."""
     config = cast(Any, Qwen3Config)(
         **SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=8192, initializer_range=0.04
     )
@@ -420,7 +421,7 @@ def trainer_logprobs(model: Any, samples: Sequence[Sample], temperature: float, 
 
 
 def speed(model: Any, exact: bool) -> float:
-    """Tokens per second, the best of three."""
+    """Return tokens per second, the best of three measurements."""
     decoder = make_decoder(model, SLOTS, exact, 1.0)
     requests = make_requests(model.config.vocab_size, 256, [256], 192, 8)
     decoder.prepare(requests)

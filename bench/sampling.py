@@ -47,7 +47,7 @@ def measure(
     longest: int,
     with_hf: bool,
 ) -> dict[str, Any]:
-    """Measure and print everything. Returns the results."""
+    """Measure and print everything that the module's docstring lists. Return the results."""
     model = make_model(shape, device)
     policy = PolicyModel(model, model.dtype, device)
     policy.update(model)
@@ -112,7 +112,7 @@ def make_requests(max_new_tokens_each: Sequence[int], prompt_tokens: int, vocabu
 
 
 def drawn_lengths(count: int, mean: float, longest: int) -> list[int]:
-    """Log-normal lengths with the given mean, cut at `longest`."""
+    """Return log-normal lengths with the given mean, cut at `longest`."""
     values = np.random.default_rng(1).lognormal(0.0, SPREAD, count)
     factor = mean / values.mean()
     for _ in range(20):
@@ -142,7 +142,7 @@ def rate(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, flo
 
 @torch.no_grad()
 def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dict[str, float]:
-    """Tokens/s of HF generate. All prompts have the same length, so that padding does not slow it down."""
+    """Return the tokens/s of HF generate. All prompts have the same length, so that padding does not slow it down."""
     input_ids = torch.from_numpy(np.stack([request.tokens for request in requests])).to(model.device)
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
@@ -155,7 +155,7 @@ def hf_rate(model: Any, requests: Sequence[SamplingRequest], tokens: int) -> dic
 
 
 def split_of_a_step(decoder: Decoder, requests: Sequence[SamplingRequest]) -> dict[str, float]:
-    """Milliseconds of the parts of a decode step, averaged over 32 tokens."""
+    """Return the milliseconds of the parts of a decode step, averaged over 32 tokens."""
     short = [SamplingRequest(tokens=request.tokens, max_new_tokens=32, key=request.key) for request in requests]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         decoder.sample(short)

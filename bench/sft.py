@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def read_batches(path: Path, cache: Path, samples: int, steps: int) -> list[list[Sample]]:
-    """The global batches, encoded with a tokenizer trained on the same file."""
+    """Return the global batches, encoded with a tokenizer that is trained on the same file."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,7 +111,7 @@ def packed_way(model: Any, device: torch.device, arguments: argparse.Namespace) 
 
 
 def padded_way(model: Any, device: torch.device, arguments: argparse.Namespace) -> Step:
-    """Plain transformers: samples padded to the longest of their micro-batch."""
+    """Return a step of plain transformers, which pads samples to the longest of their micro-batch."""
     optimizer = make_optimizer(model, OptimizerConfig(lr=LR, eps=EPS))
 
     def step(batch: Sequence[Sample]) -> float:

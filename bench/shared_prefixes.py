@@ -2,7 +2,8 @@
 
     python bench/shared_prefixes.py [OPTIONS]
 
-    without options                              a small model on the CPU
+    options                                      what is measured
+    none                                         a small model on the CPU
     --device cuda                                the 4B shape, G = 16, bf16, compiled
     --device cuda --lengths 4096,1024 --groups 8 only these lengths of prompt and response, and 8 groups
     --gsm8k /path/to/gsm8k                       groups of 4 solutions to a question; one byte is one token
@@ -64,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
 Lengths = tuple[int, int]
-"""Tokens of the prompt and of the response."""
+"""The number of tokens of the prompt and of the response."""
 
 LENGTHS: dict[str, list[Lengths]] = {
     "cpu": [(512, 64), (256, 64), (64, 64), (32, 128), (8, 128)],
@@ -108,7 +109,7 @@ def make_engine(shape: str, device: torch.device, layers: int | None, max_tokens
 def compare(
     engine: Engine, samples: list[Sample], repeats: int, *, first: list[Sample] | None = None
 ) -> dict[str, float]:
-    """Compare times with and without sharing. The warm-up uses `first`, by default `samples`."""
+    """Compare the times with and without sharing prefixes. The warm-up uses `first`, by default `samples`."""
     first = samples if first is None else first
     device, found = engine.mesh.device, {}
     shares: dict[str, SharePrefixes] = {"without": False, "with": "auto"}
@@ -133,7 +134,7 @@ def compare(
 def update_seconds(
     engine: Engine, samples: list[Sample], repeats: int, first: list[Sample]
 ) -> tuple[float, StepReport]:
-    """Mean seconds of consecutive updates, after a warm-up update with `first`."""
+    """Return the mean seconds of consecutive updates after a warm-up with `first`, and the report of the last one."""
     steps = [samples] * repeats
     make_updates(engine, [first])
     with Stopwatch(engine.mesh.device) as watch:
@@ -142,13 +143,13 @@ def update_seconds(
 
 
 def tera_flops(engine: Engine, report: StepReport) -> float:
-    """TFLOPs of forward and backward, as padfree counts them."""
+    """Return the TFLOPs of forward and backward, as padfree counts them."""
     flops = Flops.of(engine.model.config, devices=1, device=engine.mesh.device, dtype=torch.bfloat16)
     return float(step_metrics(0, report, rates={}, seconds=1.0, flops=flops)["tflops_per_device"])
 
 
 def head_seconds(engine: Engine, samples: list[Sample], repeats: int) -> float:
-    """Seconds of the head: from random hidden states to the loss and back."""
+    """Return the seconds of the head: from random hidden states to the loss and back."""
     model, settings = engine.model, engine.settings
     assert isinstance(settings.loss, PolicySettings)
     dtype = torch.bfloat16 if engine.mesh.device.type == "cuda" else torch.float32
@@ -180,7 +181,7 @@ MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verificat
 
 
 def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
-    """The solutions of four models to each question, as one token per byte."""
+    """Return the solutions of four models to each question, as one token per byte."""
     samples = []
     lines = (folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]
     for number, line in enumerate(lines):
@@ -200,7 +201,7 @@ def gsm8k_groups(folder: Path, num_groups: int) -> list[Sample]:
 
 
 class ByteTokenizer:
-    """One token per byte; 0 ends a response."""
+    """A tokenizer with one token per byte; 0 ends a response."""
 
     eos_token_id = 0
 
@@ -212,7 +213,7 @@ class ByteTokenizer:
 
 
 async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
-    """The calculator environment, with a branch after each result that asks for the final answer."""
+    """The calculator environment, with a branch after each result in which the model gives the final answer."""
     while True:
         turn = await policy.generate()
         question = calculator.QUESTION.search(turn.text)
@@ -225,7 +226,7 @@ async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sample]:
-    """The solutions as episodes, with a turn up to each request to the calculator."""
+    """Return the solutions as episodes, with a turn up to each request to the calculator."""
     samples = []
     for number, line in enumerate((folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]):
         row = json.loads(line)
@@ -259,7 +260,7 @@ def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sa
 
 
 def play_context(world: int, device: torch.device, repeats: int) -> None:
-    """Attention time of each rank for a pack with 8k prompts, relative to an equal share."""
+    """Measure the attention time of each context rank for a pack with 8k prompts, relative to an equal share."""
     tokens = (1 << 17) if device.type == "cuda" else 1 << 11
     prompt, response, size = (8192, 512, 16) if device.type == "cuda" else (128, 16, 8)
     samples: list[Sample] = []

@@ -1,4 +1,4 @@
-"""The speed of a command relative to that of the training engine alone on the same batches.
+"""The speed of a command such as `padfree sft`, relative to the training engine alone on the same batches.
 
     run       `padfree sft` or `padfree rl` with a recipe: tokens/s after the first steps, compilations, memory
     engine    then, with the same batches and settings, consecutive updates and nothing else
@@ -94,7 +94,7 @@ def measured_engine(config: Config, num_steps: int) -> dict[str, Any]:
 
 
 def given(engine: Engine, config: Config, batch: Sequence[Any]) -> list[Sample]:
-    """The samples of a step, with old log-probabilities for a policy loss."""
+    """Return the samples of a step, with old log-probabilities for a policy loss."""
     samples = list(batch)
     if not isinstance(engine.settings.loss, PolicySettings):
         return samples

@@ -1,7 +1,6 @@
-"""Compare several ways to compute the gradients of a model with random weights, for `bench/mixers.py` and
-`bench/moe.py`.
+"""Compare ways to compute the gradients of a model with random weights. `bench/mixers.py` and `bench/moe.py` use this.
 
-Each way builds the model from the same seed and computes the gradients of one batch. The script prints the time and the
+Each way builds the model from the same seed and computes the gradients of one batch. The module prints the time and the
 loss of each way, and how much its gradients of the first layer differ from those of the first way.
 """
 
@@ -25,7 +24,7 @@ from padfree.model import attach
 from padfree.sharding.parallelize import parallelize, transformations
 
 REST = 1.0
-CLOSE = 2e-2  # largest difference between bf16 losses
+CLOSE = 2e-2  # largest accepted difference between losses in bfloat16
 PACKAGES = ("torch", "transformers", "triton", "fla-core", "flash-attn-4", "quack-kernels")
 
 Row = dict[str, Any]
@@ -44,7 +43,7 @@ def random_model(model_class: Any, config: Any, setting: Setting) -> Any:
     torch.set_default_dtype(setting.dtype)
     try:
         with setting.device:
-            model = model_class(deepcopy(config))  # the config stores the attention implementation
+            model = model_class(deepcopy(config))  # a copy, because the model stores its attention in the config
     finally:
         torch.set_default_dtype(default)
     model.config.use_cache = False
@@ -52,7 +51,7 @@ def random_model(model_class: Any, config: Any, setting: Setting) -> Any:
 
 
 def padfree_way(model: Any, setting: Setting, *, compile: str, fast_mixers: bool = True) -> Gradients:
-    """The gradients of a step as in a run, but without master weights and optimizer."""
+    """Return a function that computes the gradients of a step as in a run, without master weights and optimizer."""
     parallelize(model, transformations(setting.mesh, compile=compile))
     attach(model, fast_mixers=fast_mixers)
     engine = make_engine(model, setting, "sft", memory=HEAD_MEMORY["none"])
@@ -63,7 +62,7 @@ def padfree_way(model: Any, setting: Setting, *, compile: str, fast_mixers: bool
 
 
 def compare(ways: list[ModelWay], model_class: Any, config: Any, setting: Setting, repeats: int) -> list[Row]:
-    """Run all ways. Gradients are compared with those of the first one."""
+    """Run all ways, and compare the gradients of each with those of the first one."""
     flops = Flops.of(config, devices=1, device=setting.device, dtype=setting.dtype)
     lengths = [len(sample) for sample in setting.samples]
     work = flops.step(lengths, sum(sample.num_labels for sample in setting.samples))
@@ -129,7 +128,7 @@ def _show(row: Row, note: str) -> None:
 
 
 def ratio(rows: list[Row], way: str, other: str) -> float | None:
-    """How many times as fast `way` is as `other`, or None if one of them failed."""
+    """Return how many times as fast `way` is as `other`, or None if one of them failed."""
     seconds = {row["way"]: row.get("seconds") for row in rows}
     one, two = seconds.get(way), seconds.get(other)
     return None if not one or not two else two / one

@@ -1,12 +1,12 @@
 """Float32 master weights stored in 4 1/8 bytes on a GPU, compared with separate masters and bfloat16 copies.
 
-    all patterns    every float32 number is split and joined: 2^32 bit patterns
     separate        float32 master and bfloat16 copy: 6 bytes per weight      AdamW, then copies are written
     split           bfloat16 copy and the missing bits: 4 1/8 bytes           AdamW joins and splits blocks of weights
 
-Both ways take the same five steps from the same weights. Afterwards all bits of masters, copies and optimizer state
-must agree, which is checked by sums over all bits. Then whole optimizer steps are timed. Every seventh weight lies
-half-way between two bfloat16 numbers, and one step is skipped. The shapes "135m", "0.6b" and "4b" have 0.28B, 0.71B and
+First, every float32 number, i.e. each of 2^32 bit patterns, is split and joined again. Then both ways take the same
+five steps from the same weights. Afterwards all bits of masters, copies and optimizer state must agree, which is
+checked by sums over all bits. Then whole optimizer steps are timed. Every seventh weight lies half-way between two
+bfloat16 numbers, and one step is skipped. The shapes "135m", "0.6b" and "4b" have 0.28B, 0.71B and
 4.02B weights.
 
     PYTHONPATH=src python bench/split_weights.py
@@ -40,7 +40,7 @@ SHAPES = {
 TIMED = {"135m": 10, "0.6b": 10, "4b": 5}
 STEPS = 5
 SKIPPED = 2
-"""The step whose gradients count as not finite."""
+"""The number of the step whose gradients count as not finite, so that the step is skipped."""
 
 HEAD_SIZE = 128
 PATTERNS_AT_ONCE = 1024
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def all_patterns(device: torch.device, first: int = -(1 << 15), end: int = 1 << 15) -> int:
-    """Split and join the float32 numbers whose upper 16 bits are from `first` to `end` - 1."""
+    """Split and join the float32 numbers whose upper 16 bits are from `first` to `end` - 1. Return their number."""
     count, wrong_masters, wrong_copies = 0, 0, 0
     low = torch.arange(1 << 16, dtype=torch.int32, device=device)
     for start in range(first, end, PATTERNS_AT_ONCE):
@@ -71,7 +71,7 @@ def all_patterns(device: torch.device, first: int = -(1 << 15), end: int = 1 << 
         storage = SplitStorage(values.numel(), device)
         storage.split(values, 0)
         joined = storage.join(0, values.numel())
-        number = ~values.isnan()  # a NaN stays a NaN, possibly another one
+        number = ~values.isnan()  # a NaN stays a NaN, but may get other bits
         wrong_masters += int(((joined.view(torch.int32) != values.view(torch.int32)) & number).sum())
         wrong_masters += int((~joined.isnan() & ~number).sum())
         plain = values.bfloat16().view(torch.int16)
@@ -84,7 +84,7 @@ def all_patterns(device: torch.device, first: int = -(1 << 15), end: int = 1 << 
 
 
 def sizes_of(layers: int, hidden: int, queries: int, keys: int, inner: int, vocabulary: int) -> list[tuple[int, ...]]:
-    """The sizes of all weights of a model with tied embeddings and QK-norm."""
+    """Return the sizes of all weights of a model with tied embeddings and QK-norm."""
     layer: list[tuple[int, ...]] = [
         (queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries), (HEAD_SIZE,), (HEAD_SIZE,),
         (inner, hidden), (inner, hidden), (hidden, inner), (hidden,), (hidden,),
@@ -188,7 +188,7 @@ def halfway(values: Tensor) -> Tensor:
 
 
 def checksum(values: Tensor) -> int:
-    """A weighted sum of all elements as integers, modulo 2^64."""
+    """Return a weighted sum of all elements as integers, modulo 2^64."""
     kind = torch.int32 if values.itemsize == 4 else torch.int16
     total = 0
     for start, part in enumerate(torch.split(values.reshape(-1).view(kind), 1 << 26)):

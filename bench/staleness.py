@@ -29,7 +29,7 @@ began: list[float] = []
 
 
 class WaitingSampler:
-    """Samples uniformly; `SECONDS` per response, `LANES` responses at the same time."""
+    """Samples tokens uniformly: a response takes `SECONDS`, and `LANES` responses are sampled at the same time."""
 
     failure: ValueError | None = None
     stuck = False
@@ -79,7 +79,7 @@ def waits_a_second(response: str, row: Mapping[str, Any]) -> float:
 
 
 def measured(folder: Path, staleness: int, steps: int) -> tuple[float, float]:
-    """Seconds of the whole run, and seconds of its updates."""
+    """Return the seconds of the whole run, and the seconds of its updates."""
     began.clear()
     ended: list[float] = []
     config = config_from_dict(

@@ -63,7 +63,7 @@ SIZES: dict[str, dict[str, int]] = {
     "cuda": {"count": 20, "median": 490, "longest": 8192},
     "cpu": {"count": 20, "median": 200, "longest": 2048},
 }
-CLOSE = 2e-2  # largest difference between bf16 losses
+CLOSE = 2e-2  # largest accepted difference between losses in bfloat16
 REST = 2.0
 
 Row = dict[str, Any]
@@ -144,7 +144,7 @@ def model_flops(setting: Setting) -> float:
 
 
 def rates(setting: Setting, seconds: float, ceiling: float) -> Row:
-    """Tokens/s and TFLOP/s of a step of this many seconds."""
+    """Return the tokens/s and TFLOP/s of a step that takes this many seconds."""
     speed = model_flops(setting) / seconds / 1e12
     tokens = sum(len(sample) for sample in setting.samples)
     return {"tokens/s": tokens / seconds, "TFLOP/s": speed, "share of the ceiling": speed / ceiling}
@@ -192,7 +192,7 @@ def ways(setting: Setting) -> list[Way]:
     found += [public_way(attention, False, True) for attention in ("torch", *kernels)]
     found += [padfree_way("rl", "none", "none"), padfree_way("sft", "inductor", "none")]
     found += [padfree_way("rl", "inductor", checkpointing) for checkpointing in ("none", "selective", "host", "full")]
-    # Last, because its compilation takes minutes.
+    # This way is last, because its compilation takes minutes.
     found.append(Way(name="hf packed flex", kind="hf", build=lambda s: hf_packed(s, "flex_attention")))
     return found
 
@@ -270,9 +270,9 @@ def update_section(setting: Setting, ceiling: float) -> list[Row]:
 
 
 def pipelined(setting: Setting, loss: str, steps: int = 10) -> Row:
-    """Consecutive steps as in a run: the next step is prepared while the device computes this one.
+    """Measure consecutive steps as in a run: the next step is prepared while the device computes this one.
 
-    Also measures how long the device is idle, and how long the host is busy.
+    Also measure how long the device is idle, and how long the host is busy.
     """
     checkpointing = "none" if setting.shape == "0.6b" else "selective"
     engine = update_engine(setting, loss=loss, compile="inductor", checkpointing=checkpointing)

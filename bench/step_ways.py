@@ -1,7 +1,7 @@
 """The ways to compute the gradients of a batch that `bench/step.py` compares.
 
 A `Way` builds a model with random weights and returns a function that computes all gradients and returns the loss.
-Other libraries are used as documented, with everything that makes them faster.
+Other libraries are used as their documentation says, with all of their options that make them faster.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "4b": {"num_hidden_layers": 36, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936},
 }  # fmt: skip
-SEED = 8  # 14,918 tokens of 20 samples with a median of 490
+SEED = 8  # gives 14,918 tokens in 20 samples with a median of 490
 HEAD_MEMORY: dict[str, Memory] = {
     "none": 6 << 30,  # activations take far more; all logits fit, so that none is recomputed
     "host": int(1.6 * 2**30),  # memory left free by the first layers; no logits are recomputed
@@ -56,7 +56,7 @@ POLICY = PolicySettings(objective=ClipSettings(low=0.2, high=0.28), entropy_coef
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The inputs of every way."""
+    """The inputs that all ways have in common."""
 
     shape: str
     device: torch.device
@@ -66,7 +66,7 @@ class Setting:
     mesh: Mesh
 
     def samples_for(self, loss: str) -> list[Sample]:
-        """The samples, with old log-probabilities for a policy loss."""
+        """Return the samples, with old log-probabilities if the loss is a policy loss."""
         return with_arrays(self.samples, **({"old_logprobs": self.old_logprobs} if loss == "rl" else {}))
 
 
@@ -98,7 +98,7 @@ def make_model(setting: Setting, attention: str) -> Any:
 
 @contextmanager
 def fresh() -> Any:
-    """A block for one way. Afterwards it undoes the patches of other libraries and frees the memory."""
+    """Context manager around one way. At its end it undoes the patches of other libraries and frees the memory."""
     kept = dict(vars(modeling_qwen3))
     try:
         yield
@@ -114,7 +114,7 @@ def fresh() -> Any:
 
 
 def hf_padded(setting: Setting, *, small: bool) -> Gradients:
-    """Padded samples in small micro-batches, or in the largest that fit."""
+    """Compute padded samples, in small micro-batches or in the largest that fit."""
     model = make_model(setting, "sdpa")
     longest = max(len(sample) for sample in setting.samples)
     rows = max(1, PADDED_TOKENS // longest) if small else len(setting.samples)
@@ -156,13 +156,13 @@ def _padded_rows_by_hf(model: Any, setting: Setting, rows: int, longest: int) ->
 
 
 def hf_packed(setting: Setting, attention: str) -> Gradients:
-    """One pack whose samples are separated by restarting position ids, with transformers' own loss."""
+    """Compute one pack whose samples are separated by restarting position ids, with transformers' own loss."""
     more = {"attention_mask": _block_mask(setting)} if attention == "flex_attention" else {}
     return packed_by_hf(make_model(setting, attention), setting, **more)
 
 
 def _block_mask(setting: Setting) -> BlockMask:
-    """The mask, created once: transformers would create it in every step, with a kernel that compiles for minutes."""
+    """Return the mask, made once. transformers would make it in every step, with a kernel that compiles for minutes."""
     sample = collate(setting.samples).to(setting.device).sample_index
     return create_block_mask(
         lambda _batch, _head, query, key: (sample[query] == sample[key]) & (query >= key),
@@ -189,7 +189,7 @@ def packed_by_hf(model: Any, setting: Setting, **more: Any) -> Gradients:
 
 
 def public(setting: Setting, *, attention: str, compile: bool, checkpointing: bool) -> Gradients:
-    """HF with packing, Liger's kernels, variable-length attention and compiled layers."""
+    """Compute a pack by HF with Liger's kernels, variable-length attention and compiled layers."""
     from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
     batch = collate(setting.samples).to(setting.device)
@@ -248,7 +248,7 @@ def built_in(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: f
 def padfree_gradients(
     setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none", attention: str = "auto"
 ) -> Gradients:
-    """The gradients of padfree, with weights in the compute dtype and no optimizer, as in the other ways."""
+    """Compute gradients with padfree, with weights in the compute dtype and no optimizer, as in the other ways."""
     model = make_model(setting, "sdpa")
     steps = transformations(setting.mesh, attention=attention, compile=compile, checkpointing=checkpointing)
     parallelize(model, steps)
@@ -261,7 +261,7 @@ def padfree_gradients(
 
 
 def update_engine(setting: Setting, *, loss: str, compile: str = "none", checkpointing: str = "none") -> Engine:
-    """An engine for whole updates with float32 master weights, clipping and AdamW."""
+    """Return an engine for whole updates with float32 master weights, clipping and AdamW."""
     model = make_model(setting, "sdpa").float()
     steps = transformations(
         setting.mesh, compile=compile, checkpointing=checkpointing, dtype=setting.dtype, reshard=False
@@ -283,7 +283,7 @@ def make_engine(model: Any, setting: Setting, loss: str, memory: Memory = "speed
 def log_normal_samples(
     count: int, median: int, longest: int, vocabulary: int, prompt_share: float = 0.0
 ) -> list[Sample]:
-    """Samples of log-normal lengths, sigma 1. The first `prompt_share` of each is not trained."""
+    """Return samples of log-normal lengths, sigma 1. The first `prompt_share` of each sample is not trained."""
     rng = np.random.default_rng(SEED)
     lengths = np.clip(rng.lognormal(np.log(median), 1.0, count), 16, longest).astype(np.int64)
     return [
@@ -298,5 +298,5 @@ def log_normal_samples(
 
 
 def near_uniform_logprobs(samples: Sequence[Sample], vocabulary: int) -> list[Any]:
-    """Old log-probabilities of an untrained model, so that ratios are near 1."""
+    """Return old log-probabilities as of an untrained model, so that ratios are near 1."""
     return [np.full(len(sample), -np.log(vocabulary), dtype=np.float32) for sample in samples]

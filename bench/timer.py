@@ -49,7 +49,7 @@ def warm_up(call: Call, times: int) -> None:
 def median_seconds(
     call: Call, device: torch.device, *, repeats: int, warmup: int = 2, before: Call | None = None
 ) -> float:
-    """Median seconds of a synchronised call. `before` runs before each call and is not timed."""
+    """Return the median seconds of a synchronised call. `before` runs before each call and is not timed."""
 
     def once() -> float:
         if before is not None:
@@ -71,7 +71,7 @@ def median_event_seconds(
     sleep_cycles: int = 0,
     wait: bool = True,
 ) -> list[float]:
-    """Median seconds of each function on a GPU, measured in turns.
+    """Return the median seconds of each function on a GPU, measured in turns.
 
     `before` runs before each measurement. `sleep_cycles` keeps the device busy, so that the host runs ahead and launch
     time is not measured. With `wait`, the device is synchronised before each measurement.
@@ -96,14 +96,14 @@ def median_event_seconds(
 
 
 def median_on(call: Call, device: torch.device, *, repeats: int, warmup: int = 2) -> float:
-    """Median seconds, from events on a GPU and from the host's clock elsewhere."""
+    """Return the median seconds of a call, from events on a GPU and from the host's clock elsewhere."""
     if device.type == "cuda":
         return median_event_seconds(call, repeats=repeats, warmup=warmup)[0]
     return median_seconds(call, device, repeats=repeats, warmup=warmup)
 
 
 def quickest(call: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
-    """The minimum seconds and the last result. There is no warm-up."""
+    """Return the minimum seconds of a call, and its last result. There is no warm-up."""
     best = math.inf
     for _ in range(repeats):
         with Stopwatch() as watch:
@@ -113,7 +113,7 @@ def quickest(call: Callable[[], T], repeats: int = 1) -> tuple[float, T]:
 
 
 def mean_in_a_row(call: Call, repeats: int, *, rest: float = 0.0) -> float:
-    """Mean seconds of consecutive calls on a GPU, after `rest` idle seconds."""
+    """Return the mean seconds of consecutive calls on a GPU, after `rest` idle seconds."""
     torch.cuda.synchronize()
     time.sleep(rest)
     begin = time.perf_counter()
@@ -124,7 +124,7 @@ def mean_in_a_row(call: Call, repeats: int, *, rest: float = 0.0) -> float:
 
 
 def median_of_turns(ways: Mapping[str, Call], *, turns: int, seconds: float) -> dict[str, float]:
-    """Median seconds of each function on a hot GPU. A turn is as many calls as fit in `seconds`."""
+    """Return the median seconds of each function on a hot GPU. A turn is as many calls as fit in `seconds`."""
 
     def turn(call: Call) -> float:
         torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def median_of_turns(ways: Mapping[str, Call], *, turns: int, seconds: float) -> 
 
 
 def launch_seconds(call: Call, repeats: int = 20) -> float:
-    """Seconds that the host needs to launch a call on a GPU."""
+    """Return the seconds that the host needs to launch a call on a GPU."""
     warm_up(call, 1)
     torch.cuda.synchronize()
     with Stopwatch() as watch:
@@ -154,7 +154,7 @@ def launch_seconds(call: Call, repeats: int = 20) -> float:
 
 
 class Stopwatch:
-    """The seconds spent in its `with` blocks. If a device is given, it is synchronised at both ends."""
+    """Measures the seconds spent in its `with` blocks. If a device is given, it is synchronised at both ends."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.seconds = 0.0
@@ -173,7 +173,7 @@ class Stopwatch:
 
 
 class DeviceSpan:
-    """Seconds of GPU time inside a `with` block. Read `seconds` after synchronising."""
+    """Measures the GPU time of a `with` block. Read `seconds` after synchronising."""
 
     def __init__(self) -> None:
         event: Any = torch.cuda.Event

@@ -12,7 +12,7 @@ from padfree.train.step import PendingStep, StepReport
 
 
 def make_updates(engine: Engine, steps: Sequence[list[Sample]]) -> StepReport:
-    """Run one update for each list of samples. Returns the report of the last update."""
+    """Run one update for each list of samples. Return the report of the last update."""
     earlier: PendingStep | None = None
     following = engine.prepare(steps[0])
     for number in range(len(steps)):

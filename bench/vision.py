@@ -66,7 +66,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PICTURES, CONVERSATIONS, ANSWERS = 32, 64, 16
 PLACEHOLDER, START, END = 3, 4, 5
-CLOSE = 2e-2  # largest difference between bf16 losses
+CLOSE = 2e-2  # largest accepted difference between losses in bfloat16
 
 Gradients = Callable[[], Tensor]
 
@@ -191,7 +191,7 @@ def random_model(shape: dict[str, Any], device: torch.device, dtype: torch.dtype
 
 
 def picture(model: Any, number: int, features: int) -> tuple[tuple[int, int, int], Callable[[], dict[str, Any]]]:
-    """A picture of about this many features: its grid of patches, and the function that draws its pixels."""
+    """Make a picture with about this many features: its grid of patches, and a function that draws its pixels."""
     generator, vision = np.random.default_rng(number), model.config.vision_config
     side = vision.spatial_merge_size
     rows = max(1, round(float(np.sqrt(features) * generator.uniform(0.7, 1.4))))
@@ -202,7 +202,7 @@ def picture(model: Any, number: int, features: int) -> tuple[tuple[int, int, int
 
 
 def asked(model: Any, number: int, features: int, prompt: int, answer: int, *, seed: int, **more: Any) -> Sample:
-    """A conversation: picture `number`, then `prompt` random tokens, then `answer` random tokens that are trained."""
+    """Make a conversation: picture `number`, then `prompt` random tokens, then `answer` random trained tokens."""
     grid, load = picture(model, number, features)
     shown = int(np.prod(grid)) // model.config.vision_config.spatial_merge_size**2
     vocabulary = model.config.text_config.vocab_size
@@ -232,8 +232,9 @@ def text_only(sample: Sample) -> Any:
 
 
 def group(model: Any, shape: dict[str, Any], *, same: bool) -> list[Sample]:
-    """16 answers to one question about one picture. Without `same`, each picture has its own name, so it is encoded 16
-    times.
+    """Make 16 answers to one question about one picture.
+
+    Without `same`, each answer has a picture with a name of its own, so that the picture is encoded 16 times.
     """
     features, answer = sum(shape["features"]) // 2, shape["text_tokens"] // 2
     names = ["one" if same else f"own {number}" for number in range(ANSWERS)]
@@ -247,7 +248,7 @@ def group(model: Any, shape: dict[str, Any], *, same: bool) -> list[Sample]:
 
 
 def padded_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Samples of similar length together, at most `max_tokens` padded tokens in a micro-batch."""
+    """Group samples of similar length into micro-batches of at most `max_tokens` padded tokens."""
     found: list[list[Sample]] = []
     for sample in sorted(samples, key=len, reverse=True):
         if not found or (len(found[-1]) + 1) * len(found[-1][0]) > max_tokens:
@@ -257,7 +258,7 @@ def padded_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Samp
 
 
 def by_transformers(model: Any, batches: Sequence[Sequence[Sample]]) -> Tensor:
-    """Gradients of padded micro-batches. Positions, masks and features are computed by transformers."""
+    """Compute the gradients of padded micro-batches. transformers computes positions, masks and features."""
     model.zero_grad(set_to_none=True)
     count = sum(sample.num_labels for batch in batches for sample in batch)
     total = torch.zeros((), device=model.device)
@@ -280,7 +281,7 @@ def by_transformers(model: Any, batches: Sequence[Sequence[Sample]]) -> Tensor:
 
 
 def tower_alone(engine: Engine, samples: Sequence[Sample]) -> Tensor:
-    """The gradients of the tower for the pictures of each pack."""
+    """Compute the gradients of the vision tower for the pictures of each pack."""
     base: Any = engine.model.base_model
     family = need_family(engine.model)
     engine.optimizer.zero_grad(set_to_none=True)

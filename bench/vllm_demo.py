@@ -70,7 +70,7 @@ def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The metrics of the steps in this folder."""
+    """Return the metrics of the steps of the run in this folder."""
     path = folder / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "8b": {**STEP_SHAPES["4b"], "hidden_size": 4096, "intermediate_size": 12_288},
 }
 UNTIED = {"8b"}
-"""The shapes whose head has its own weight. The heads of the others are tied to the embeddings."""
+"""Shapes whose head has its own weight. In all other shapes, the head is tied to the embeddings."""
 
 
 def main() -> None:

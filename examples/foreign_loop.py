@@ -1,4 +1,4 @@
-"""Your own training loop in plain PyTorch with four calls of padfree.
+"""Train with your own loop in plain PyTorch, and four calls of padfree.
 
     python examples/foreign_loop.py --model Qwen/Qwen3-0.6B --data train.jsonl --output trained
 

@@ -22,7 +22,7 @@ from padfree.train.run import train
 
 
 def reward(response: str, row: Mapping[str, Any]) -> float:
-    """1 if the last number of the response is the answer, 0.1 for another number, 0 without a number."""
+    """Return 1 if the last number of the response is the answer, 0.1 for another number, 0 without a number."""
     numbers = re.findall(r"-?\d+", response)
     if not numbers:
         return 0.0

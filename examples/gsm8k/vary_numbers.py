@@ -1,5 +1,7 @@
 """Write variants of GSM8K problems with other numbers: vary_numbers.py TRAIN VARIANTS [--variants 2] [--seed 0]
 
+For example, the first line is a problem of GSM8K with the calculations of its solution, and the second is a variant:
+
     Natalia sold clips to 48 of her friends in April, and then she sold half as many ...  <<48/2=24>> <<48+24=72>>
     Natalia sold clips to 62 of her friends in April, and then she sold half as many ...  #### 93
 
@@ -36,7 +38,7 @@ class Problem:
     results: tuple[Fraction, ...]
 
     def variant(self, rng: random.Random) -> dict[str, str] | None:
-        """The question with other numbers and its result, or None if no attempt gives a sensible problem."""
+        """Return the question with other numbers and its result, or None if no attempt gives a sensible problem."""
         for _ in range(ATTEMPTS):
             chosen = {number: other_number(number, rng) for number in sorted(self.numbers)}
             if list(chosen.values()) != sorted(set(chosen.values())) or all(old == new for old, new in chosen.items()):
@@ -55,7 +57,7 @@ class Problem:
 
 
 def read_problem(row: Mapping[str, str]) -> Problem | None:
-    """The problem of a row of GSM8K, or None if its calculations do not show where each of their numbers comes from."""
+    """Return the problem of a row of GSM8K, or None if its calculations do not show where each number comes from."""
     found = [number_of(text) for text in NUMBER.findall(row["question"])]
     texts = CALCULATION.findall(row["answer"])
     try:
@@ -80,10 +82,10 @@ def read_problem(row: Mapping[str, str]) -> Problem | None:
 def calculate(
     calculations: tuple[ast.expr, ...], known: tuple[Fraction, ...], chosen: Mapping[int, int]
 ) -> list[Fraction] | None:
-    """The results of the calculations if each number of the question is replaced by the one in `chosen`.
+    """Return the results of the calculations after each number of the question is replaced by that in `chosen`.
 
-    A number that is the `known` result of an earlier calculation is replaced by its new result. None if a calculation
-    divides by 0 or contains something other than numbers, + - * / and parentheses.
+    A number that is the `known` result of an earlier calculation is replaced by its new result. The result is None if a
+    calculation divides by 0 or contains something other than numbers, + - * / and parentheses.
     """
     values: dict[Fraction, Fraction] = {Fraction(old): Fraction(new) for old, new in chosen.items()}
     results = []
@@ -117,10 +119,10 @@ def evaluate(node: ast.expr, values: Mapping[Fraction, Fraction]) -> Fraction:
 
 
 def other_number(number: int, rng: random.Random) -> int:
-    """A number between half and twice `number`; a multiple of 10 stays one.
+    """Return a number between half and twice `number`. A multiple of 10 is replaced by a multiple of 10.
 
-    Years and 100 stay, because they are seldom quantities. Numbers up to 3 stay, because they often count things that
-    the question lists.
+    Years and 100 are kept, because they are seldom quantities. Numbers up to 3 are kept, because they often count
+    things that the question lists.
     """
     if number <= 3 or number == 100 or number in YEARS:
         return number
@@ -129,7 +131,7 @@ def other_number(number: int, rng: random.Random) -> int:
 
 
 def is_similar(result: Fraction, known: Fraction) -> bool:
-    """Whether a result is as plausible as the known one: a whole number or positive if that one is."""
+    """Whether a result is as plausible as the known one: whole or positive if the known result is."""
     whole = result.denominator == 1 or known.denominator != 1
     return whole and result.denominator in DECIMALS and (result > 0 or known <= 0)
 
