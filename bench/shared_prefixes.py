@@ -226,7 +226,7 @@ async def probed(prompt: Prompt, policy: Policy) -> Trajectory:
 
 
 def calculator_groups(folder: Path, num_groups: int, *, probes: bool) -> list[Sample]:
-    """Return the solutions as episodes, with a turn up to each request to the calculator."""
+    """Return GSM8K solutions as episodes: a turn of the model ends where a solution asks the calculator."""
     samples = []
     for number, line in enumerate((folder / "solutions.jsonl").read_text(encoding="utf-8").splitlines()[:num_groups]):
         row = json.loads(line)

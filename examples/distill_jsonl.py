@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--divergence", default="forward-kl", choices=["forward-kl", "reverse-kl", "jsd"])
     parser.add_argument("--samples", type=int, default=64, help="samples per step (default %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+        "--max-tokens", type=int, default=16384, help="tokens per device and micro-batch (default %(default)s)"
     )
     parser.add_argument("--lr", type=float, default=1e-5, help="learning rate (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the data (default %(default)s)")

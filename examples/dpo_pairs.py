@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--beta", type=float, default=0.1, help="strength of the KL constraint (default %(default)s)")
     parser.add_argument("--samples", type=int, default=64, help="answers per step (default %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+        "--max-tokens", type=int, default=16384, help="tokens per device and micro-batch (default %(default)s)"
     )
     parser.add_argument("--lr", type=float, default=5e-7, help="learning rate (default %(default)s)")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the data (default %(default)s)")

@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--folder", default="runs/tool", help="output folder (default %(default)s)")
     parser.add_argument("--samples", type=int, default=256, help="episodes per step (default %(default)s)")
     parser.add_argument("--group", type=int, default=8, help="episodes per prompt (default %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of all turns together (default %(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="tokens of all turns (default %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+        "--max-tokens", type=int, default=16384, help="tokens per device and micro-batch (default %(default)s)"
     )
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default %(default)s)")

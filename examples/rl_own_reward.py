@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--group", type=int, default=8, help="responses per prompt (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=256, help="tokens per response (default %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=16384, help="per device and micro-batch (default %(default)s)"
+        "--max-tokens", type=int, default=16384, help="tokens per device and micro-batch (default %(default)s)"
     )
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate (default %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default %(default)s)")

@@ -43,7 +43,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSettings:
-    """Settings of packs: how context ranks divide one, whether prefixes are shared, and which tokens are scored."""
+    """Settings of packs: how context ranks divide a pack, whether prefixes are shared, and which tokens are scored."""
 
     layout: LayoutKind = "balanced"
     method: str = "allgather"

@@ -1,14 +1,15 @@
 """Record a run's settings, model and data in its checkpoints, and compare them with the run that resumes.
 
-    checkpoint               this start
-    data      digest    ==   digest         of the training samples; file names and row numbers do not count
-    model     fields    ==   fields         of the model's config that change what it computes
-    reference fields    ==   fields         and a fingerprint of its weights; of a teacher, only the fingerprint
-    settings  by name   ->   by name        some may change, which is reported and logged; other changes are refused
+    part         what is recorded and compared                                                 may it change?
+    data         a digest of the training samples, without file names and row numbers          no
+    model        the fields of its config that change what it computes                         no
+    reference    the same fields, and a fingerprint of its weights                             no
+    teacher      a fingerprint of its weights                                                  no
+    settings     every setting by name                                                         some; see below
 
-`==` marks values that must be equal. Settings that affect only future steps (learning rate, betas, schedule, loss
-coefficients) may change, and so may the number of processes. Settings that determine the order of the samples or the
-shapes of saved tensors must not change.
+Settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may change, which is reported
+and logged. The number of processes may change too. Settings that determine the order of the samples or the shapes of
+saved tensors must not change.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _required(config: Config) -> dict[str, Any]:
-    """Return the settings that have no default. A config of these settings alone has default values everywhere else."""
+    """Return the settings that have no default. A config with only these settings has the default of each other one."""
     return {
         "model": {"path": config.model.path},
         "data": {"path": list(config.data.paths)},

@@ -72,7 +72,7 @@ def check_packaged(name: str) -> None:
 
 
 def packaged_episode(name: str) -> Episode:
-    """Return the episode function of an environment of another package."""
+    """Return the function that plays an episode in an environment of another package, e.g. verifiers."""
     check_packaged(name)
     return verifiers_episode(name) if name.startswith(f"{VERIFIERS}:") else openenv_episode(name)
 

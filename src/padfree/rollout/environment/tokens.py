@@ -29,8 +29,8 @@ POLL = 0.2
 """Seconds between two checks while waiting for episodes."""
 
 QUIET_ITERATIONS = 16
-"""A round starts after this many iterations of the event loop without a new request, so that all branches of an episode
-can send their requests before.
+"""A round starts after this many iterations of the event loop without a new request. During this wait, all branches of
+an episode can send their requests.
 """
 
 

@@ -190,13 +190,15 @@ def attention_scale(case: Case) -> Iterator[Change]:
     if scalar is not None and scalar != head:
         yield Change(
             {"query_pre_attn_scalar": head},
-            f"the server scales attention by the head size {head}, but the config by query_pre_attn_scalar {scalar}",
+            f"the server scales attention by 1/sqrt(head size {head}), but the config by 1/sqrt({scalar}) "
+            "(query_pre_attn_scalar)",
         )
     multiplier = getattr(config, "attention_multiplier", None)
     if multiplier is not None and not math.isclose(multiplier, head**-0.5):
         yield Change(
             {"attention_multiplier": head**-0.5},
-            f"the server scales attention by the head size {head}, but the config by {multiplier:g}",
+            f"the server scales attention by 1/sqrt(head size {head}), but the config by {multiplier:g} "
+            "(attention_multiplier)",
         )
 
 

@@ -34,10 +34,8 @@ BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer dtype for the bits of an element, by its size in bytes."""
 
 _GAP_DTYPES = {"gaps8": torch.uint8, "gaps16": torch.int16}
-_LONGEST = {
-    "gaps8": 255,
-    "gaps16": 65535,
-}  # this code: as many unchanged elements, with no changed one behind
+# A gap code of this value stands for as many unchanged elements without a changed one behind them.
+_LONGEST = {"gaps8": 255, "gaps16": 65535}
 
 _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24  # words of 8 bytes that the checksum processes at once: those of the CPU fit
 # into its cache
