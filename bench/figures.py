@@ -110,9 +110,9 @@ def readme_table(content: dict[str, Any]) -> str:
         links = ", ".join(f"[{page.removesuffix('.md')}](docs/experiments/{page})" for page in pages)
         body.append((line["what"], line["result"].format_map(figures), hardware, links))
     sources = (
-        "[Current figures](docs/experiments/figures.md) has the versions, commits and commands. "
-        "[Experiments](docs/experiments/index.md)\n"
-        "describes each measurement, its prediction and decision, and attempts that did not work."
+        "[Current figures](docs/experiments/figures.md) lists the versions, commit and command of each figure.\n"
+        "[Experiments](docs/experiments/index.md) describes each measurement, its prediction and its decision, and\n"
+        "attempts that did not work."
     )
     return "\n".join([*table(("what", "result", "on", "experiment"), *body), "", sources]) + "\n"
 

@@ -5,7 +5,7 @@ vllm                 built in: samples on inference servers (`servers`)
 module:function      a user's function with the arguments of `make_sampler`, which returns a `Sampler`; `CheckedSampler`
                      checks the responses of this sampler
 
-`config.choices.SAMPLING_ENGINES` lists the built-in engines.
+`padfree.choices.SAMPLING_ENGINES` lists the built-in engines.
 """
 
 from __future__ import annotations
