@@ -118,7 +118,8 @@ SETTINGS: dict[str, Any] = {
     [
         ("rollout", {"engine": "vllm", "servers": ("http://a:1",)}, "rollout.engine=vllm"),
         ("lora", {"rank": 4}, "adapter"),
-        ("parallel", {"context": 2}, "parallel.context=2"),
+        ("parallel", {"context": 2, "method": "ring"}, "parallel.method=ring"),
+        ("parallel", {"context": "auto", "method": "ulysses"}, "parallel.method=ulysses"),
         ("parallel", {"expert": 2}, "parallel.expert=2"),
         ("parallel", {"compile": "inductor", "kernels": "none"}, "parallel.kernels=none"),
         ("rollout", {}, "CPU"),
@@ -129,14 +130,33 @@ def test_settings_that_prevent_equal_bits_are_named(section: str, changes: dict[
     assert named in (exact_operators.problem(build("qwen3"), CPU, **settings) or "")
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2", "gemma3", "olmo2", "phi3", "mistral"])
+DENSE = (
+    "qwen3",
+    "llama",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "phi3",
+    "mistral",
+    "gpt_neox",
+    "phi",
+    "olmo",
+    "cohere",
+    "apertus",
+)
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_dense_models_have_known_operators(name: str) -> None:
-    assert exact_operators.model_problem(build(name)) is None
+    assert exact_operators.model_problem(build(name), CPU) is None
 
 
-@pytest.mark.parametrize(("name", "named"), [("qwen3_moe", "experts"), ("gpt2", "LayerNorm"), ("opt", "LayerNorm")])
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("qwen3_moe", "experts"), ("jamba", "linear_attention"), ("gpt2", "wpe"), ("opt", "embed_positions")],
+)
 def test_operators_without_known_bits_are_named(name: str, named: str) -> None:
-    assert named in (exact_operators.model_problem(build(name)) or "")
+    assert named in (exact_operators.model_problem(build(name), CPU) or "")
 
 
 def test_an_unknown_module_in_a_layer_is_named() -> None:
@@ -147,7 +167,24 @@ def test_an_unknown_module_in_a_layer_is_named() -> None:
 
     model = build("qwen3")
     model.model.layers[1].mlp.extra = Mixing()
-    assert "Mixing (mlp.extra)" in (exact_operators.model_problem(model) or "")
+    assert "Mixing (mlp.extra)" in (exact_operators.model_problem(model, CPU) or "")
+
+
+def test_layer_norm_is_accepted_on_a_cpu_only() -> None:
+    gpu = torch.device("cuda")  # the GPU itself is not used
+    assert "LayerNorm (input_layernorm)" in (exact_operators.model_problem(build("phi"), gpu) or "")
+
+
+def test_a_norm_over_all_tokens_is_named() -> None:
+    class TokenNorm(nn.LayerNorm):
+        """Subtracts the mean over the tokens."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(-2, keepdim=True)
+
+    model = build("phi")
+    model.model.layers[1].input_layernorm = TokenNorm(64)
+    assert "TokenNorm (input_layernorm)" in (exact_operators.model_problem(model, CPU) or "")
 
 
 # What a run says

@@ -104,6 +104,9 @@ class AttentionBackend(Protocol):
 
     name: str
     capabilities: Capabilities
+    # the size of the blocks of keys, counted from the first key of a segment, on which the bits of a result depend; 1
+    # if a caller may leave out keys that no query sees
+    key_block: int = 1
 
     def is_installed(self) -> bool:
         """Whether the package that the backend needs, `capabilities.package`, is installed."""

@@ -34,6 +34,7 @@ QUERIES, KEYS = 16, 128
 
 class TiledAttention(AttentionBackend):
     name = "tiles"
+    key_block = KEYS
     capabilities = Capabilities(
         devices=("cpu",),
         dtypes=(torch.float32, torch.float64),

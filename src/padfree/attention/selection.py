@@ -155,3 +155,8 @@ def capability_table() -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def key_block(requested: str) -> int:
+    """The `key_block` of the backend `requested`. `auto` chooses no backend that needs one."""
+    return BACKENDS[requested].key_block if requested in BACKENDS else 1

@@ -15,7 +15,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from padfree.attention import varlen_attention
 from padfree.attention.later_keys import attend_with_later_keys
+from padfree.attention.selection import key_block
 from padfree.cp.context_plan import ContextPlan
 from padfree.cp.image_blocks import ImageBlocks, checked, receive_later_keys
 from padfree.cp.keys import KeyPlan, prepare_keys
@@ -48,7 +49,7 @@ def attend_allgather(
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """
-    keys = prepare_keys(plan, causal=causal, window=window)
+    keys = _keys_of(plan, causal, window, options)
     if image_blocks is not None:
         options = checked({**options, "causal": causal})
         later = receive_later_keys(k, v, image_blocks, plan, group)
@@ -76,10 +77,15 @@ def local_attention(
     The pool holds the rank's own keys and the received keys: `k_pool` [N, Hkv, d] and `v_pool` [N, Hkv, dv]. Each may
     also be a tuple (own, received). Returns [T/world, H, dv].
     """
-    keys = prepare_keys(plan, causal=causal, window=window)
+    keys = _keys_of(plan, causal, window, options)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
     out: Tensor = varlen_attention(q, k, v, plan.queries, keys.segments, causal=causal, window=window, **options)
     return out
+
+
+def _keys_of(plan: ContextPlan, causal: bool, window: int | None, options: Mapping[str, Any]) -> KeyPlan:
+    block = key_block(options.get("backend", "auto"))
+    return prepare_keys(plan, causal=causal, window=window, key_block=block)
 
 
 def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:

@@ -5,8 +5,11 @@
     keys that its pieces read    X[0, a),   Y[0, end)   and Z: selected from the pool, one segment per piece
 
 A piece [a, b) of a document reads the keys [0, b) of the document. With a window of W it reads only the keys [a - W +
-1, b). The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key
-once, even if several of its pieces read it.
+1, b). If the backend has a `key_block`, the first key is rounded down to a multiple of it, counted from the first key
+of the sample, so that the backend divides the keys into the same blocks as without context ranks.
+
+The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key once,
+even if several of its pieces read it.
 
 If samples share prefixes, documents are nodes of a prefix tree. The queries of a piece then also read the keys of all
 ancestors of the piece's node.
@@ -51,9 +54,11 @@ class KeyPlan:
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
 
-def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None) -> KeyPlan:
-    """The key plan of this rank, computed once per micro-batch."""
-    return plan.prepared(("keys", causal, window), lambda: _key_plan(plan, causal, window))
+def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None, key_block: int = 1) -> KeyPlan:
+    """The key plan of this rank, computed once per micro-batch. `key_block`: see `AttentionBackend`."""
+    if window is None:
+        key_block = 1  # all keys from the first on are read
+    return plan.prepared(("keys", causal, window, key_block), lambda: _key_plan(plan, causal, window, key_block))
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
@@ -64,10 +69,10 @@ def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = Non
     return moved
 
 
-def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
+def _key_plan(plan: ContextPlan, causal: bool, window: int | None, key_block: int) -> KeyPlan:
     pieces, rank, world, device = plan.pieces, plan.rank, plan.world, plan.device
     share, mine = pieces.share, pieces.of(plan.rank)
-    ranges = _key_ranges(pieces, causal, window)
+    ranges = _key_ranges(pieces, causal, window, key_block)
     needs = _needs(pieces, ranges)
     received = needs.of(needs.reader == rank, sort="owner")
     sent = needs.of(needs.owner == rank, sort="reader")
@@ -103,30 +108,32 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None) -> KeyPlan:
     )
 
 
-def _key_ranges(pieces: Pieces, causal: bool, window: int | None) -> PathRanges:
+def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int = 1) -> PathRanges:
     """The keys that each piece reads, as ranges of the pack; those of ancestors come first."""
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
-    begin = pieces.document_start
-    if window is not None:
-        begin = np.maximum(begin, pieces.start - window + 1)
-    own = PathRanges(every, begin, pieces.end)
+
+    def first_visible(position: Indices) -> Indices:
+        """The position of the first key that a piece reads, whose first query is at `position` of its sample."""
+        if window is None:
+            return np.zeros_like(position)
+        return np.maximum(position - window + 1, 0) // key_block * key_block
+
+    inside = pieces.start - pieces.document_start
     if pieces.ancestors is None:
-        return own
+        return PathRanges(every, pieces.document_start + first_visible(inside), pieces.end)
+    lengths = np.diff(pieces.offsets)
+    before = np.array([lengths[above].sum() for above in pieces.ancestors], dtype=np.int64)[pieces.document]
     found: list[tuple[int, int, int]] = []
-    for number, node in enumerate(pieces.document.tolist()):
-        outside = None if window is None else int(pieces.start[number] - pieces.document_start[number]) - window + 1
-        above: list[tuple[int, int, int]] = []
-        for ancestor in reversed(pieces.ancestors[node]):
-            first, last = int(pieces.offsets[ancestor]), int(pieces.offsets[ancestor + 1])
-            if outside is not None:  # `outside` is the start of the window, relative to the end of this ancestor
-                above.append((number, max(first, last + min(outside, 0)), last))
-                outside += last - first
-            else:
-                above.append((number, first, last))
-        found += [each for each in reversed(above) if each[1] < each[2]]
-        found.append((number, int(own.begin[number]), int(own.end[number])))
+    for number, skipped in enumerate(first_visible(before + inside).tolist()):
+        node = int(pieces.document[number])
+        for each in (*pieces.ancestors[node], node):
+            begin = int(pieces.offsets[each]) + max(skipped, 0)
+            end = int(pieces.end[number] if each == node else pieces.offsets[each + 1])
+            if begin < end:
+                found.append((number, begin, end))
+            skipped -= int(lengths[each])
     return PathRanges(*(np.array(column, dtype=np.int64) for column in zip(*found, strict=True)))
 
 

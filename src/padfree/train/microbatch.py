@@ -51,7 +51,7 @@ class PackSettings:
     ends: bool = False  # score only the end of each sample, not every token (`at_ends`)
     routes: bool = False  # the model replays the experts that are recorded for each token, so packs contain them
     pad_token: int | None = None  # padding token id, which does not count as the end of a sample
-    min_tokens: int = 0  # shorter packs are padded to this number of tokens
+    min_tokens: int = 0  # shorter packs are padded to this number of tokens per context rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -262,7 +262,8 @@ def make_micro_batch(
             packed = with_shared_prefixes(packed, chosen, prefixes.restricted(indices))
     if is_filler or not settings.routes:
         packed = replace(packed, routes=None)
-    packed = packed.padded_to(-(-max(packed.num_tokens, settings.min_tokens) // context.size) * context.size)
+    share = max(-(-packed.num_tokens // context.size), settings.min_tokens)
+    packed = packed.padded_to(share * context.size)
     on_cuda = mesh.device.type == "cuda"  # copies from pinned memory are asynchronous
     local = shard(
         (packed.pin_memory() if on_cuda else packed).to(mesh.device),

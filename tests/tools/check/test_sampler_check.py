@@ -32,7 +32,19 @@ def check(model: PreTrainedModel, **options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    [("llama", 1.0), ("qwen3", 0.7), ("gemma2", 0.7), ("gemma3", 1.0), ("olmo2", 0.7), ("phi3", 1.0)],
+    [
+        ("llama", 1.0),
+        ("qwen3", 0.7),
+        ("gemma2", 0.7),
+        ("gemma3", 1.0),
+        ("olmo2", 0.7),
+        ("phi3", 1.0),
+        ("gpt_neox", 1.0),
+        ("phi", 0.7),
+        ("cohere", 1.0),
+        ("olmo", 1.0),
+        ("apertus", 1.0),
+    ],
 )
 def test_sampler_and_trainer_agree_to_the_bit(name: str, temperature: float) -> None:
     report = check(build(name).eval(), temperature=temperature)

@@ -135,7 +135,7 @@ def check_sampler(
             "leave it out, and set rollout.exact=false",
         )
     model.train(False)
-    problem = model_problem(model)
+    problem = model_problem(model, device)
     trained = model
     step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)
     decoder = Decoder(

@@ -4,6 +4,7 @@
     embedding, RoPE angles    the model's own code                                 nothing: elementwise
     RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
                               not compiled: the model's own code                   depends on the width only
+    LayerNorm (CPU only)      the model's own code                                 the same: `row_trial`
     linear layers             the library's matmul                                 a sum over K in parts: `row_trial`
     attention                 prefill: the trainer's kernel. Decode steps: a       the order of sums and the borders
                               kernel that is compared with it on the device,       of blocks of keys:
@@ -33,13 +34,19 @@ from padfree.model.sharing import state_obstacle
 from padfree.model.vision.families import family_of
 from padfree.rollout.engines.in_process.cached_model import EXPERTS, layers_of_model, unsupported_reason
 from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
-from padfree.rollout.engines.in_process.row_trial import trial
+from padfree.rollout.engines.in_process.row_trial import is_row_invariant, trial
 
 HOPPER = (9, 0)
 """The compute capability on which all operators have been compared."""
 
 OWN_CODE = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
 """Model types whose log-probabilities differ between packs, although all modules of their layers are known ones."""
+
+_METHOD_PROBLEMS = {
+    "ring": "parallel.method=ring merges the results of blocks of keys in another order for each rank",
+    "ulysses": "the bits of parallel.method=ulysses were not compared",
+}
+"""Why a method of context parallelism is not allowed."""
 
 LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU)
 """Modules without children that may occur in a layer, besides RMSNorm and activations without parameters."""
@@ -62,8 +69,8 @@ def problem(
     """
     return (
         _settings_problem(rollout, parallel, lora)
-        or _device_problem(device, dtype)
-        or model_problem(model)
+        or _device_problem(device, dtype, parallel)
+        or model_problem(model, device)
         or attention_problem(model, device, dtype, attention)
         or _matmul_problem(model, device, dtype, rollout.max_concurrent)
     )
@@ -78,8 +85,8 @@ def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: Lo
         return f"parallel.linear={parallel.linear} is used in training only"
     if lora.rank:
         return "the sampler multiplies by merged weights, but the trainer adds the product of the adapter"
-    if parallel.context != 1:
-        return f"parallel.context={parallel.context} divides the attention of a sample"
+    if parallel.context != 1 and parallel.method != "allgather":
+        return _METHOD_PROBLEMS[parallel.method]
     if parallel.expert != 1:
         return f"parallel.expert={parallel.expert} divides the experts"
     if parallel.compile not in ("none", "inductor"):
@@ -89,11 +96,15 @@ def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: Lo
     return None
 
 
-def _device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+def _device_problem(device: torch.device, dtype: torch.dtype, parallel: ParallelConfig) -> str | None:
     if device.type == "cpu":
+        if parallel.compile != "none":
+            return f"parallel.compile={parallel.compile} was compared on a GPU only"
         return None if dtype == torch.float32 else "on a CPU, kernels were compared in float32 only"
     if not torch.cuda.is_available():
         return "this machine has no GPU to try the matmuls on"
+    if parallel.context != 1:
+        return f"parallel.context={parallel.context} was compared on a CPU only"
     capability = torch.cuda.get_device_capability(device)
     if capability != HOPPER:
         return f"kernels were compared on compute capability 9.0 only, not on {capability[0]}.{capability[1]}"
@@ -102,8 +113,11 @@ def _device_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def model_problem(model: PreTrainedModel) -> str | None:
-    """Return the operator that may give other bits in a decode step than in a pack; None if there is none."""
+def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
+    """Return the operator that may give other bits in a decode step than in a pack; None if there is none.
+
+    `model` may be on the meta device. On a CPU, norms and activations with weights are tried.
+    """
     reason = state_obstacle(model) or unsupported_reason(model)
     if reason is not None:
         return reason
@@ -113,10 +127,13 @@ def model_problem(model: PreTrainedModel) -> str | None:
         return "the matmuls of experts depend on how many tokens each expert gets"
     if text_config(model.config).model_type in OWN_CODE:
         return "its layers compute matmuls in custom code, whose bits were measured to differ between packs"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():  # type: ignore[no-untyped-call]
+            return f"{name} has no entries for the positions of padding"
     layers = layers_of_model(model)
     assert layers is not None
     for name, module in _leaves(layers):
-        if not _is_row_invariant(module):
+        if not _is_row_invariant(module, device):
             return f"{type(module).__name__} ({name}) has no kernel whose bits are known not to depend on other tokens"
     return None
 
@@ -163,9 +180,18 @@ def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
                 yield name, module
 
 
-def _is_row_invariant(module: nn.Module) -> bool:
-    """Whether a module without children is a linear layer, an RMSNorm, or elementwise."""
-    if isinstance(module, LEAVES) or type(module).__name__.endswith("RMSNorm"):
+def _is_row_invariant(module: nn.Module, device: torch.device) -> bool:
+    """Whether a module without children is a linear layer, an RMSNorm, elementwise, or found to be row-invariant."""
+    name = type(module).__name__
+    if isinstance(module, LEAVES) or name.endswith("RMSNorm"):
         return True
+    is_activation = "activation" in type(module).__module__.rpartition(".")[2]
     has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
-    return not has_state and "act" in type(module).__module__.rpartition(".")[2]
+    if is_activation and not has_state:
+        return True
+    # Other norms and activations are tried on a CPU. On a GPU, the sampler may compile them differently.
+    return (
+        device.type == "cpu"
+        and (is_activation or name.endswith("Norm"))
+        and is_row_invariant(module, device, torch.float32)
+    )

@@ -9,10 +9,13 @@ library sums over K: with few rows, the library may split the sum into parts. Th
 The trial multiplies random numbers with the library's kernel, in every shape of the model's layers, and compares bits.
 Decode steps then use only numbers of rows at which all matmuls agree. Rows without a response cost little, because a
 decode step mostly waits for the weights.
+
+`is_row_invariant` tries a module without matmuls, such as a LayerNorm, in the same way.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
@@ -122,3 +125,42 @@ def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dty
     rows = (*PACK_ROWS, *candidates(num_slots))
     agreeing = {shape: _agreeing_on_device(shape, rows, device, dtype) for shape in matmul_shapes(layers)}
     return choose_rows(num_slots, agreeing)
+
+
+MODULE_ROWS = (1, 2, 3, 8, 17, 64, 100, 1024, 1531)
+"""Numbers of rows at which a module without matmuls must agree with `MODULE_REFERENCE_ROWS`."""
+
+MODULE_REFERENCE_ROWS = 4096
+
+
+@torch.no_grad()
+def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
+
+    `module` may be on the meta device; a copy of it with random weights is tried. If the shape of its inputs is not
+    known, the result is False.
+    """
+    shape = _row_shape(module)
+    if shape is None:
+        return False
+    generator = torch.Generator(device).manual_seed(0)
+    tried = copy.deepcopy(module).to_empty(device=device).to(dtype)
+    for tensor in (*tried.parameters(), *tried.buffers()):
+        tensor.copy_(torch.rand(tensor.shape, device=device, generator=generator) + 0.5)
+    x = torch.randn(1, MODULE_REFERENCE_ROWS, *shape, device=device, generator=generator).to(dtype)
+    expected = tried(x)
+    return expected.shape == x.shape and all(
+        torch.equal(tried(x[:, start : start + count]), expected[:, start : start + count])
+        for count in MODULE_ROWS
+        for start in (0, 7, MODULE_REFERENCE_ROWS - count)
+    )
+
+
+def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
+    """The shape of a row of the module's input: the shape of its weight, or any shape if its tensors are scalars."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if tensors and all(tensor.numel() == 1 for tensor in tensors):
+        return (64,)
+    weight = getattr(module, "weight", None)
+    shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
+    return None if shape is None else tuple(shape)
