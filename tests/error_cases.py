@@ -67,6 +67,7 @@ from padfree.sample import Sample
 from padfree.segments import Segments
 from padfree.tasks.batch_advantages import with_advantages
 from padfree.testing.models import build, row, save_with_tokenizer
+from padfree.testing.vision_folders import vision_folder
 from padfree.tools.demo.demo_folder import Demo
 from padfree.tools.demo.run_demo import SIZES
 from padfree.tools.demo.stages import STAGES
@@ -1231,6 +1232,8 @@ def model_folder(kind: str) -> str:
     """A small model that lasts as long as the tests; all have a tokenizer of 45 letters."""
     place = Path(mkdtemp(prefix=f"padfree-{kind}-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
+    if kind == "vision":
+        return str(vision_folder(place / "model", "qwen3_vl"))
     folder = save_with_tokenizer(place / "model")
     if kind != "qwen3":
         (folder / "model.safetensors").unlink()
@@ -1275,6 +1278,13 @@ def scaling(*words: str) -> CommandLine:
 
 def check(*words: str, files: Callable[[Path], Any] = lambda folder: None) -> CommandLine:
     return command("check", "--model", "MODEL-qwen3", "--samples", "2", "--device", "cpu", *words, files=files)
+
+
+def check_vision(*words: str) -> CommandLine:
+    """Rows without an image."""
+    files = lambda folder: written(folder, "d.jsonl", *SFT)  # noqa: E731
+    given = ("--model", "MODEL-vision", "--data", "FOLDER/d.jsonl", "model.vision=true")
+    return check(*given, *words, files=files)
 
 
 def report(*words: str) -> CommandLine:
@@ -1374,6 +1384,11 @@ CASES["cli"] = [
     ("--data", command("check", "--model", "m", "data.split=dev"), ("--data", "FOLDER/d.jsonl")),
     ("override", command("check", "--model", "m", "--data", "d.jsonl", "batch.samples=2"), "-batch.samples"),
     ("data.columns", command("check", "--model", "m", "--data", "d.jsonl", "data.columns=3"), "-data.columns"),
+    ("samples", check_vision(), ("model.vision=false",)),
+    ("--sampler", check_vision("--sampler"), check_vision()),
+    ("--loss", check_vision("--loss", "value"), ("--loss", "dpo")),
+    ("--layers", check_vision("--layers", "1"), check_vision()),
+    ("--tokenizer", check_vision("--tokenizer", "MODEL-qwen3"), check_vision()),
     ("--output", report("FOLDER", "--output", "report.pdf"), ("--output", "FOLDER/report.html")),
     ("--output", report("FOLDER", "--output", "FOLDER/metrics.jsonl/r.html"), ("--output", "FOLDER/report.html")),
     ("--names", report("FOLDER", "--names", "a,b"), ("--names", "a", "--output", "FOLDER/report.html")),

@@ -146,6 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "distributed",
         "head",
+        "images",
         "layers",
         "losses",
         "model",

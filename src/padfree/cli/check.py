@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from padfree.cli.json_report import clear_status, json_target, show_status, write_json
-from padfree.config import DataConfig, load_config
+from padfree.config import DataConfig, ModelConfig, load_config
 from padfree.config.hub import check_name
 from padfree.config.processes import processes_of
 from padfree.errors import UserError
@@ -83,7 +83,9 @@ def run(settings: argparse.Namespace) -> None:
         raise UserError("--float8", "", "give a number above 0, or no number", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
-    data = data_settings(settings)
+    data, vision = data_settings(settings)
+    if vision:
+        _check_vision_options(settings)
     first = processes.is_first
     if settings.sampler:
         _check_sampler_options(settings, processes.world)
@@ -102,11 +104,13 @@ def run(settings: argparse.Namespace) -> None:
     from padfree.model.structure import skeleton
     from padfree.tools.check import check_model, chosen_samples
     from padfree.tools.check.samples import has_tokenizer
+    from padfree.train.training_data import image_settings
 
-    skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model")
+    skeleton(settings.model, trust_remote_code=settings.trust_remote_code, setting="--model", vision=vision)
 
     samples, origin = settings.samples, ""
     if data is not None:
+        model = ModelConfig(path=settings.model, vision=vision, trust_remote_code=settings.trust_remote_code)
         tokenizer = settings.tokenizer or (settings.model if has_tokenizer(settings.model) else None)
         samples = chosen_samples(
             data,
@@ -116,6 +120,7 @@ def run(settings: argparse.Namespace) -> None:
             trust_remote_code=settings.trust_remote_code,
             pairs=settings.loss in ("dpo", "reward"),
             labels=settings.loss == "kto",
+            images=image_settings(model, data),
         )
         cut = sum(len(sample) == settings.max_length for sample in samples)
         origin = f"of {', '.join(data.paths)}" + (f" ({cut} cut to --max-length)" if cut else "")
@@ -136,6 +141,7 @@ def run(settings: argparse.Namespace) -> None:
         trust_remote_code=settings.trust_remote_code,
         float8=measured,
         float8_budget=budget,
+        vision=vision,
         on_progress=show_status if first else None,
     )
     if first:
@@ -151,6 +157,20 @@ def _check_sampler_options(settings: argparse.Namespace, processes: int) -> None
     for name, given in (("--layout", settings.layout is not None), ("--loss", settings.loss != "nll")):
         if given:
             raise UserError(name, "cannot be combined with --sampler", "leave one of them out")
+
+
+def _check_vision_options(settings: argparse.Namespace) -> None:
+    loss = settings.loss if settings.loss in ("reward", "value") else None
+    for name, given, fix in (
+        ("--sampler", settings.sampler, "leave one of them out"),
+        ("--loss", loss, "choose nll, dpo, kto or distill: a model with a scalar head reads text"),
+        ("--layers", settings.layers, "leave it out: all layers of a vision-language model are checked"),
+        ("--tokenizer", settings.tokenizer, "leave it out: the model's own processor makes the tokens"),
+    ):
+        if given:
+            raise UserError(
+                name, f"{'' if given is True else f'{given} '}cannot be combined with model.vision=true", fix
+            )
 
 
 def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, target: Path | None) -> None:
@@ -178,22 +198,27 @@ def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, 
         raise SystemExit(1)
 
 
-def data_settings(settings: argparse.Namespace) -> DataConfig | None:
-    """Build the `[data]` section from --data and the settings `data.*` on the command line. None without --data."""
+def data_settings(settings: argparse.Namespace) -> tuple[DataConfig | None, bool]:
+    """Build the `[data]` section from --data and the settings `data.*` on the command line. None without --data.
+
+    Also return the value of `model.vision`.
+    """
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
     files = [word for word in words if word not in changes]
-    other = next((word for word in changes if not word.startswith("data.")), None)
+    other = next((word for word in changes if not word.startswith(("data.", "model.vision="))), None)
     if other is not None:
-        raise UserError("override", "", "give data settings only, such as data.on_bad_row=skip", value=other)
+        fix = "give data settings such as data.on_bad_row=skip, or model.vision=true"
+        raise UserError("override", "", fix, value=other)
     if settings.data is None:
         if words:
             raise UserError("--data", f"missing, but {words[0]!r} is given", "give --data and its files")
-        return None
+        return None, False
     # A `Config` needs these settings, but a check does not use them.
     unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]
     given = [] if not files else [f"data.path={json.dumps(files, ensure_ascii=False)}"]
-    return load_config(None, [*unused, *given, *changes]).data
+    found = load_config(None, [*unused, *given, *changes])
+    return found.data, found.model.vision
 
 
 def context_ranks(layout: str | None, processes: int) -> int:

@@ -219,6 +219,11 @@ class TokenizedDataset(StoredSamples):
         """A description of the number of images and their tokens; None if the data has no images."""
         return None if self._images is None else self._images.summary(self._kept)
 
+    @property
+    def image_counts(self) -> NDArray[np.int64]:
+        """How many images each sample [N] shows, including those that `max_length` cuts off."""
+        return np.zeros(len(self), dtype=np.int64) if self._images is None else self._images.counts(self._kept)
+
     def _cuts_image(self, stored: int) -> bool:
         """Whether `max_length` cuts a sample inside an image."""
         if self._images is None:

@@ -150,6 +150,10 @@ class StoredImages:
             images.append(self._image(number, places[start:end]))
         return tuple(images)
 
+    def counts(self, kept: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many images each of the samples `kept` [N] shows."""
+        return np.diff(self._offsets)[kept].astype(np.int64)
+
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
         """Whether a cut after `length` tokens is not inside an image. `tokens` [n]: all tokens of the sample."""
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()

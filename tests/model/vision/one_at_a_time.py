@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,44 +16,13 @@ from padfree.batch import PackedBatch
 from padfree.cp import shard
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.sample import Sample
-from padfree.testing.vision_models import PLACEHOLDER
+from padfree.tools.check.image_inputs import image_inputs
 
 
 def stock_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
     """The arguments with which a user of transformers calls the model for one sample, as its processor returns them."""
     inputs: dict[str, Any] = {"input_ids": torch.from_numpy(sample.tokens)[None], "use_cache": False}
-    if not sample.images:
-        return inputs
-    loaded = [image.load() for image in sample.images]
-    kind = model.config.model_type
-    if kind in ("mistral3", "lighton_ocr"):
-        loaded = _one_size(loaded)
-    for name in loaded[0]:
-        inputs[name] = torch.from_numpy(np.concatenate([one[name] for one in loaded]))
-    if kind == "lighton_ocr":
-        inputs["image_sizes"] = [tuple(size) for size in inputs["image_sizes"].tolist()]
-    if kind == "gemma3":
-        inputs["token_type_ids"] = torch.from_numpy((sample.tokens == PLACEHOLDER).astype(np.int64))[None]
-    if kind in ("smolvlm", "idefics3"):
-        inputs |= {name: inputs[name][None] for name in ("pixel_values", "pixel_attention_mask")}
-    if kind == "llava_onevision":
-        inputs["batch_num_images"] = torch.ones(1, dtype=torch.int64)
-    if "image_grid_thw" in inputs:
-        inputs["mm_token_type_ids"] = torch.from_numpy((sample.tokens == PLACEHOLDER).astype(np.int64))[None]
-    return inputs
-
-
-def _one_size(loaded: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The images of a sample, padded to the largest of them, as the processor does."""
-    sides = [one["pixel_values"].shape[2:] for one in loaded]
-    height, width = (max(side[axis] for side in sides) for axis in (0, 1))
-    padded = []
-    for one in loaded:
-        pixels = np.zeros((1, 3, height, width), dtype=np.float32)
-        rows, columns = one["pixel_values"].shape[2:]
-        pixels[:, :, :rows, :columns] = one["pixel_values"]
-        padded.append({**one, "pixel_values": pixels})
-    return padded
+    return {**inputs, **image_inputs(model, sample)}
 
 
 def stock_logits(model: PreTrainedModel, sample: Sample) -> Tensor:

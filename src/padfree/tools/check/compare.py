@@ -29,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from padfree.model.structure import layers_of
+from padfree.model.vision.families import family_of
 from padfree.sample import Sample
 
 FLOOR = 0.01
@@ -136,8 +137,12 @@ def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> di
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, str]:
-    """Return the part of the model to which each parameter belongs: embeddings, layer 0, layer 1, ..., norm, head."""
+    """Return the part of the model to which each parameter belongs: embeddings, layer 0, layer 1, ..., norm, head.
+
+    A vision-language model also has the parts tower and projector.
+    """
     layers = layers_of(model)
+    part_of_vision = _vision_parts(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     embeddings, head = (
         None if module is None else module.weight
@@ -145,7 +150,9 @@ def parts_of(model: PreTrainedModel) -> dict[str, str]:
     )
     parts: dict[str, str] = {}
     for name, parameter in model.named_parameters():
-        if name.startswith(f"{prefix}."):
+        if name in part_of_vision:
+            parts[name] = part_of_vision[name]
+        elif name.startswith(f"{prefix}."):
             parts[name] = f"layer {name.removeprefix(f'{prefix}.').partition('.')[0]}"
         elif parameter is embeddings:
             parts[name] = "embeddings and head" if head is embeddings else "embeddings"
@@ -154,3 +161,21 @@ def parts_of(model: PreTrainedModel) -> dict[str, str]:
         else:
             parts[name] = name.split(".")[-2]
     return parts
+
+
+def _vision_parts(model: PreTrainedModel) -> dict[str, str]:
+    """Return which parameters belong to the tower or the projector of a vision-language model."""
+    family = family_of(model)
+    if family is None:
+        return {}
+    base = model.base_model
+    prefix = next(name for name, module in model.named_modules() if module is base)
+
+    def inside(name: str, paths: Sequence[str]) -> bool:
+        return any(name == (full := f"{prefix}.{path}") or name.startswith(f"{full}.") for path in paths)
+
+    return {
+        name: "projector" if inside(name, family.projector) else "tower"
+        for name, _ in model.named_parameters()
+        if inside(name, family.encoders)
+    }

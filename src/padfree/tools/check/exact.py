@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import grid_sample
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -46,6 +47,9 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
         if wide and any(value is torch.float32 for value in given):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        if wide and function is grid_sample:  # does not promote types; the tower of GLM-4.1V gives it a float32 grid
+            args = tuple(value.double() if isinstance(value, Tensor) else value for value in args)
+            kwargs = {name: value.double() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
         return function(*args, **kwargs)
 
 

@@ -15,6 +15,9 @@ batches of two samples.
 Only the loss "nll" has log-probabilities to compare. For other losses (`plain_losses`), steps 1, 2, 3 and 6 run. To
 check such a model for leaks between samples and effects of padding, check it with "nll".
 
+With `vision`, samples have images, and the gradients of the tower and of its projector are compared, too. The noise
+then comes from one sample at a time with eager attention. The leak check also replaces the images.
+
 Models are in evaluation mode, without dropout. The reference runs on a single device. If there is not enough memory for
 float64, or the model does not run in float64, the reference has the dtype of the check, and the report says so.
 """
@@ -51,6 +54,7 @@ from padfree.tools.check.compare import (
     parts_of,
 )
 from padfree.tools.check.exact import exact, make_float64, reference_line
+from padfree.tools.check.image_inputs import has_images, share_images
 from padfree.tools.check.model_source import ModelSource, model_source
 from padfree.tools.check.one_at_a_time import CheckOutcome, one_at_a_time
 from padfree.tools.check.packed import Logprobs, PackedPath, Variation, variations, with_other_tokens
@@ -105,6 +109,7 @@ def check_model(
     trust_remote_code: bool = False,
     float8: bool = False,
     float8_budget: float | None = None,
+    vision: bool = False,
     on_progress: Say | None = None,
 ) -> CheckReport:
     """Compare packed training of a model with plain Hugging Face code that runs one sample at a time.
@@ -118,6 +123,7 @@ def check_model(
     - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the setting of a
       run.
     - `context`: number of processes of each data rank, under torchrun.
+    - `vision`: check a whole vision-language model with samples that have images.
 
     Under torchrun the call is collective and returns the same report on every rank.
     """
@@ -132,7 +138,7 @@ def check_model(
         mesh = make_mesh(chosen, context=context, timeout=TIMEOUT)
         dtype = dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
         with model_source(
-            source, layers=layers, full=full, backend=backend, trust_remote_code=trust_remote_code
+            source, layers=layers, full=full, backend=backend, trust_remote_code=trust_remote_code, vision=vision
         ) as found:
             vocabulary = found.limits.vocabulary
             if isinstance(samples, int):
@@ -148,6 +154,7 @@ def check_model(
             rows, skipped = check.run()
             distances = check.float8_distances() if float8 else ()
         name = str(dtype).removeprefix("torch.")
+        batches = "one sample at a time" if vision else "in padded pairs"
         experts = reference.experts and loss == "nll" and dtype == torch.bfloat16
         report = CheckReport(
             model=found.name,
@@ -163,7 +170,7 @@ def check_model(
             lengths=tuple(len(sample) for sample in samples),
             num_labels=sum(sample.num_labels for sample in samples),
             reference=reference_line(dtype, reference.obstacle, _what(loss), reference.attention),
-            noise=f"transformers in {name}, in padded pairs with eager attention",
+            noise=f"transformers in {name}, {batches} with eager attention",
             rows=tuple(rows),
             skipped=tuple(skipped),
             float8=distances,
@@ -200,6 +207,12 @@ def check_samples(samples: Sequence[Sample], source: ModelSource) -> None:
         raise UserError(
             "samples", f"none of the {len(samples)} samples has a trained token", "give samples with trained tokens"
         )
+    if has_images(samples) != source.vision:
+        raise UserError(
+            "samples",
+            f"none of the {len(samples)} samples has an image" if source.vision else "have images",
+            "give samples with images, or set model.vision=false" if source.vision else "set model.vision=true",
+        )
     check_fits(
         samples,
         source.limits,
@@ -225,7 +238,9 @@ def _reference(
         """Load the model, and a teacher if the loss has one. Collective."""
 
         def loaded(head: ModelHead) -> PreTrainedModel:
-            model = load_model(source.source, head=head, dtype=kind, device=mesh.device, **options)
+            model = load_model(
+                source.source, head=head, dtype=kind, device=mesh.device, vision=source.vision, **options
+            )
             model.train(False)
             return model
 
@@ -261,7 +276,7 @@ def _reference(
         if found is None:
             say(f"reference: {len(samples)} samples, {_what(loss)}")
         given, outcome = found or compute(model)
-        say("noise: the same samples in padded pairs")
+        say("noise: the same samples in the dtype of the check, with eager attention")
         _, other = compute(model, given, padded=True)
         extents = {name: extent(other.gradients.get(name), outcome.gradients.get(name)) for name in parts}
         noise = {part: gap.difference for part, gap in gradient_gaps(extents, parts).items()}
@@ -389,11 +404,12 @@ class _Check:
         """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
 
         A matmul computes each token's result independently, so other tokens cannot change a sample's bits. Experts are
-        an exception: the shapes of their matmuls depend on all tokens, so that rounding can differ.
+        an exception: the shapes of their matmuls depend on all tokens, so that rounding can differ. So do the shapes of
+        the tower if samples share an image: a sample that is replaced then has an image of its own.
         """
         if not self.first:
             return
-        if self.reference.experts:
+        if self.reference.experts or share_images(self.samples):
             noise, tolerance = self.reference.noise["log-probabilities"], self.tolerance.logprobs
         else:
             noise, tolerance = self.repeated, 0.0

@@ -33,7 +33,7 @@ from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
 from padfree.model.load import names_match, opened_together
 from padfree.model.model_files import PARTIAL
-from padfree.model.structure import model_from_config
+from padfree.model.structure import check_vision, model_from_config
 from padfree.model.wrapper import language_config
 from padfree.sizes import ModelSizes
 from padfree.train.check_data import ModelLimits
@@ -53,6 +53,7 @@ class ModelSource:
     total_layers: int
     random_weights: bool
     limits: ModelLimits
+    vision: bool = False  # the whole vision-language model, not only its language model
 
 
 @contextmanager
@@ -63,24 +64,35 @@ def model_source(
     full: bool = False,
     backend: str = "auto",
     trust_remote_code: bool = False,
+    vision: bool = False,
 ) -> Iterator[ModelSource]:
     """Context manager that yields the model to check, or its first `layers` layers. `full`: take all layers.
 
-    Raise an error if the model does not support packing.
+    `vision`: yield a whole vision-language model, with all layers. Raise an error if the model does not support
+    packing.
     """
     if layers is not None and layers < 1:
         raise UserError("layers", "is not a positive number", "give 1 or more", value=layers)
     if layers is not None and full:
         raise UserError("layers", f"{layers} cannot be combined with full", "give only one of them")
+    if vision and layers is not None:
+        raise UserError(
+            "layers", f"{layers}, but a vision-language model is checked with all its layers", "leave it out"
+        )
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
+    if vision:
+        check_vision(config)
     # The files of a multimodal model also hold layers of other parts, e.g. of a vision encoder. Load all layers.
-    if (inner := language_config(config)) is not None:
+    elif (inner := language_config(config)) is not None:
         config, full, layers = inner, files is not None or full, None if files is not None else layers
     with torch.device("meta"):
         model = model_from_config(copy.deepcopy(config), torch.float32, trust_remote_code)
     lm_head_of(attach(model, backend))  # raises early if the model does not support packing
     limits = ModelLimits.of(model)
-    total = int(config.num_hidden_layers)
+    text = config.get_text_config(decoder=True)
+    if text is not config:  # a whole vision-language model
+        full, layers = True, None
+    total = int(text.num_hidden_layers)
     kept = total if full else min(total, layers or default_layers(config))
     short = config if kept == total else first_layers(config, kept)
 
@@ -93,6 +105,7 @@ def model_source(
             total_layers=total,
             random_weights=files is None,
             limits=limits,
+            vision=vision,
         )
 
     if files is None:

@@ -4,6 +4,9 @@
     one at a time   [1, n]     HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
     padded pairs    [2, L]     the same for two samples padded to L tokens: attention mask, HF's eager attention
 
+If any sample has images, "padded pairs" runs one sample at a time, too, with eager attention, because the classes of
+transformers pad images in different ways (`image_inputs`).
+
 HF is Hugging Face transformers. "One at a time" gives the reference, in float64 if possible (`exact.py`). For
 "padded pairs", HF runs two samples per padded batch, in the dtype of the check. Their difference from the reference is
 the noise: the rounding error of a correct implementation with this dtype, device and model.
@@ -17,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +30,7 @@ from transformers import PreTrainedModel
 
 from padfree.batch import IGNORE
 from padfree.sample import Sample
+from padfree.tools.check.image_inputs import has_images, image_inputs
 from padfree.tools.check.padded import padded_rows
 
 
@@ -44,9 +49,13 @@ def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOut
 
 
 def padded_pairs(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
-    """Return loss and gradients of pairs of consecutive samples, the shorter one padded, with HF's eager attention."""
+    """Return loss and gradients of pairs of consecutive samples, the shorter one padded, with HF's eager attention.
+
+    If any sample has images, one sample runs at a time.
+    """
+    size = 1 if has_images(samples) else 2
     with eager_attention(model):
-        return _outcome(model, [[i, i + 1][: len(samples) - i] for i in range(0, len(samples), 2)], samples)
+        return _outcome(model, [list(range(len(samples)))[i : i + size] for i in range(0, len(samples), size)], samples)
 
 
 @contextmanager
@@ -83,8 +92,12 @@ def _outcome(model: PreTrainedModel, batches: Sequence[Sequence[int]], samples: 
             if not chosen:
                 continue
             input_ids, attention_mask, scored = padded_rows([samples[index] for index in chosen], model.device)
-            mask = attention_mask if len(chosen) > 1 else None
-            logits = model(input_ids=input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+            inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False}
+            if len(chosen) > 1:
+                inputs["attention_mask"] = attention_mask
+            else:
+                inputs |= image_inputs(model, samples[chosen[0]])
+            logits = model(**inputs).logits[:, :-1].float()
             labels = input_ids[:, 1:].where(attention_mask[:, 1:].bool(), IGNORE)
             losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
             total = (losses * scored[:, 1:]).sum() / count

@@ -48,6 +48,7 @@ from padfree.sharding.parallelize import inside, parallelize, transformations
 from padfree.tasks.distill import DistillationMicroBatchLoss
 from padfree.tasks.reward import RewardMicroBatchLoss
 from padfree.tools.check.compare import Extent, extent
+from padfree.tools.check.image_inputs import with_other_images
 from padfree.tools.check.model_source import ModelSource
 from padfree.tools.check.plain_losses import DPO, KTO, SCALAR, VALUE, CheckedLoss, make_teacher
 from padfree.train.critic import ValueMicroBatchLoss
@@ -138,6 +139,7 @@ class PackedPath:
                 seed=seed,
                 trust_remote_code=trust_remote_code,
                 head=head,
+                vision=source.vision,
             )
 
         scalar = loss in SCALAR
@@ -265,11 +267,19 @@ def _all_scored(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def with_other_tokens(samples: Sequence[Sample], vocabulary: int, first: int) -> list[Sample]:
-    """Replace all tokens of every second sample, starting with sample `first`. Return all samples."""
+    """Replace all tokens of every second sample, starting with sample `first`. Return all samples.
+
+    The placeholder tokens of images stay, and the images are replaced by others of the same size.
+    """
     rng = np.random.default_rng(first)
-    return [
-        replace(sample, tokens=(sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary)
-        if index % 2 == first % 2
-        else sample
-        for index, sample in enumerate(samples)
-    ]
+
+    def other(sample: Sample) -> Sample:
+        tokens = (sample.tokens + rng.integers(1, vocabulary, len(sample))) % vocabulary
+        if sample.images:
+            positions = np.concatenate([image.positions for image in sample.images])
+            placeholder = sample.tokens[positions[0]]
+            tokens[tokens == placeholder] = (placeholder + 1) % vocabulary
+            tokens[positions] = placeholder
+        return with_other_images(replace(sample, tokens=tokens))
+
+    return [other(sample) if index % 2 == first % 2 else sample for index, sample in enumerate(samples)]

@@ -13,7 +13,8 @@ these inputs are random numbers, seeded with the index of the sample. The random
 own.
 
 The reference comes from one call of the model per sample. The noise comes from padded batches of two samples (a
-preference pair, or consecutive samples) with eager attention.
+preference pair, or consecutive samples) with eager attention. If any sample has images, it comes from one call per
+sample with eager attention.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from padfree.losses import DPOSettings, ValueSettings
 from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
 from padfree.sample import Sample
+from padfree.tools.check.image_inputs import has_images, image_inputs
 from padfree.tools.check.one_at_a_time import (
     CheckOutcome,
     eager_attention,
@@ -105,7 +107,7 @@ def plain_loss(
 ) -> CheckOutcome:
     """Compute the loss and its gradients by plain transformers code, and return them.
 
-    `padded`: run two samples per call of the model, with HF's eager attention.
+    `padded`: run two samples per call of the model, or one if samples have images, with HF's eager attention.
     """
     if loss == "nll":
         return padded_pairs(model, samples) if padded else one_at_a_time(model, samples)
@@ -135,12 +137,14 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
 
     The output is logits [n, V] or, with a scalar head, values [n]. For the loss "reward", it is the reward [1].
     """
-    calls = [list(samples)] if padded else [[sample] for sample in samples]
+    calls = [list(samples)] if padded and not has_images(samples) else [[sample] for sample in samples]
     found: list[Tensor] = []
     for call in calls:
         batch = padded_rows(call, model.device)
         mask = batch.attention_mask if len(call) > 1 else None
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": mask, "use_cache": False}
+        if len(call) == 1:
+            inputs |= image_inputs(model, call[0])
         if loss == "reward" and not padded:
             found.append(model(**inputs).logits[:, 0].float())
             continue

@@ -24,6 +24,7 @@ from padfree.data import (
     read_rollouts,
 )
 from padfree.data.formats import LABEL_SCHEMA
+from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import load_rows
 from padfree.data.sources import open_sources
 from padfree.errors import UserError
@@ -45,6 +46,7 @@ def chosen_samples(
     trust_remote_code: bool = False,
     pairs: bool = False,
     labels: bool = False,
+    images: ImageSettings | None = None,
 ) -> list[Sample]:
     """Return `count` samples of SFT data, or of rollouts (rows with a `reward`), truncated to `max_length` tokens.
 
@@ -52,6 +54,8 @@ def chosen_samples(
     - `labels`: the data is for `padfree kto`.
     - `data`: files, or a `[data]` section.
     - `tokenizer`: a folder or a Hub id. Rollouts with token ids need none.
+    - `images`: the vision-language model that reads the images of rows. At least half of the samples then have images,
+      if there are enough such rows.
     """
     data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
     if data.sources:
@@ -64,12 +68,15 @@ def chosen_samples(
                 trust_remote_code=trust_remote_code,
                 pairs=pairs,
                 labels=labels,
+                images=images,
             )
             for source in data.sources
         }
         return [of_source(name, sample) for name, samples in parts.items() for sample in samples]
-    chosen = {**text_settings(data), "max_length": max_length, "overlong": "truncate"}
+    chosen = {**text_settings(data, images=images), "max_length": max_length, "overlong": "truncate"}
     loaded = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer", trust_remote_code)
+    if images is not None:
+        images.processor.give_template(loaded)
     if not pairs and not labels:
         source = open_sources(data.path, split=data.split, subset=data.subset)[0]
         if "reward" in {data.columns.get(name, name) for name in source.columns() or ()}:
@@ -79,14 +86,15 @@ def chosen_samples(
         raise UserError("--tokenizer", "is not set and the model has no tokenizer", "give a folder or Hub id")
     if pairs:
         answers = load_pairs(data.path, loaded, SFTDataSettings(**chosen))
-        chosen_pairs = spread(answers.lengths.reshape(-1, 2).sum(1), max(1, count // 2))
+        lengths, shown = (each.reshape(-1, 2).sum(1) for each in (answers.lengths, answers.image_counts))
+        chosen_pairs = spread(lengths, max(1, count // 2), shown > 0)
         return [answers[2 * pair + member] for pair in chosen_pairs for member in range(2)]
     rows: TokenizedDataset
     if labels:
         rows = load_rows(data.path, loaded, SFTDataSettings(**chosen), LabelledDataset, LabelTokenizer, LABEL_SCHEMA)
     else:
         rows = load_sft(data.path, loaded, SFTDataSettings(loss_on=data.loss_on, **chosen))
-    return [rows[index] for index in spread(rows.lengths, count)]
+    return [rows[index] for index in spread(rows.lengths, count, rows.image_counts > 0)]
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -95,11 +103,18 @@ def has_tokenizer(path: str | Path) -> bool:
     return not path.exists() or (path.is_dir() and any(path.glob("tokenizer*")))
 
 
-def spread(lengths: Any, count: int) -> list[int]:
+def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
     """Sort the lengths and choose `count` at even distances, including the shortest and the longest.
 
-    Return the indices of the chosen lengths in `lengths`, ascending.
+    Return the indices of the chosen lengths in `lengths`, ascending. At least half of the chosen ones are among those
+    with `preferred` [N], if there are enough.
     """
+    if preferred is not None and preferred.any() and not preferred.all():
+        kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]
+        others = min(max(count // 2, count - len(kinds[0])), len(kinds[1]))
+        counts = [count - others, others]
+        parts = [kind[spread(lengths[kind], each)] for kind, each in zip(kinds, counts, strict=True) if each]
+        return sorted(np.concatenate(parts).tolist())
     order = np.argsort(lengths, kind="stable")
     chosen = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(np.int64))
     return sorted(order[chosen].tolist())
