@@ -39,6 +39,7 @@ from padfree.cli.main import main
 from padfree.compat import slime
 from padfree.compat.hf import PackedCollator
 from padfree.config import config_from_dict, load_config
+from padfree.config.rollout import UNSUPPORTED
 from padfree.cp import attend, gather_tokens, make_layout, shard
 from padfree.data import (
     RolloutDataSettings,
@@ -252,14 +253,11 @@ CASES["config"] = [
         changed("rollout.reward=model:judge", "rollout.reward_processes=2", recipe="rl-local"),
         "rollout.reward_processes=0",
     ),
-    ("rollout.top_p", changed("rollout.top_p=0.9", recipe="rl-vllm")),
-    ("rollout.top_k", changed("rollout.top_k=50", recipe="rl-vllm")),
-    ("rollout.min_p", changed("rollout.min_p=0.1", recipe="rl-vllm")),
-    ("rollout.min_new_tokens", changed("rollout.min_new_tokens=4", recipe="rl-vllm")),
     ("rollout.min_new_tokens", changed("rollout.min_new_tokens=-1", recipe="rl-local"), "rollout.min_new_tokens=1"),
     ("rollout.top_p", changed("rollout.top_p=0", recipe="rl-local"), "rollout.top_p=0.9"),
     ("rollout.top_k", changed("rollout.top_k=0", recipe="rl-local"), "rollout.top_k=20"),
     ("rollout.min_p", changed("rollout.min_p=1.5", recipe="rl-local"), "rollout.min_p=0.1"),
+    *((name, changed(f"{name}=1", recipe="rl-vllm"), (f"-{name}", "rollout.top_p=0.9")) for name in UNSUPPORTED),
     ("rollout.staleness", changed("rollout.staleness=-1", recipe="rl-vllm"), "rollout.staleness=2"),
     ("rollout.staleness", changed("rollout.staleness=1", recipe="rl-local"), "rollout.staleness=0"),
     ("rollout.filter", changed("rollout.filter=same", recipe="rl-local"), "rollout.filter=equal"),

@@ -18,6 +18,7 @@ from padfree.config.config import Config
 from padfree.config.inputs import check_regular
 from padfree.config.loss import BOUNDS
 from padfree.config.recipe_files import recipe_path
+from padfree.config.rollout import UNSUPPORTED
 from padfree.config.setting import rules_of
 from padfree.errors import UserError, closest, need
 
@@ -187,6 +188,8 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     for name in values:
         if name in renamed:
             raise UserError(f"{prefix}{name}", "has a new name", f"write {prefix}{renamed[name]}")
+        if f"{prefix}{name}" in UNSUPPORTED:
+            raise UserError(f"{prefix}{name}", *UNSUPPORTED[f"{prefix}{name}"])
         if name not in names:
             raise UserError(f"{prefix}{name}", "no such setting", f"{_closest(name, tuple(names), prefix)}")
     given: dict[str, Any] = {}

@@ -28,6 +28,35 @@ MOST_PROCESSES = 1024
 TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
 """The settings that truncate the sampler's softmax, with the values that truncate nothing."""
 
+TRUNCATION_BY_LOGITS = ("top_p", "top_k", "min_p")
+"""The settings of `TRUNCATION` whose kept sets depend on the logits."""
+
+_ENDS = "is not supported, because a response ends at a stop token"
+_ENDS_FIX = "leave it out, and set eos_token in the tokenizer's files or eos_token_id in generation_config.json"
+_CHANGED = "is not supported, because the trainer does not compute log-probabilities under it"
+UNSUPPORTED = {
+    "rollout.temperature": ("no such setting", "set loss.temperature, which the sampler uses too"),
+    "rollout.seed": ("no such setting", "set run.seed, from which each response gets its own seed"),
+    "rollout.max_tokens": ("no such setting", "write rollout.max_new_tokens"),
+    "rollout.min_tokens": ("no such setting", "write rollout.min_new_tokens"),
+    "rollout.stop": (_ENDS, _ENDS_FIX),
+    "rollout.stop_token_ids": (_ENDS, _ENDS_FIX),
+    **{
+        f"rollout.{name}": (_CHANGED, "leave it out, or set rollout.top_p=0.95")
+        for name in (
+            "bad_words",
+            "allowed_token_ids",
+            "logit_bias",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+            "length_penalty",
+            "typical_p",
+        )
+    },
+}
+"""Settings of other samplers that users look for, each with the problem and the fix of its error message."""
+
 SERVED_FIX = "set rollout.engine=vllm, or leave it out"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
@@ -266,10 +295,6 @@ class RolloutConfig:
         need(not (servers and command), "rollout.servers", servers, fix)
 
     def _check_truncation(self) -> None:
-        fix = "leave it out, or set rollout.engine=in_process: padfree cannot read the kept sets of vLLM servers"
-        for name, neutral in TRUNCATION.items():
-            value = getattr(self, name)
-            need(value == neutral or self.engine != "vllm", f"rollout.{name}", value, fix)
         right = 0 <= self.min_new_tokens <= self.max_new_tokens
         fix = f"give 0 to {self.max_new_tokens}, which is rollout.max_new_tokens"
         need(right, "rollout.min_new_tokens", self.min_new_tokens, fix)

@@ -63,6 +63,7 @@ class SamplingRequest:
     # decoding.
     key: int
     partial: Response | None = None  # the beginning of the response, sampled by earlier weights
+    num_earlier: int = 0  # how many tokens at the end of `tokens` belong to the response, and not to its prompt
     images: tuple[Image, ...] = ()  # the images of the prompt
     rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
 

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from padfree.config import config_from_dict
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.canary import Canary, CanaryScores
-from padfree.rollout.engines.servers.server_api import SamplingSettings
-from padfree.rollout.engines.servers.start import check_servers
+from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerApi
+from padfree.rollout.engines.servers.start import check_servers, check_truncation
 from padfree.rollout.engines.servers.weight_stream import Bucket
 from padfree.rollout.engines.servers.weight_sync import FilesTransport
 from padfree.rollout.engines.vllm import VllmServer
+from padfree.testing.line_server import LineServer
 from tests.rollout.rollout_cases import letters_tokenizer
 from tests.rollout.vllm.test_http import Answers, OtherTokenizer, check, served_of
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving, unused_url
@@ -90,6 +92,31 @@ def files(name: str) -> Attempt:
     return attempt
 
 
+def truncated(**changes: Any) -> Attempt:
+    """Check a server before a run with rollout.top_k."""
+
+    def attempt(folder: Path) -> None:
+        fake = FakeVllm(vocabulary=46)
+        fake.returns_kept = True
+        for name, value in changes.items():
+            setattr(fake, name, value)
+        with serving(fake) as (url,):
+            asyncio.run(VllmServer(url, 20.0).check(served_of(returns_kept="rollout.top_k")))
+
+    return attempt
+
+
+def truncation_of_engine(api: type[ServerApi]) -> Attempt:
+    """Make the servers of an engine for a run with rollout.min_new_tokens."""
+
+    def attempt(folder: Path) -> None:
+        rollout = {"engine": "module:function", "reward": "exact_match", "min_new_tokens": 2}
+        given = {"model": {"path": "m"}, "data": {"path": "d"}, "batch": {"max_tokens": 64}, "rollout": rollout}
+        check_truncation(api, config_from_dict(given))
+
+    return attempt
+
+
 SERVERS = "rollout.servers"
 RIGHT = address(FakeVllm(vocabulary=46, tokenizer=letters_tokenizer()))
 CASES: list[tuple[str, Attempt, Attempt]] = [
@@ -112,5 +139,10 @@ CASES: list[tuple[str, Attempt, Attempt]] = [
     (SERVERS, canary_check(-2.364, -2.737), canary_check(-2.7367, -2.737)),
     (SERVERS, canary_check(-2.364, -2.737), canary_check(-2.364, -2.737, limit=0.5)),
     (SERVERS, canary_check(-2.7, -2.7, sampled=-1.0), canary_check(-2.7, -2.7)),
+    ("rollout.top_k", truncated(returns_kept=None), truncated()),
+    ("rollout.top_k", truncated(returns_kept=False), truncated()),
+    ("rollout.top_k", truncated(logprobs_mode="raw_logprobs"), truncated()),
+    ("rollout.top_k", truncated(scales_out=False), truncated()),
+    ("rollout.min_new_tokens", truncation_of_engine(LineServer), truncation_of_engine(VllmServer)),
     ("rollout.transfer_folder", files("file"), files("folder")),
 ]

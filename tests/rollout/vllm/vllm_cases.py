@@ -39,6 +39,11 @@ class FakeVllm:
         self.backend, self.logprobs_mode, self.stops = "padfree", "processed_logprobs", ()
         self.missing: set[str] = set()  # routes that return 404
         self.failing: set[str] = set()  # routes that return 500
+        self.release = "0.32.0"  # the version of vLLM
+        self.returns_kept: bool | None = (
+            False  # the option --return-sampling-mask; None: this version has no such option
+        )
+        self.scales_out = True  # the option --enable-scale-out
         self.routed_experts: Any = None  # function of the number of tokens that gives the experts of each input
         self.max_model_len = 512
         self.seconds = 0.0  # duration of a completion
@@ -61,18 +66,19 @@ class FakeVllm:
             return 404, {"detail": "Not Found"}
         if path in self.failing:
             return 500, {"error": {"message": "the engine failed"}}
-        if path == "/v1/completions":
+        if path in ("/v1/completions", "/inference/v1/generate"):
             with self._lock:
                 self.at_once += 1
                 self.most_at_once = max(self.most_at_once, self.at_once)
             try:
-                return self._complete(body)
+                return self._complete(body) if path == "/v1/completions" else self._generate(body)
             finally:
                 with self._lock:
                     self.at_once -= 1
         routes = {
             "/health": dict,
             "/restart": lambda: self._restart(body["name"]),
+            "/version": lambda: {"version": self.release},
             "/weight_info": lambda: {"weight_version": "77" if self.fault == "version" else self.version},
             "/get_world_size": lambda: {"world_size": 1},
             "/v1/models": lambda: {"data": [{"id": self.name, "max_model_len": self.max_model_len}]},
@@ -82,6 +88,7 @@ class FakeVllm:
                         "logprobs_mode": self.logprobs_mode,
                         "skip_tokenizer_init": self.tokenizer is None,
                         "enable_return_routed_experts": self.routed_experts is not None,
+                        **({} if self.returns_kept is None else {"return_sampling_mask": self.returns_kept}),
                     },
                     "weight_transfer_config": {"backend": self.backend},
                 }
@@ -152,8 +159,23 @@ class FakeVllm:
 
     # Completions
 
+    def _generate(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """The route that returns kept sets; it has other names for fields than the route for completions."""
+        if not self.scales_out:
+            return 403, {"error": {"message": "Scale-out endpoints are disabled."}}
+        given = {name: body[name] for name in ("model", "cache_salt") if name in body}
+        status, answer = self._complete({**given, **body["sampling_params"], "prompt": body["token_ids"]})
+        for choice in answer["choices"] if status == 200 and isinstance(answer, dict) else ():
+            logprobs = [{"logprob": value} for value in choice["logprobs"]["token_logprobs"]]
+            choice["logprobs"] = {"content": logprobs}
+            choice["sampling_mask"] = choice.pop("kept") if self.returns_kept else None
+            answer["prompt_token_ids"] = choice.pop("prompt_token_ids")
+        return status, answer
+
     def _complete(self, body: dict[str, Any]) -> tuple[int, Any]:
         fault = self.fault
+        if self.returns_kept and (body.get("temperature", 1.0) <= 0 or body.get("top_k", 0) <= 0):
+            return 400, {"error": {"message": "sampling distribution replay requires temperature > 0 and top_k > 0"}}
         self._resumed.wait(60)
         time.sleep(self.seconds)
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
@@ -181,7 +203,7 @@ class FakeVllm:
         return 200, [answer] if fault == "list" else answer
 
     def _choice(self, index: int, prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
-        tokens, logprobs = list(prompt), []
+        tokens, logprobs, kept = list(prompt), [], []
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         ends = {*body.get("stop_token_ids", ()), *self.stops}
         reason, given, pauses = "length", [], self._pauses
@@ -195,10 +217,13 @@ class FakeVllm:
                 if self._pauses != pauses:
                     reason = "abort"
                     break
-                last = torch.log_softmax(self._logits(tokens)[-1] / (body.get("temperature", 1.0) or 1.0), -1)
+                logits = self._logits(tokens)[-1] / (body.get("temperature", 1.0) or 1.0)
+            mask = kept_ids(logits, body, ends if count < body.get("min_tokens", 0) else set())
+            last = torch.log_softmax(logits.masked_fill(~mask, -torch.inf), -1)
             greedy = body.get("temperature", 1.0) == 0
             token = int(last.argmax() if greedy else torch.multinomial(last.exp(), 1, generator=generator))
             tokens.append(token)
+            kept.append(mask.nonzero()[:, 0].tolist())
             logprobs.append(last[token].item())
             if token in ends:
                 reason = "stop"
@@ -209,6 +234,7 @@ class FakeVllm:
             "prompt_token_ids": prompt,
             "token_ids": tokens[len(prompt) :],
             "logprobs": {"token_logprobs": logprobs},
+            "kept": kept,
             "prompt_logprobs": [None, *({str(t): {"logprob": v}} for t, v in zip(prompt[1:], given, strict=False))],
             "routed_experts": None if self.routed_experts is None else self.routed_experts(len(tokens)),
         }
@@ -222,6 +248,21 @@ class FakeVllm:
         if self.model is None:
             return torch.zeros(len(tokens), self.vocabulary)
         return self.model(input_ids=torch.tensor([tokens])).logits[0].float()
+
+
+def kept_ids(logits: torch.Tensor, body: dict[str, Any], refused: set[int]) -> torch.Tensor:
+    """[V] bools: the ids that vLLM samples from. It applies min-p first, then top-k, then top-p."""
+    mask = torch.ones(len(logits), dtype=torch.bool)
+    mask[list(refused)] = False
+    p = torch.softmax(logits.masked_fill(~mask, -torch.inf), -1)
+    mask &= p >= body.get("min_p", 0.0) * p.max()
+    order = p.masked_fill(~mask, 0.0).argsort(descending=True)
+    if 0 < body.get("top_k", 0) < len(logits):
+        mask[order[body["top_k"] :]] = False
+    if body.get("top_p", 1.0) < 1:
+        q = p.masked_fill(~mask, 0.0)[order] / p[mask].sum()
+        mask[order[q.cumsum(0) - q >= body["top_p"]]] = False
+    return mask
 
 
 class Remembering(FakeVllm):

@@ -18,7 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.engines.servers.http import HttpConnection, HttpServer
@@ -34,13 +37,18 @@ from padfree.rollout.engines.servers.server_api import (
 )
 from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.sampling_rng import GREEDY
+from padfree.rollout.truncation import sets_of_lists, sets_without_stops
 
 START = 'start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
 LORA = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+KEPT = "start the server with --return-sampling-mask, --enable-scale-out and --logprobs-mode processed_logprobs"
 COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"  # the only route that returns kept sets
+KEPT_SINCE = "0.30"  # the first version of vLLM that has this route and its options
 
 _OWN_WEIGHTS = "default"  # version of the weights that vLLM loaded itself
 _SEEDS = (1 << 63) - 1  # a mask that makes seeds non-negative: to vLLM, -1 means no seed
+_EVERY_ID = (1 << 31) - 1  # as top_k: the whole vocabulary; with --return-sampling-mask, vLLM refuses 0
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
@@ -54,7 +62,7 @@ class VllmServer(HttpServer):
 
     takes_adapters = True
     takes_differences = True
-    complete_name = COMPLETIONS
+    takes_truncation = True
     fix_route = START
     fix_stops = "start the server with --generation-config vllm"
     fix_length = "start the server with --max-model-len {length} or more"
@@ -89,6 +97,8 @@ class VllmServer(HttpServer):
                 "start the server with --enable-return-routed-experts, or set rollout.routing=recompute",
                 "replay",
             )
+        if served.returns_kept is not None:
+            await self._check_kept(served.returns_kept, name, options["model_config"])
         await self._check_vocabulary(name, served.vocabulary)
         if not options["model_config"].get("skip_tokenizer_init"):
             answer = await self.call("POST", "/tokenize", {"prompt": served.text, "add_special_tokens": False})
@@ -120,12 +130,26 @@ class VllmServer(HttpServer):
             await self.call("POST", "/finish_weight_update", {})
             await self.resume()
 
+    async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any]) -> None:
+        """Raise an error unless the server returns kept sets. `options`: the server's `model_config`."""
+        if "return_sampling_mask" not in options:
+            found = (await self.call("GET", "/version")).get("version")
+            problem = f"{self.url} runs vLLM {found}, which does not return kept sets"
+            raise UserError(setting, problem, f"use vLLM {KEPT_SINCE} or newer, or leave the setting out")
+        if not options["return_sampling_mask"] or options.get("logprobs_mode") != "processed_logprobs":
+            raise UserError(setting, f"{self.url} does not return kept sets", KEPT)
+        try:
+            body = _generate_body({"model": name, "prompt": [0], "max_tokens": 1, "top_k": 1})
+            await self.call("POST", GENERATE, body, fix=KEPT)
+        except UserError as error:
+            raise UserError(setting, f"{error.problem}, so it does not return kept sets", KEPT) from None
+
     async def _check_vocabulary(self, name: str, vocabulary: int) -> None:
         """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one."""
         for token, expected in ((vocabulary - 1, True), (vocabulary, False)):
             try:
                 async with self.connected() as connection:
-                    body = {"model": name, "prompt": [token], "max_tokens": 1}
+                    body = {"model": name, "prompt": [token], "max_tokens": 1, "top_k": 1}
                     await connection.call("POST", COMPLETIONS, body)
                 accepted = True
             except UserError as error:
@@ -153,30 +177,42 @@ class VllmServer(HttpServer):
             raise self.lost(f"/weight_info returned {answer}, which has no weight_version")
         return None if version == _OWN_WEIGHTS else version
 
+    def complete_name(self, sampling: SamplingSettings) -> str:
+        return GENERATE if sampling.truncation.depends_on_logits else COMPLETIONS
+
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
+        prompt = request.tokens.tolist()
         body = {
             "model": model,
-            "prompt": request.tokens.tolist(),
+            "prompt": prompt,
             "max_tokens": request.max_new_tokens,
             "seed": request.key & _SEEDS,
             "stop_token_ids": list(sampling.stops),
             "cache_salt": f"{salt} {version}",
             "logprobs": 0,
             **_plain_sampling(0.0 if request.key == GREEDY else sampling.temperature),
+            **_truncation_fields(request, sampling),
         }
+        returns_kept = sampling.truncation.depends_on_logits
+        route = self.complete_name(sampling)
         async with self.connected() as connection:
             self.need_version(await self._version(connection), version)
-            (choice,) = self._choices(await connection.call("POST", COMPLETIONS, body), 1, model)
+            answer = await connection.call("POST", route, _generate_body(body) if returns_kept else body)
+            (choice,) = self._choices(answer, 1, model, route)
             cut = choice.get("finish_reason") == "abort"  # a pause aborted it; its tokens were sampled before
             if not cut:
                 self.need_version(await self._version(connection), version)
         if cut and not choice.get("token_ids"):
             return Completion(tokens=[], logprobs=[], reason="cut")
-        with self.reading(f"{COMPLETIONS} did not return token ids and log-probabilities"):
-            tokens, logprobs = _sampled(choice)
-        if not cut and choice.get("prompt_token_ids") != body["prompt"]:
+        with self.reading(f"{route} did not return token ids and log-probabilities"):
+            tokens, logprobs = (_generated if returns_kept else _sampled)(choice)
+        kept = None
+        if sampling.truncation.is_active:
+            with self.reading(f"{route} did not return the kept set of each token"):
+                kept = _kept_sets(choice, tokens, request, sampling)
+        if not cut and (answer if returns_kept else choice).get("prompt_token_ids") != prompt:
             raise UserError(
                 "rollout.servers",
                 f"{self.url} changed the token ids of a prompt",
@@ -184,12 +220,12 @@ class VllmServer(HttpServer):
             )
         routes = None
         if sampling.routed is not None and not cut:
-            with self.reading(f"{COMPLETIONS} did not return the experts of each token"):
+            with self.reading(f"{route} did not return the experts of each token"):
                 routes = read_routed_experts(
                     choice["routed_experts"], len(request.tokens) + len(tokens), sampling.routed
                 )
         reason = "cut" if cut else str(choice.get("finish_reason"))
-        return Completion(tokens=tokens, logprobs=logprobs, reason=reason, routes=routes)
+        return Completion(tokens=tokens, logprobs=logprobs, reason=reason, routes=routes, kept=kept)
 
     async def score(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, temperature: float, model: str, salt: str
@@ -218,18 +254,20 @@ class VllmServer(HttpServer):
                 scored.append(([*sequence, *tokens], [*given, *logprobs]))
         return scored
 
-    def _choices(self, answer: Mapping[str, Any], number: int, model: str) -> list[dict[str, Any]]:
+    def _choices(
+        self, answer: Mapping[str, Any], number: int, model: str, route: str = COMPLETIONS
+    ) -> list[dict[str, Any]]:
         """Return the choices of an answer, in the order of the prompts. Raise an error unless there are `number`.
 
-        `model`: the name of the model that must have answered.
+        `model`: the name of the model that must have answered. `route`: the route that answered.
         """
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-            raise self.lost(f"{COMPLETIONS} returned no choices")
+            raise self.lost(f"{route} returned no choices")
         if sorted(str(choice.get("index")) for choice in choices) != sorted(map(str, range(number))):
-            raise self.lost(f"{COMPLETIONS} returned {len(choices)} of {number} responses")
+            raise self.lost(f"{route} returned {len(choices)} of {number} responses")
         if answer.get("model") != model:
-            raise self.lost(f"{COMPLETIONS} answered for the model {answer.get('model')!r}, not {model!r}")
+            raise self.lost(f"{route} answered for the model {answer.get('model')!r}, not {model!r}")
         return sorted(choices, key=lambda choice: int(choice["index"]))
 
     # Weights
@@ -295,6 +333,8 @@ class VllmServer(HttpServer):
             wanted.append(("--trust-remote-code",))
         if served.returns_routes:
             wanted.append(("--enable-return-routed-experts",))
+        if served.returns_kept is not None:
+            wanted += [("--return-sampling-mask",), ("--enable-scale-out",)]
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]
@@ -318,7 +358,7 @@ def _plain_sampling(temperature: float) -> dict[str, Any]:
         "n": 1,
         "temperature": temperature,
         "top_p": 1.0,
-        "top_k": 0,
+        "top_k": _EVERY_ID,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
@@ -327,6 +367,60 @@ def _plain_sampling(temperature: float) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
+
+
+def _truncation_fields(request: SamplingRequest, sampling: SamplingSettings) -> dict[str, Any]:
+    """Return the request options that truncate the softmax. A greedy response takes one token of the softmax."""
+    truncation = sampling.truncation
+    fields: dict[str, Any] = {}
+    if truncation.min_new_tokens > request.num_earlier:
+        fields["min_tokens"] = min(truncation.min_new_tokens - request.num_earlier, request.max_new_tokens)
+    if truncation.depends_on_logits and request.key == GREEDY:
+        fields |= {"temperature": sampling.temperature, "top_k": 1}  # a server that returns kept sets refuses 0
+    elif truncation.depends_on_logits:
+        fields |= {"top_p": truncation.top_p, "top_k": truncation.top_k or _EVERY_ID, "min_p": truncation.min_p}
+    return fields
+
+
+_OF_REQUEST = ("model", "cache_salt")
+_OF_COMPLETIONS = ("prompt", "return_token_ids", "return_tokens_as_token_ids")
+
+
+def _generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a request to `COMPLETIONS` as a request to `GENERATE`."""
+    sampling = {name: value for name, value in body.items() if name not in (*_OF_REQUEST, *_OF_COMPLETIONS)}
+    return {
+        **{name: body[name] for name in _OF_REQUEST if name in body},
+        "token_ids": body["prompt"],
+        "return_token_ids": True,
+        "sampling_params": {**sampling, "detokenize": False},
+    }
+
+
+def _kept_sets(
+    choice: Mapping[str, Any], tokens: Sequence[int], request: SamplingRequest, sampling: SamplingSettings
+) -> KeptSets:
+    """Return the kept sets of the tokens of a choice. Raise an error if a token is outside its set."""
+    truncation = sampling.truncation
+    if truncation.depends_on_logits:
+        lists = choice["sampling_mask"]
+        if len(lists) != len(tokens):
+            raise IncompleteError(f"{len(lists)} sets for {len(tokens)} tokens")
+        kept = sets_of_lists(lists, sampling.vocabulary)
+    else:
+        positions = request.num_earlier + np.arange(len(tokens))
+        kept = sets_without_stops(positions, truncation.min_new_tokens, sampling.stops)
+    outside = ~kept.contain(np.array(tokens, np.int64))
+    if outside.any():
+        raise IncompleteError(f"token {tokens[int(outside.argmax())]} is not in its set")
+    return kept
+
+
+def _generated(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """Return the tokens and log-probabilities of a choice that `GENERATE` answered."""
+    if not isinstance(choice["logprobs"], dict):
+        raise IncompleteError("no log-probabilities")
+    return checked_tokens(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
 
 
 def _sampled(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:

@@ -353,4 +353,5 @@ def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
         tokens=np.concatenate([request.tokens, partial.tokens]),
         max_new_tokens=request.max_new_tokens - done,
         key=key_behind(request.key, done),
+        num_earlier=done,
     )

@@ -32,10 +32,12 @@ import numpy as np
 
 from padfree.config import ModelConfig
 from padfree.errors import UserError
+from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.engines.servers.routed_experts import RoutedLayers
 from padfree.rollout.token_ids import checked_ids
+from padfree.rollout.truncation import WHOLE, Truncation
 from padfree.routes import Routes
 
 
@@ -71,6 +73,7 @@ class SamplingSettings:
     stops: Sequence[int]
     vocabulary: int
     routed: RoutedLayers | None = None  # set if responses must have routes
+    truncation: Truncation = WHOLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +88,7 @@ class ServedModel:
     text: str  # a text to compare tokenizers with
     tokens: Sequence[int]  # token ids of `text` by the tokenizer of the run
     returns_routes: bool = False  # whether the server must return the routes of tokens
+    returns_kept: str | None = None  # the setting for which the server must return kept sets, such as rollout.top_p
 
     @property
     def path(self) -> str:
@@ -106,6 +110,7 @@ class Completion:
     logprobs: list[float]
     reason: str
     routes: Routes | None = None  # [n + m, R, k] of the prompt and the tokens, if they were asked for
+    kept: KeptSets | None = None  # [m] the ids among which each token was sampled, if the softmax is truncated
 
 
 class ServerApi(ABC):
@@ -115,7 +120,8 @@ class ServerApi(ABC):
     takes_adapters: ClassVar[bool] = False
     # Whether `bucket` loads what `Receiver.tensors` yields, also for buckets of differences.
     takes_differences: ClassVar[bool] = False
-    complete_name: ClassVar[str] = "complete"  # name of the `complete` call in messages
+    # Whether `complete` truncates the softmax by `SamplingSettings.truncation`, and returns kept sets.
+    takes_truncation: ClassVar[bool] = False
     fix_stops: ClassVar[str] = "start the server with the stop tokens of the run"
     fix_length: ClassVar[str] = "start the server with a maximum length of {length} tokens or more"
     fix_name: ClassVar[str] = "start all servers with the same name"
@@ -150,7 +156,10 @@ class ServerApi(ABC):
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Sample a response from the full softmax with the seed `request.key`. The key `GREEDY` means greedy decoding.
+        """Sample a response with the seed `request.key`. The key `GREEDY` means greedy decoding.
+
+        Tokens are sampled from the full softmax, or with `takes_truncation` from the one that `sampling.truncation`
+        truncates.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
         and values only for requests with the same `salt` and version. `model`: the model's name on the server.
@@ -213,6 +222,10 @@ class ServerApi(ABC):
         """
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
+    def complete_name(self, sampling: SamplingSettings) -> str:
+        """Return the name of the `complete` call in messages."""
+        return "complete"
+
     # Helpers for engines, and calls with checks
 
     def lost(self, what: str) -> ServerLostError:
@@ -259,7 +272,7 @@ class ServerApi(ABC):
         ended = bool(completion.tokens) and completion.tokens[-1] in sampling.stops
         if cut and completion.reason == "cut":
             if number > request.max_new_tokens or max(completion.tokens, default=0) >= sampling.vocabulary:
-                raise self.lost(f"{self.complete_name} returned {number} tokens that were not requested")
+                raise self.lost(f"{self.complete_name(sampling)} returned {number} tokens that were not requested")
         else:
             self._check_whole(completion, request, sampling, ended)
         return Response(
@@ -268,6 +281,7 @@ class ServerApi(ABC):
             ended=ended,
             version=version,
             routes=completion.routes,
+            kept=completion.kept,
         )
 
     async def scored(
@@ -288,9 +302,9 @@ class ServerApi(ABC):
         number, max_new_tokens = len(completion.tokens), request.max_new_tokens
         if completion.reason not in ("stop", "length"):  # interrupted by a pause, or ended by an error of the engine
             reason = "abort" if completion.reason == "cut" else completion.reason
-            raise self.lost(f"{self.complete_name} ended a response with reason {reason!r}")
+            raise self.lost(f"{self.complete_name(sampling)} ended a response with reason {reason!r}")
         if not 1 <= number <= max_new_tokens:
-            raise self.lost(f"{self.complete_name} returned {number} tokens instead of 1 to {max_new_tokens}")
+            raise self.lost(f"{self.complete_name(sampling)} returned {number} tokens instead of 1 to {max_new_tokens}")
         if max(completion.tokens) >= sampling.vocabulary:
             raise UserError(
                 "rollout.servers",

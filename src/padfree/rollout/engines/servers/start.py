@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from padfree.config import Config
+from padfree.config.rollout import TRUNCATION, TRUNCATION_BY_LOGITS, RolloutConfig
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.lora import adapted_modules, needs_merging
@@ -37,6 +38,7 @@ from padfree.rollout.engines.servers.server_processes import Launcher, make_laun
 from padfree.rollout.engines.servers.weight_stream import SentWeights, WeightStream
 from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightSync, broadcast_object
 from padfree.rollout.loop_thread import LoopThread
+from padfree.rollout.truncation import truncation_of
 
 
 def make_server_sampler(
@@ -50,6 +52,7 @@ def make_server_sampler(
             "can start servers on one machine only, but the run uses several",
             "start the servers yourself and set rollout.servers",
         )
+    check_truncation(api, config)
     served = served_model(config, trained, tokenizer)
     loop = LoopThread("servers")
     launcher: Launcher | None = None
@@ -101,6 +104,7 @@ def make_server_sampler(
                 tuple(stop_tokens(tokenizer, trained)),
                 served.vocabulary,
                 routed_layers(trained) if served.returns_routes else None,
+                truncation_of(rollout),
             ),
             canary=Canary(rollout.canary or LIMITS[config.model.dtype], api),
             sequences=canary_sequences(tokenizer, vocabulary=served.vocabulary, longest=longest),
@@ -127,7 +131,22 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
         text=TEXT,
         tokens=[int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]],
         returns_routes=config.rollout.routing == "replay",
+        returns_kept=next(iter(active_truncation(config.rollout, TRUNCATION_BY_LOGITS)), None),
     )
+
+
+def active_truncation(settings: RolloutConfig, names: Iterable[str] = TRUNCATION) -> list[str]:
+    """Return those settings of `names` that truncate the softmax in this run, such as `rollout.top_p`."""
+    return [f"rollout.{name}" for name in names if getattr(settings, name) != TRUNCATION[name]]
+
+
+def check_truncation(api: type[ServerApi], config: Config) -> None:
+    """Raise a `UserError` if the run truncates the softmax and the engine cannot."""
+    names = active_truncation(config.rollout)
+    if names and not api.takes_truncation:
+        name = names[0].removeprefix("rollout.")
+        problem = f"is not supported by the servers of rollout.engine={config.rollout.engine}"
+        raise UserError(names[0], problem, "leave it out", getattr(config.rollout, name))
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
