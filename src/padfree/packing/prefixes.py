@@ -51,7 +51,7 @@ class SharingCost:
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""A cost of zero: every common prefix is shared."""
+"""Sharing that costs nothing, so that every common prefix is shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,7 +143,7 @@ def find_prefixes(
 ) -> PrefixTree:
     """Find the prefix tree of samples with these `tokens`, one array [n] per sample.
 
-    Only samples of one group are compared, and a sample whose group is None with no other. With `across_groups`, all
+    Only samples of the same group are compared; a sample whose group is None shares nothing. With `across_groups`, all
     samples are compared. `cost` and `overhead` decide which prefixes are worth sharing.
     """
     model, overhead = cost or CostModel.tokens(), overhead or SharingCost()
