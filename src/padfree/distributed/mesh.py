@@ -243,7 +243,7 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The group of the processes that differ from this one only in the given mesh dimensions."""
+        """The group of this process and all processes whose mesh coordinates differ only in the given dimensions."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:

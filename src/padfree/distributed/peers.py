@@ -50,7 +50,7 @@ class PeerLostError(RuntimeError):
     """Raised if another process of the group has exited, or does not respond within the timeout."""
 
     searched = False
-    """Whether the message already names the lost ranks, if they could be found."""
+    """Whether the lost ranks have been searched for, so that the message names them if they were found."""
 
 
 @contextmanager

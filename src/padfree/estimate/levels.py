@@ -52,7 +52,7 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""Up to this many different numbers of host bytes, every choice is compared with every other."""
+"""If the choices have at most this many different numbers of host bytes, all of them are compared with each other."""
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
@@ -118,7 +118,7 @@ class _States:
         values, group = np.unique(sorted_.offloaded, return_inverse=True)
         if not len(values):
             return order
-        # later groups are lower by more than any cost, so that the running minimum starts again in each group
+        # Lower the costs of each group by more than any cost, so that the running minimum restarts in every group.
         lowered = sorted_.cost - group * (int(self.cost.max()) + 1)
         kept = np.ones(len(order), bool)
         kept[1:] = lowered[1:] < np.minimum.accumulate(lowered)[:-1]
