@@ -98,14 +98,20 @@ class Segments:
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S]: 0, or in a prefix tree the tokens before it."""
+        """The position of the first token of each segment, [S].
+
+        It is 0, or in a prefix tree the number of tokens on the path before the node.
+        """
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)
 
     @property
     def num_positions(self) -> int:
-        """The length of the longest segment, the pad included."""
+        """The number of positions that a model needs: the tokens of the longest segment or, in a tree, of its path.
+
+        The pad counts as a segment.
+        """
         return self.max_seqlen if self.parents is None else self.path_length
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:
