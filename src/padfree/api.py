@@ -88,7 +88,7 @@ class TrainedRun:
 
     folder: Path  # everything that the run wrote
     model: Path | None  # the exported model; None: the run was stopped, or checkpoint.export is false
-    best_model: Path | None  # the export of the best evaluation, with checkpoint.best
+    best_model: Path | None  # the exported model with the best evaluation; None without checkpoint.best
     steps: int  # optimizer steps, including the steps before a resume
     stopped: bool  # whether a signal stopped the run; the same call then resumes it
     metrics: list[dict[str, Any]]  # one entry per step, as in metrics.jsonl

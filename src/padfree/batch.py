@@ -381,7 +381,7 @@ class PrefixKeys:
     """
 
     numbers: Tensor  # [n] int32
-    sizes: Tensor  # int64, always on the host
+    sizes: Tensor  # int64, always on the host: the length of each array in `numbers`, then other sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -434,8 +434,8 @@ class RowExchange:
 class LocalImages:
     """The distinct images that one context rank encodes, and the features that belong to its placeholder tokens.
 
-    The context ranks divide the distinct images of the pack. Then they exchange features: each rank receives those of
-    its own placeholder tokens.
+    The context ranks divide the distinct images of the pack. Then they exchange features: each rank receives the
+    features of its own placeholder tokens.
     """
 
     inputs: Mapping[str, Tensor]  # the tower's inputs of the images of this rank; empty if it encodes none

@@ -41,7 +41,7 @@ class Segments:
     num_samples: int = 0
     parents: NDArray[np.int64] | None = None  # [S] parent nodes, -1 for a root; None: segments are samples
     path_length: int = 0  # tokens on the longest path from a root to a node
-    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host
+    longest: Tensor | None = None  # [] `max_seqlen` as a tensor for compiled code, always on the host
 
     def __post_init__(self) -> None:
         if self.longest is None:

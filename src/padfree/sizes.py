@@ -205,7 +205,7 @@ def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> t
     window = int(getattr(config, "sliding_window", None) or 0)
     chunked = types.count("chunked_attention")
     if chunked:
-        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # the mean number of keys in a chunk
+        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # half a chunk: the mean number of keys
     if not types:
         everywhere = window > 0 and getattr(config, "use_sliding_window", None) is not False
         return window, layers if everywhere else 0, 0 if everywhere else layers

@@ -75,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """The groups of this process, by purpose (`context`, `data`, `fsdp`, `loss`)."""
+    """The process groups that this process belongs to, by purpose (`context`, `data`, `fsdp`, `loss`)."""
 
     device: torch.device
     devices: DeviceMesh  # the mesh of all processes, with the dimensions in `DIMENSIONS`
@@ -103,7 +103,8 @@ class Mesh:
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
         """A mesh for `fully_shard` over some of the mesh dimensions. Collective.
 
-        The dimensions in `shard` become one dimension. Those in `replicate`, if any, become another one before it.
+        The dimensions in `shard` are merged into one dimension. If `replicate` names dimensions, they are merged into a
+        second dimension, which comes first.
         """
         return self.groups.mesh(self.device.type, shard, replicate)
 

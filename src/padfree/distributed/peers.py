@@ -103,7 +103,7 @@ def failing_together() -> Iterator[None]:
     except BaseException as error:
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
-            raise  # raised by a nested block
+            raise  # a nested block has already searched for the lost ranks
         line = " ".join(str(error).split())
         with sigterm_ignored():
             if not _is_loss(error):

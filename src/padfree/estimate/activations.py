@@ -104,7 +104,7 @@ def _linear_bytes(module: Any, size: int) -> int:
 
 
 def outside_bytes(model: PreTrainedModel, size: int) -> int:
-    """The bytes per token that are kept outside of the layers."""
+    """The bytes per token that are kept for the backward pass outside of the decoder layers."""
     sizes = ModelSizes.of(model.config)
     return _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
 

@@ -62,7 +62,7 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
     """
     host = min(limits.host, limits.copied[-1])
     states = _States.start()
-    history: list[tuple[Indices, Indices]] = []  # of each layer: the previous state and the option of each state
+    history: list[tuple[Indices, Indices]] = []  # for each layer: each state's previous state and option
     for options, copied in zip(layers, limits.copied, strict=True):
         found, before, chosen = states.extended(options)
         working = np.tile(np.array([option.working for option in options]), len(states.kept))
@@ -85,7 +85,10 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """n choices of options for the layers so far, sorted by the indices of their options."""
+    """The n choices that are still possible, after some layers. A choice is one option for each of these layers.
+
+    The choices are sorted by the indices of their options.
+    """
 
     kept: Indices  # [n] bytes on the device
     offloaded: Indices  # [n] bytes in host memory

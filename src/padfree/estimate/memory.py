@@ -72,7 +72,7 @@ class WorkingParts:
 
     backward: int  # gradients, during the backward pass of a layer
     recomputed: int  # activations of a layer that recomputes them, during its backward pass
-    head: int  # between the forward and the backward pass of the layers
+    head: int  # logits and gradients of the head, between the forward and the backward pass of the layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

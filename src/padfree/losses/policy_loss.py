@@ -174,7 +174,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics by name, [T] each, including those that the loss does not use."""
+    """The statistics for metrics by name, [T] each, including values that the loss itself does not use."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

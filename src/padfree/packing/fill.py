@@ -138,9 +138,9 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
-    # number of free tokens -> how many bins have joined the queue of this number so far
+    # A number of free tokens -> how many bins have joined the queue of this number so far (put) or left it (taken).
     put: defaultdict[int, int] = defaultdict(int)
-    taken: defaultdict[int, int] = defaultdict(int)  # likewise, how many bins have left it
+    taken: defaultdict[int, int] = defaultdict(int)
     for length, count in zip(values, counts, strict=True):
         while count:
             index = bisect_left(free_sizes, length)

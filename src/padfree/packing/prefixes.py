@@ -179,8 +179,8 @@ class _Growth:
         common = [0] + [
             common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
         ]
-        # (low, high, begin, parent): members [low, high) share their first `begin` tokens; the last of them is in node
-        # `parent`
+        # An entry (low, high, begin, parent) stands for samples that are not divided into nodes yet: the samples
+        # [low, high) in sorted order. They share their first `begin` tokens, and node `parent` holds the last of these.
         stack = [(0, len(ordered), 0, -1)]
         while stack:
             low, high, begin, parent = stack.pop()
@@ -189,8 +189,8 @@ class _Growth:
                 self.last[sample] = self._node(parent, sample, begin, len(self.tokens[sample]))
                 continue
             end = min(common[low + 1 : high])
-            # Samples that end in this node come first. The others are split where two neighbours have only `end` tokens
-            # in common.
+            # Samples that end in this node come first. The longer samples are split at each pair of neighbours that
+            # have only `end` tokens in common.
             ending = low
             while ending < high and len(self.tokens[ordered[ending]]) == end:
                 ending += 1

@@ -122,7 +122,7 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count the groups, and those without a learning signal. `samples` must contain whole groups.
+    """Count all groups, and the groups without a learning signal. `samples` must contain whole groups.
 
     With `reinforce++`, all samples form one group.
     """

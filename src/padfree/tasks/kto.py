@@ -106,7 +106,7 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of `_spliced`. Those of the answer continue where the prompt ends.
+    """Return the rotary positions [P, n] of `_spliced`. The positions of the answer continue where the prompt ends.
 
     None if both samples have plain positions. The prompt ends with text, where all P positions are equal.
     """
