@@ -9,15 +9,15 @@
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
 The keywords are the sections of a recipe, with the same names and values. They override settings of the recipe that
-`recipe=` names. A section may also be its main setting alone, e.g. `model="path"`: the `path` of model, data,
-reference, teacher, critic and eval, or the `folder` of run. Functions (a reward, an environment, a loss) may be passed
-directly if they are defined at the top level of a module or of a notebook.
+`recipe=` names. Instead of a dictionary, a section may be the value of its main setting, e.g. `model="my-model"`. The
+main setting is `folder` for run, and `path` for model, data, reference, teacher, critic and eval. Functions (a reward,
+an environment, a loss) may be passed directly if they are defined at the top level of a module or of a notebook.
 
 A call runs in this process and returns when the run has ended. Under torchrun, every process makes the same call.
-Without `progress=True` it prints nothing to stdout. It restores signal handlers and random state, and leaves no process
-group behind. Ctrl-C, or the interrupt of a notebook, ends the run after the current step with a checkpoint; the same
-call then resumes it. A mistake of the user raises `padfree.UserError`. An exception that is a bug in padfree says so in
-its message.
+Without `progress=True`, the call prints nothing to stdout. At its end, the call restores signal handlers and random
+state, and leaves no process group behind. Ctrl-C, or the interrupt of a notebook, ends the run after the current step
+with a checkpoint; the same call then resumes the run. A mistake of the user raises `padfree.UserError`. If a bug in
+padfree raises an exception, a note on the exception says so.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAIN_SETTING = {
 """The main setting of each section: it gets the value if a section is not a dictionary."""
 
 OF_CALLER = "_padfree_of_caller"
-"""The attribute that marks an exception of a function that the user passed."""
+"""The attribute that marks exceptions raised by a function that the user passed."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
 """Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""
@@ -88,7 +88,7 @@ class TrainedRun:
 
     folder: Path  # everything that the run wrote
     model: Path | None  # the exported model; None: the run was stopped, or checkpoint.export is false
-    best_model: Path | None  # the export of the best evaluation, with checkpoint.best
+    best_model: Path | None  # the exported model with the best evaluation; None without checkpoint.best
     steps: int  # optimizer steps, including the steps before a resume
     stopped: bool  # whether a signal stopped the run; the same call then resumes it
     metrics: list[dict[str, Any]]  # one entry per step, as in metrics.jsonl
@@ -141,7 +141,7 @@ def evaluate(
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
     if held_out is not None:
-        values.setdefault("data", {}).setdefault("path", held_out)  # the training data is not read
+        values.setdefault("data", {}).setdefault("path", held_out)  # required, but not read
     values.setdefault("loss", {}).setdefault("kind", TASKS["rl" if values.get("rollout") else "sft"].kind)
     config = config_from_dict(_with_defaults(values, "eval"))
     check_names(config.with_held_out_data())
@@ -227,7 +227,7 @@ def _undisturbed(config: Config) -> Iterator[None]:
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
-    """Call a function that the user passed. Its exceptions are marked as not being a bug in padfree."""
+    """Call a function that the user passed. Mark its exceptions, so that they are not reported as bugs in padfree."""
     try:
         function(argument)
     except Exception as error:

@@ -21,7 +21,7 @@ sample.
     pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
              position_ids  [T]            0 1 2 | 3 4 | 3 4 5
     entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
-             positions     [E]            2 3 | 2 5 6                  in the pack: the state that predicts the token
+             positions     [E]            2 3 | 2 5 6                  index in the pack of the predicting position
 
 `padfree.sample` defines one sample, and `padfree.segments` the segments of a token axis. Arrays that stay on the host
 are numpy arrays, and arrays for the device are torch tensors.
@@ -61,7 +61,7 @@ def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: in
     """Move [T] values of tokens to the positions that predict the tokens; `offsets` [B+1] delimit the samples.
 
     tokens      a b c | d e        offsets 0 3 5
-    moved       b c - | e -        the last position of a sample predicts nothing: `fill`
+    moved       b c - | e -        the last position of a sample predicts nothing and gets `fill`, shown as -
     """
     moved = np.empty_like(values)
     moved[:-1] = values[1:]
@@ -109,7 +109,7 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may copy elements of `tensor` [n, ...], and the copies of each element.
+    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times, and where the copies are.
 
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
@@ -121,7 +121,7 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """If samples share prefixes: which hidden state of the pack predicts which token of which sample.
+    """For a pack whose samples share prefixes: which position of the pack predicts which token of which sample.
 
     E is the number of entries: one for each scored token of each sample, ordered by sample. The arrays stay on the
     host.
@@ -170,7 +170,7 @@ class PackedImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedKept:
-    """The kept sets of the M labels of a pack. They stay on the host."""
+    """The kept sets of a pack's M labels: the token ids left by top-p, top-k and min-p. They stay on the host."""
 
     positions: NDArray[np.int64]  # [M] ascending indices of the labels in `PackedBatch.labels`
     sets: KeptSets  # [M]
@@ -180,7 +180,8 @@ class PackedKept:
 class PackedBatch:
     """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
-    With `entries`, samples share prefixes. Labels, weights, sample_index and rollout then have shape [E].
+    If `entries` is set, samples share prefixes. Labels, weights, sample_index and rollout then have shape [E]: one
+    element per scored token of each sample.
     """
 
     input_ids: Tensor  # [T] int64
@@ -326,10 +327,10 @@ class PackedBatch:
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of an HF model whose own attention supports packs.
+        """The keyword arguments for a Hugging Face model that runs a pack with its own attention, not padfree's.
 
-        Whether the model's own attention supports packs is not checked here. `padfree.compat.hf.PackedCollator` tests
-        it on a small copy of the model.
+        Whether the model's own attention keeps packed samples apart is not checked here.
+        `padfree.compat.hf.PackedCollator` tests this on a small copy of the model.
         """
         assert self.segments.parents is None, "transformers' own attention does not support shared prefixes"
         if self.images is not None:
@@ -340,7 +341,7 @@ class PackedBatch:
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
     """The keyword arguments with which transformers' own attention keeps packed samples apart.
 
-    The key `attention_mask` is missing, because TRL would treat even None as a tensor.
+    There is no key `attention_mask`, not even with the value None, because TRL would treat the value as a tensor.
     """
     return {
         "input_ids": input_ids[None],
@@ -375,12 +376,12 @@ class PrefixKeys:
 
     Made and read by `padfree.attention.prefix_attention`.
 
-    `numbers` concatenates several arrays, so that compiled code sees one size. From equal sizes of several tensors, the
-    compiler would conclude that they are always equal.
+    `numbers` concatenates several arrays, so that compiled code sees only one size. If there were several tensors that
+    happened to have equal sizes, the compiler would assume that their sizes are always equal.
     """
 
     numbers: Tensor  # [n] int32
-    sizes: Tensor  # int64, always on the host
+    sizes: Tensor  # int64, always on the host: the length of each array in `numbers`, then other sizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -410,7 +411,7 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The entries (see `Entries`) of a pack that tokens of one context rank predict."""
+    """If samples share prefixes: the predictions (`Entries`) that the tokens of one context rank make."""
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
     positions: Copies  # [e] gathers the hidden state of each entry from this rank's tokens
@@ -433,8 +434,8 @@ class RowExchange:
 class LocalImages:
     """The distinct images that one context rank encodes, and the features that belong to its placeholder tokens.
 
-    The context ranks divide the distinct images of the pack. Then they exchange features: each rank receives those of
-    its own placeholder tokens.
+    The context ranks divide the distinct images of the pack. Then they exchange features: each rank receives the
+    features of its own placeholder tokens.
     """
 
     inputs: Mapping[str, Tensor]  # the tower's inputs of the images of this rank; empty if it encodes none
@@ -486,7 +487,7 @@ class LocalBatch:
         return self.position_ids[None] if self.rotary_positions is None else self.rotary_positions[:, None]
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments of an HF model after `padfree.attach`.
+        """The keyword arguments for a Hugging Face model to which `padfree.attach` was applied.
 
         Raises `UserError` for a batch with images, because the arguments do not include their features.
         """

@@ -46,7 +46,8 @@ class UserError(ValueError):
         """Return the same error about another setting, as in `error.at("critic.path")`.
 
         `argument` is what the called code calls `setting`. For example, `error.at("critic.path", "model")` turns an
-        error about `model` into one about `critic.path`. An error about another name keeps this name in its problem.
+        error about `model` into one about `critic.path`. If the error is about another name, the new error has the old
+        name in its problem text.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)

@@ -5,8 +5,8 @@
     tower         a, b                       the distinct images of a pack, each encoded once
 
 Images with the same digest have the same tower inputs, and samples that show the same image share its features. All
-images have the same placeholder token. `prefix_keys` therefore replaces the placeholders of each image by a negative
-number that identifies the image.
+images have the same placeholder token, so token ids do not tell images apart. `prefix_keys` therefore replaces the
+placeholders of each image by a negative number that identifies the image.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Image:
     digest: str  # identifies the tower's inputs
     positions: NDArray[np.int64]  # [m] indices of its placeholder tokens in the sample, ascending
     load: Callable[[], Mapping[str, NDArray[Any]]]
-    grid: tuple[int, int, int] | None = None  # (time, height, width) in patches, if positions depend on it
+    grid: tuple[int, int, int] | None = None  # (time, height, width) in patches, if position ids depend on it
 
     def __post_init__(self) -> None:
         if not self.digest:
@@ -82,7 +82,7 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Whether each token [n] is a placeholder without an image that was not `sampled` [n]."""
+    """Bools [n]: which tokens are placeholders that lack an image. Tokens that a policy `sampled` [n] do not count."""
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:
         missing[image.positions] = False

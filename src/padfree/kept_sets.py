@@ -40,7 +40,7 @@ class KeptSets:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """[n + 1]: the list of token j is `ids[offsets[j]:offsets[j + 1]]`."""
+        """Where the list of each token begins in `ids`, [n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
     @staticmethod
@@ -67,7 +67,7 @@ class KeptSets:
                 raise UserError(
                     f"{name}[{index}]",
                     "is not a kept set",
-                    "give different token ids, or only -1 - id for each excluded id",
+                    "give the kept token ids, each once, or for every excluded id the number -1 - id",
                     value=row[:8].tolist(),
                 )
         return KeptSets.of_arrays(rows)
@@ -98,11 +98,11 @@ class KeptSets:
         return KeptSets(self.counts[begin:end], self.ids[offsets[begin] : offsets[max(begin, end)]])
 
     def of_ids(self) -> NDArray[np.int64]:
-        """[K]: the number of the token that each id belongs to."""
+        """For each entry of `ids`, the index of the token to whose list the entry belongs, [K]."""
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """[n]: whether each token id is in its own set."""
+        """Bools [n]: whether the kept set of each token contains the token itself."""
         of_ids = self.of_ids()
         listed = np.zeros(len(self), np.bool_)
         own = tokens[of_ids]
@@ -111,7 +111,7 @@ class KeptSets:
         return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
-        """[n]: whether the list of each token holds the excluded ids."""
+        """Bools [n]: whether the list of each token stores the excluded ids instead of the kept ids."""
         excluded = np.zeros(len(self), np.bool_)
         excluded[self.of_ids()[self.ids < 0]] = True
         return excluded

@@ -126,7 +126,7 @@ class PathPages(NamedTuple):
 
 
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
-    """Return the number of pages that each of S nodes adds, [S].
+    """Return the number of pages of keys that each of S nodes adds to the pages of its ancestors, [S].
 
     The pages that a node adds hold its own tokens. If its prefix ends inside a page, the first of them also holds
     copies of the prefix's last tokens. `size` is the number of tokens of a page.

@@ -68,7 +68,9 @@ def checked_routes(values: Any, length: int, name: str) -> Routes:
         return array
     if array.size and not -1 <= array.min() <= array.max() < MOST_EXPERTS:
         raise UserError(
-            f"routes of {name}", f"contain {array.min()} to {array.max()}", f"give -1 to {MOST_EXPERTS - 1}"
+            f"routes of {name}",
+            f"contain expert indices from {array.min()} to {array.max()}",
+            f"give indices from 0 to {MOST_EXPERTS - 1}, or -1 for an unknown route",
         )
     return array.astype(np.int16, copy=False)
 
@@ -83,7 +85,11 @@ def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Rou
         return None
     shapes = {part.shape[1:] for part in given}
     if len(shapes) > 1:
-        raise UserError("routes", f"have the shapes {sorted(shapes)} per token", "use samples of one model")
+        raise UserError(
+            "routes",
+            f"have different shapes per token: {', '.join(map(str, sorted(shapes)))}",
+            "use samples whose routes come from one model",
+        )
     if len({part.dtype for part in given}) > 1:
         given = [as_int16(part) for part in given]
     widened = iter(given)

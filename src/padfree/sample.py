@@ -126,7 +126,7 @@ class Sample:
         return int(np.count_nonzero(self.mask[1:]))
 
     def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
-        """Return a copy of the sample with other `TOKEN_ARRAYS`. Only the new arrays are checked."""
+        """Return a copy of the sample with some per-token arrays (`TOKEN_ARRAYS`) replaced. Only these are checked."""
         other = object.__new__(type(self))
         for about in fields(self):
             object.__setattr__(other, about.name, getattr(self, about.name))

@@ -41,7 +41,7 @@ class Segments:
     num_samples: int = 0
     parents: NDArray[np.int64] | None = None  # [S] parent nodes, -1 for a root; None: segments are samples
     path_length: int = 0  # tokens on the longest path from a root to a node
-    longest: Tensor | None = None  # [] `max_seqlen` for compiled code, always on the host
+    longest: Tensor | None = None  # [] `max_seqlen` as a tensor for compiled code, always on the host
 
     def __post_init__(self) -> None:
         if self.longest is None:
@@ -98,14 +98,20 @@ class Segments:
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S]: 0, or in a prefix tree the tokens before it."""
+        """The position of the first token of each segment, [S].
+
+        It is 0, or in a prefix tree the number of tokens on the path before the node.
+        """
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
         return first_positions(self.parents, self.lengths)
 
     @property
     def num_positions(self) -> int:
-        """The length of the longest segment, the pad included."""
+        """The number of positions that a model needs: the tokens of the longest segment or, in a tree, of its path.
+
+        The pad counts as a segment.
+        """
         return self.max_seqlen if self.parents is None else self.path_length
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Segments:

@@ -70,7 +70,7 @@ class ModelSizes:
     full_layers: int
     layer_types: tuple[str, ...]  # empty if the config names none
     mixer_layers: int  # layers with a recurrent state, instead of attention or in addition to it
-    weights: float  # number of weights that one token is multiplied with, including the head
+    weights: float  # number of matmul weights that process one token, including the head
     state_flops: int  # forward FLOPs per token of the state updates of all mixers, without their matmuls
 
     @staticmethod
@@ -154,7 +154,7 @@ class _SizeKey:
 @lru_cache(maxsize=64)
 def _counted(key: _SizeKey) -> ModelSizes:
     config = key.config
-    from_hub = type(config).__module__.startswith("transformers_modules.")  # its code has run already
+    from_hub = type(config).__module__.startswith("transformers_modules.")  # its code ran when it was loaded
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=from_hub)
     return count(model)
@@ -205,7 +205,7 @@ def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> t
     window = int(getattr(config, "sliding_window", None) or 0)
     chunked = types.count("chunked_attention")
     if chunked:
-        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # the mean number of keys in a chunk
+        window = int(getattr(config, "attention_chunk_size", 0)) // 2  # half a chunk: the mean number of keys
     if not types:
         everywhere = window > 0 and getattr(config, "use_sliding_window", None) is not False
         return window, layers if everywhere else 0, 0 if everywhere else layers

@@ -2,8 +2,9 @@
 
     warnings.warn("quack-kernels 0.5 cannot be used", PadfreeWarning, stacklevel=2)
 
-Python's module of a warning does not show where it comes from: a warning of torch's C++ code gets the module that
-called torch. This category does, so that a run can show only the warnings of padfree (`cli/main.py`).
+The module that Python records for a warning does not reliably show which package issued the warning. For example, for a
+warning from torch's C++ code, Python records the module that called torch. A run therefore uses this category to show
+only the warnings of padfree (`cli/main.py`).
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes its piece of the tensor. If several ranks hold a piece, one of them writes it."""
+        """Whether this rank writes its piece of the tensor. Of several ranks with the same piece, one writes it."""
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()

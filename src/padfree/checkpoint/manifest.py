@@ -61,7 +61,7 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Return the scale of the adapters and the fingerprint of the frozen weights, or None."""
+    """Return the scale of the adapters and the fingerprint of the frozen weights; None for a model without adapters."""
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types attributes as tensors or modules
@@ -166,7 +166,7 @@ def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> N
 def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
     """Describe the first tensor whose shape or dtype differs between checkpoint and model, or return None.
 
-    `tensors` are the manifest's entries. Those whose keys start with `prefix` are compared with `wanted`.
+    `tensors` are the entries of the manifest. Entries whose keys start with `prefix` are compared with `wanted`.
     """
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])

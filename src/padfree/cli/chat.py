@@ -103,7 +103,7 @@ class _Chat:
         self.stop = False  # set by Ctrl-C
 
     def interrupt(self, number: int, frame: Any) -> None:
-        """Signal handler for Ctrl-C: the first one ends the answer at its next token, a second one ends the program."""
+        """Signal handler for Ctrl-C: the first Ctrl-C ends the answer at its next token, a second ends the program."""
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True

@@ -42,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=partial(argparse.HelpFormatter, max_help_position=26),
     )
     add = command.add_argument
-    add("--model", required=True, metavar="PATH", help="folder, Hub id, or config file (random weights)")
+    add("--model", required=True, metavar="PATH", help="model: folder, Hub id, or config (random weights)")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
     add("--samples", type=int, default=8, metavar="N", help="number of samples, from short to long (default 8)")
@@ -51,16 +51,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--sampler",
         action="store_true",
-        help="instead compare sampler and trainer, bit by bit",
+        help="instead compare sampler and trainer bit for bit",
     )
     add("--loss", default="nll", metavar="NAME", help="nll (default), dpo, kto, distill, reward or value")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
     add("--backend", default="auto", metavar="NAME", help="attention backend (default auto)")
-    add("--float8", nargs="?", type=float, default=False, metavar="BUDGET", help="also compare gradients in float8")
+    add(
+        "--float8",
+        nargs="?",
+        type=float,
+        default=False,
+        metavar="BUDGET",
+        help="also measure how float8 changes gradients",
+    )
     add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
-    add("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
+    add("--device", default="auto", metavar="NAME", help="device: auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     command.set_defaults(run=run)

@@ -37,8 +37,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree data show sft data.path=train.jsonl --row train.jsonl:17",
     )
     command.add_argument("action", choices=("show",))
-    command.add_argument("recipe", help="TOML file of the run")
-    command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
+    command.add_argument("recipe", help="recipe of the run: a TOML file, or a name from `padfree recipes`")
+    command.add_argument(
+        "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
+    )
     command.add_argument("--row", default="1", metavar="N", help="first row: its number, or file:line (default 1)")
     command.add_argument("--rows", type=int, default=1, metavar="K", help="number of rows (default 1)")
     command.add_argument("--eval", action="store_true", help="show held-out data (eval.path)")

@@ -50,19 +50,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "recipe", metavar="RECIPE|MODEL", help="TOML file of a run with the same data and loss; with --tasks, a model"
     )
-    command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
-    command.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
+    command.add_argument(
+        "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
+    )
+    command.add_argument("--json", metavar="FILE", help="also write the metrics to this file, as JSON")
     tasks = command.add_argument_group("tasks of lm-evaluation-harness")
     tasks.add_argument("--tasks", metavar="NAME[,NAME]", help="evaluate MODEL on these tasks instead of a recipe")
     tasks.add_argument("--include-path", action="append", metavar="DIR", help="folder with YAML files of more tasks")
-    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="examples before each question")
-    tasks.add_argument("--limit", type=int, metavar="N", help="rows of each task; all by default")
+    tasks.add_argument("--num-fewshot", type=int, metavar="N", help="number of solved examples before each question")
+    tasks.add_argument("--limit", type=int, metavar="N", help="maximum number of rows per task (default: all)")
     tasks.add_argument("--apply-chat-template", action="store_true", help="render prompts with the chat template")
     tasks.add_argument("--system", metavar="TEXT", help="system message, with --apply-chat-template")
     tasks.add_argument("--base", metavar="NAME", help="base model of an adapter folder, if it has moved")
     tasks.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks that sample (default 0)")
-    tasks.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="auto, cpu or cuda")
-    tasks.add_argument("--dtype", choices=DTYPES, default="auto", metavar="NAME", help="auto, float32, bfloat16, ...")
+    tasks.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="device: auto, cpu or cuda")
+    tasks.add_argument(
+        "--dtype", choices=DTYPES, default="auto", metavar="NAME", help="dtype: auto, float32, bfloat16, ..."
+    )
     command.set_defaults(run=run)
 
 

@@ -58,7 +58,7 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""For each command, its own flag for a setting. An empty string stands for a positional argument."""
+"""For each command, its own flag for some settings. An empty string stands for a positional argument."""
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:

@@ -106,7 +106,7 @@ class HostConnection:
     def close(self) -> None:
         """End the connection, which stops the run on the host."""
         self.process.kill()
-        self._output.join()  # the output thread itself waits for the other thread and for ssh
+        self._output.join()  # the output thread ends only after the thread of stderr and ssh have ended
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
             assert pipe is not None
             with suppress(BrokenPipeError):
@@ -129,7 +129,7 @@ class HostConnection:
 
     def _show(self, line: str, shown: IO[str]) -> None:
         try:
-            shown.write(f"{self.host}: {line.rstrip()}\n")  # one write, because other threads print as well
+            shown.write(f"{self.host}: {line.rstrip()}\n")  # one write call, because other threads print too
             shown.flush()
         except BrokenPipeError:  # the reader of the pipe has ended
             self._events.put(Signalled(signal.SIGPIPE))

@@ -88,7 +88,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--dry-run", action="store_true", help="with --slurm: print the script, and write nothing")
     add("--processes", type=int, metavar="N", help="processes per host (default: one per GPU)")
     add("--restarts", type=int, default=0, metavar="N", help="restarts by torchrun (default 0)")
-    add("--address", metavar="HOST[:PORT]", help=f"rendezvous (default: first host, port {PORT})")
+    add("--address", metavar="HOST[:PORT]", help=f"rendezvous address (default: first host, port {PORT})")
     add("--folder", default=".", metavar="PATH", help="working directory on each host (default: this one)")
     add("--python", default=sys.executable, metavar="PATH", help="Python on each host (default: this one)")
     add("--ssh", default=SSH, metavar="WORDS", help="ssh command with options (default: ssh)")

@@ -52,7 +52,7 @@ STOPPED = 75
 """Exit code of a run that was stopped by a signal and can be resumed (EX_TEMPFAIL)."""
 
 GO_ON_WITHOUT_OUTPUT = (*TRAINING, "demo", "launch")
-"""Commands that write their results to files: they continue if stdout or stderr fails."""
+"""Commands whose results are in files. They therefore continue if stdout or stderr cannot be written."""
 
 CALL_USER_CODE = (*TRAINING, "eval")
 """Commands that call user functions: rewards, losses, engines, environments."""
@@ -67,7 +67,10 @@ class CommandHelp(argparse.HelpFormatter):
 
 
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of the command line. Only the commands in `loaded` get options; the others only a help line."""
+    """Return the parser of the command line.
+
+    The commands in `loaded` get their options. Other commands get only a help line, so that they are not imported.
+    """
     commands = argparse.ArgumentParser(
         prog="padfree",
         description="Padding-free training of Hugging Face language models.",
@@ -139,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 128 + stop.number  # `StopSignals` has printed the message
         except OSError as error:
             if printed is None or error is not printed.failure:
-                return report(command, system_error(error) or error)  # another file failed, not stdout
+                return report(command, system_error(error) or error)  # the error is about another file than stdout
             if isinstance(error, BrokenPipeError):
                 return 0  # the reader of the pipe has ended
             say(command, f"stdout: cannot be written ({error.strerror}); free space, or redirect the output")

@@ -21,7 +21,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree settings rollout",
     )
     command.add_argument("name", nargs="?", help="a section such as rollout, or a setting such as loss.kind")
-    command.add_argument("--json", action="store_true", help="print everything that is known of each setting as JSON")
+    command.add_argument("--json", action="store_true", help="print all facts about each setting as JSON")
     command.set_defaults(run=run)
 
 

@@ -36,19 +36,23 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=512, metavar="N", help="maximum length of an answer (default %(default)s)"
     )
     command.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="default 0, which decodes greedily"
+        "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default 0: decode greedily)"
     )
-    command.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from this total probability")
-    command.add_argument("--top-k", type=int, metavar="K", help="sample from this many of the most likely tokens")
     command.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="sample from this share of the largest probability"
+        "--top-p", type=float, default=1.0, metavar="P", help="total probability of the tokens to sample from"
+    )
+    command.add_argument("--top-k", type=int, metavar="K", help="number of most likely tokens to sample from")
+    command.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="least probability relative to the likeliest token"
     )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
-    command.add_argument("--chat-template", metavar="FILE", help="file, instead of the template of the tokenizer")
-    command.add_argument("--template-arguments", metavar="JSON", help='variables, such as {"enable_thinking": false}')
+    command.add_argument("--chat-template", metavar="FILE", help="chat template file (default: the tokenizer's)")
+    command.add_argument("--template-arguments", metavar="JSON", help='template variables: {"enable_thinking": false}')
     command.add_argument("--json", action="store_true", help="print lines of JSON: text, end, tokens, logprobs")
-    command.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="auto, cpu or cuda")
-    command.add_argument("--dtype", choices=DTYPES, default="auto", metavar="NAME", help="auto, float32, bfloat16, ...")
+    command.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="device: auto, cpu or cuda")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="auto", metavar="NAME", help="dtype: auto, float32, bfloat16, ..."
+    )
 
 
 def speaker_of(settings: argparse.Namespace) -> Speaker:

@@ -48,7 +48,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             epilog=f"example: padfree {name} {default_recipe(name) or 'rl-local'} model.path=my-model --dry-run",
         )
         command.add_argument("recipe", nargs="?", help="TOML file, or a name that `padfree recipes` lists")
-        command.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings to change")
+        command.add_argument(
+            "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
+        )
         command.add_argument(
             "--dry-run", action="store_true", help="show model, data, layout, memory and first step, then exit"
         )

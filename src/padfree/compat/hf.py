@@ -11,8 +11,8 @@ from the previous sample. HF models separate samples by position ids that restar
 attention mask.
 
 Some models ignore the boundaries of samples, among them OPT, Bloom, Falcon and models with convolutions or a recurrent
-state. They would silently train on a wrong loss. So the collator tests a small copy of the model, and raises an error
-if a pack gives other outputs or gradients than one sample at a time.
+state. They would silently train on a wrong loss. The collator therefore tests a small copy of the model. It raises an
+error if the copy's outputs or gradients for a pack differ from those for one sample at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 
 @runtime_checkable
 class Wrapped(Protocol):
-    """A PEFT model."""
+    """The interface of a PEFT model: `get_base_model` returns the Hugging Face model that it wraps."""
 
     def get_base_model(self) -> nn.Module: ...
 

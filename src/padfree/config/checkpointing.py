@@ -3,7 +3,8 @@
     none                       the same level for all layers
     6 host, 30 none            the first 6 layers offload, the other 30 keep everything
 
-`auto` chooses a level for each layer (`padfree.estimate.levels`). The second line names the levels.
+A level says which activations a layer keeps. With the value `auto`, `padfree.estimate.levels` chooses a level for each
+layer, and the result has the form of the second line.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NAME = "parallel.checkpointing"
 UNIFORM: tuple[Checkpointing, ...] = get_args(Checkpointing)
 LEVELS: tuple[LayerLevel, ...] = get_args(LayerLevel)
 OFFLOADED = ("host", "attention")
-"""The levels that only compiled layers have."""
+"""The checkpointing levels that only layers compiled with torch.compile support."""
 
 
 def check_checkpointing(value: str) -> None:
@@ -39,12 +40,12 @@ def is_by_layer(value: str) -> bool:
 
 
 def uses_host(value: str) -> bool:
-    """Whether a layer offloads activations to host memory."""
+    """Whether any layer offloads activations to host memory, for this value of `parallel.checkpointing`."""
     return value == "host" or (is_by_layer(value) and "host" in _names(value))
 
 
 def needs_compiled_layers(value: str) -> bool:
-    """Whether a layer has a level that only compiled layers have."""
+    """Whether any layer has a level that only compiled layers support, for this value of `parallel.checkpointing`."""
     return value == "host" or (is_by_layer(value) and any(level in OFFLOADED for level in _names(value)))
 
 
@@ -59,7 +60,7 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """The levels for a model with another number of layers: those of the same relative depth."""
+    """Adapt the value to a model with `num_layers` layers: each layer gets the level at the same relative depth."""
     if not is_by_layer(value):
         return value
     levels = [level for count, level in _parts(value) or () for _ in range(count)]

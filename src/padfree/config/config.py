@@ -29,7 +29,7 @@ from padfree.errors import UserError, need
 from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
-"""Values of `loss.advantage` that compare the rewards of the responses to one prompt."""
+"""The values of `loss.advantage` for which a response is compared with other responses to the same prompt."""
 
 
 NOT_A_SETTING = {"setting": False}
@@ -113,7 +113,8 @@ class Config:
             need(sampled, "eval.path", list(self.eval.path), fix)
             stale = self.rollout.staleness
             fix = (
-                "set rollout.staleness=0, or set eval.path=[] and use padfree eval: the sampler works ahead of training"
+                "set rollout.staleness=0, or set eval.path=[] and use padfree eval: with staleness, the sampler is "
+                "busy with responses for later batches"
             )
             need(stale == 0, "rollout.staleness", stale, fix)
         best = self.checkpoint.best
@@ -127,7 +128,7 @@ class Config:
             right,
             "checkpoint.best",
             best,
-            f"give one of {', '.join(known)}, or for one held-out file eval/FILE/NAME with one of these names",
+            f"give one of {', '.join(known)}, or the metric of a single held-out file, as in eval/FILE/NAME",
         )
 
     def _check_rollouts(self, setting: str) -> None:
@@ -153,9 +154,9 @@ class Config:
             "set loss.advantage=grpo: sampled responses have no given advantages",
         )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
-        fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} needs several"
+        fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
         need(compared, "rollout.samples_per_prompt", group, fix)
-        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait only so long"
+        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer than this"
         limit = self.rollout.episode_timeout
         apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
         need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, fix)
@@ -163,7 +164,7 @@ class Config:
         need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, fix)
         reward = self.rollout.reward
         judged = model_of(reward) is not None
-        fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run"
+        fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run, not in processes"
         processes = self.rollout.reward_processes
         need(not judged or not processes, "rollout.reward_processes", processes, fix)
         need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")

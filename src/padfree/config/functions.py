@@ -46,8 +46,8 @@ class UserFunction:
     setting: str
     noun: str  # name of the function in messages, e.g. "reward"
     arguments: tuple[str, ...]  # names of its arguments
-    result: str  # what it must return, in words for messages
-    asynchronous: bool = False  # it must be a coroutine function
+    result: str  # what the function must return, in words for messages
+    asynchronous: bool = False  # whether the function must be a coroutine function
 
     def check(self, path: str) -> None:
         """Raise a `UserError` if the package of `path` does not exist or is part of the standard library."""

@@ -291,11 +291,14 @@ READ_BY: dict[str, Reason | None] = {
     "run.timeout": None,
     "run.deterministic": None,
 }
-"""The rule of each setting. The rule of a table holds for its settings without a rule of their own."""
+"""For each setting or table, the rule that says whether a run reads it.
+
+The rule of a table holds for the settings of the table that have no rule of their own.
+"""
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule of a setting, or of the innermost table that contains it."""
+    """Return the rule that says whether a run reads a setting: its own, or that of the innermost table around it."""
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -304,7 +307,10 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Return sentences such as "loss.clip.low has no effect with loss.kind=sft"."""
+    """Name the given settings that this run does not use, in sentences such as the following.
+
+    "loss.clip.low has no effect with loss.kind=sft"
+    """
     found: dict[str, list[str]] = {}
     for name in sorted(config.given):
         rule = rule_of(name)

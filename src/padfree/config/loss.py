@@ -73,7 +73,7 @@ class LossConfig:
     aggregation: WeightMode = setting(
         "token-mean", about="How token losses are averaged over the global batch.", formerly="weights"
     )
-    constant: float | None = setting(None, above=0, about="The divisor of loss.aggregation=constant.")
+    constant: float | None = setting(None, above=0, about="The divisor of the loss if loss.aggregation is constant.")
     temperature: float = setting(
         1.0,
         least=1e-6,
@@ -101,12 +101,12 @@ class LossConfig:
         resume=STAYS,
     )
     low: float | None = setting(
-        None, about="Overrides `low` of the chosen loss, such as loss.clip.low; if none, that value applies."
+        None, about="Overrides the lower bound of the chosen loss, e.g. loss.clip.low; if none, that setting applies."
     )
     high: float | None = setting(
-        None, about="Overrides `high` of the chosen loss, such as loss.clip.high; if none, that value applies."
+        None, about="Overrides the upper bound of the chosen loss, e.g. loss.clip.high; if none, that setting applies."
     )
-    dual: float | None = setting(None, about="Overrides loss.clip.dual; if none, that value applies.")
+    dual: float | None = setting(None, about="Overrides loss.clip.dual; if none, loss.clip.dual applies.")
     clip: ClipSettings = field(default_factory=ClipSettings)
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
@@ -115,15 +115,15 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="The log-probabilities in the denominator of the ratio: those of the trainer before the updates, of "
-        "the sampler, or the current ones. auto: current if a batch serves one update and no correction covers "
+        about="The policy π_old in the ratio π / π_old: as the trainer scores it before the updates, as the sampler "
+        "reported it, or the current one. auto: current if a batch serves one update and no correction covers "
         "sequences, else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )
     corrections: tuple[str, ...] = setting(
         (),
-        about="Corrections for the difference between sampler and trainer.",
+        about="Corrections of the policy loss for log-probabilities that differ between sampler and trainer.",
         allowed="token_tis, sequence_tis, icepop, sequence_mask, opsm",
         needs=OF_RL,
         resume=BETWEEN,
@@ -140,7 +140,9 @@ class LossConfig:
     )
     kl_estimator: KLEstimator = setting("k3", about="Estimator of the KL divergence.")
     kl_weighting: KLWeighting = setting(
-        "none", about="ratio multiplies the KL estimate of a token by π / π_old, which also gets a gradient."
+        "none",
+        about="Weight of a token's KL estimate. none: 1. ratio: the ratio π / π_old, through which the gradient also "
+        "flows.",
     )
     entropy_coefficient: float = setting(
         0.0,
@@ -172,12 +174,12 @@ class LossConfig:
 
     @property
     def task(self) -> type[TaskSettings]:
-        """The settings class of this loss's task."""
+        """The class with the settings of the chosen loss."""
         return TASKS.get(self.kind, PolicySettings)
 
     @property
     def head(self) -> ModelHead:
-        """The kind of head of the trained model, such as a scalar head for a reward model."""
+        """The kind of output head of the trained model: a language model head, or one scalar for a reward model."""
         return self.task.head
 
     def settings(self) -> TaskSettings:

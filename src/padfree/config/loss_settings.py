@@ -21,7 +21,7 @@ from padfree.errors import check_choice, need
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSettings:
-    """The settings of a task's loss. The class variables describe the task."""
+    """The settings of the loss of a task (a training command). The class variables describe the task."""
 
     command: ClassVar[str]  # `padfree COMMAND`, `padfree.COMMAND(...)`, and the file of `padfree.tasks`
     help: ClassVar[str]
@@ -30,13 +30,13 @@ class TaskSettings:
     eval_metrics: ClassVar[tuple[str, ...]]  # metrics on held-out data, written as `eval/NAME`
     data_format: ClassVar[str]  # the name of the schema in `padfree.data.formats.SCHEMAS` that data files must have
     head: ClassVar[ModelHead] = "tokens"  # the head of the trained model
-    group_size: ClassVar[int] = 1  # number of samples in `batch.samples` that a row of the data counts for
+    group_size: ClassVar[int] = 1  # how many samples of `batch.samples` one row of the data counts as
     in_rows: ClassVar[bool] = True  # a batch consists of rows of the data, not of groups of rollouts
-    turns: ClassVar[bool] = False  # a row may become several samples that count as one, and `data.loss_on` is read
-    weighs_tokens: ClassVar[bool] = False  # the loss reads `loss.aggregation`; otherwise it weighs whole samples
+    turns: ClassVar[bool] = False  # a row may give several samples that count as one; `data.loss_on` applies
+    weighs_tokens: ClassVar[bool] = False  # `loss.aggregation` weighs tokens; otherwise the loss weighs whole samples
     samples_responses: ClassVar[bool] = False  # the model may sample its training data itself (`[rollout]`)
     has_teacher: ClassVar[bool] = False
-    has_reference: ClassVar[bool] = False  # the loss itself needs a reference, not only a KL term
+    has_reference: ClassVar[bool] = False  # the loss compares with a reference model even without a KL term
     may_precompute: ClassVar[bool] = False  # `reference.precompute` is supported
     reads_images: ClassVar[bool] = False  # `model.vision` is supported
 
@@ -113,7 +113,7 @@ NO_SUCH = "leave it out: this loss.dpo.variant does not use it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSettings:
-    """Squared error of a value model. `clip` limits how far a value may move; None is no limit."""
+    """The squared error of a value model. `clip`: how much a value may change in one update; None: no limit."""
 
     clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
 
@@ -172,7 +172,10 @@ class DPOSettings(TaskSettings):
 
     @property
     def means(self) -> bool:
-        """Whether log-probabilities are averaged over an answer: `normalise`, or the default of the loss."""
+        """Whether the log-probability of an answer is the mean over its tokens (the sum otherwise).
+
+        `normalise` decides. If it is None, the variant of the loss decides.
+        """
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 
 

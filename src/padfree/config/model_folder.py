@@ -106,7 +106,7 @@ def check_headers(folder: Path) -> None:
 
 
 def _header_problem(path: Path) -> str | None:
-    """Return what is wrong with the size or the header of a safetensors file, or None."""
+    """Describe what is wrong with the size or the header of a safetensors file; None if nothing is."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

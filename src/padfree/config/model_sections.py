@@ -34,7 +34,7 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = setting(
-        about="A folder, a Hub id, or a config file (which starts from random weights).",
+        about="The model: a folder, a Hub id, or a config file, which gives a model with random weights.",
         filled="give a folder, a Hub id or a config file",
         resume=SAMPLES,
     )

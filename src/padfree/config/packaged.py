@@ -1,7 +1,7 @@
 """Names of environments that come from another package.
 
     verifiers:wordle?num_train_examples=100&mode="hard"      an environment of the verifiers package, with arguments
-    verifiers:wordle#eval                                     as data: its held-out rows
+    verifiers:wordle#eval                                     as a data path: the held-out rows of this environment
     openenv:http://127.0.0.1:8000?turns=8                    a server of an OpenEnv environment
 
 The name of an environment also names its data (`data.path`). The values of arguments are JSON, or else text.

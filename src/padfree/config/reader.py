@@ -208,7 +208,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
                 given[name] = _build(hint, {}, f"{prefix}{name}.", named)  # type: ignore[arg-type]
             else:
                 raise UserError(f"{prefix}{name}", "missing", f"give {_words(hint)}, as in {prefix}{name}=...")
-    made = kind(**given)  # each section checks its settings
+    made = kind(**given)  # the constructor of each section checks its settings
     for name, value in given.items():
         if not prefix.startswith("data.sources."):  # `[data]` checks its sources itself
             _check_numbers(value, f"{prefix}{name}")

@@ -63,7 +63,7 @@ FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Servers that the run starts and stops. It runs `command` once for each entry of `devices`."""
+    """Servers that the run starts at its beginning and stops at its end: one server for each entry of `devices`."""
 
     command: tuple[str, ...] = setting(
         (),
@@ -104,14 +104,15 @@ class RolloutConfig:
     )
     agent: tuple[str, ...] = setting(
         (),
-        about="A command that plays one episode, as a list of words; it finds the policy at OPENAI_BASE_URL.",
+        about="A command that plays one episode, as a list of words. The environment variable OPENAI_BASE_URL tells it "
+        "the address of the policy.",
         needs=need_of("reward", fix="set rollout.reward=exact_match or another reward, for the output of the program"),
     )
     episode_timeout: float = setting(
         300.0,
         **SECONDS,
-        about="Time limit in seconds of an episode with its reward, without the time spent waiting for tokens. "
-        "Without an environment: of each reward.",
+        about="Time limit in seconds for an episode and its reward; time spent waiting for sampled tokens does not "
+        "count. Without an environment: time limit for each reward.",
     )
     on_failure: OnFailure = setting(
         "error",
@@ -129,7 +130,7 @@ class RolloutConfig:
     )
     max_new_tokens: int = setting(256, least=1, about="Maximum number of tokens of a response.")
     min_new_tokens: int = setting(
-        0, allowed="0 to rollout.max_new_tokens", about="Minimum number of tokens of a response, or of a turn."
+        0, allowed="0 to rollout.max_new_tokens", about="Minimum number of tokens of a response, or of each turn."
     )
     engine: str = setting(
         "in_process",
@@ -138,8 +139,8 @@ class RolloutConfig:
     max_concurrent: int = setting(
         256,
         least=1,
-        about="Maximum number of responses that a device generates at the same time. With servers: of requests that "
-        "a process sends to each server.",
+        about="Maximum number of responses that a device generates at the same time. With servers: maximum number of "
+        "requests that a process sends to each server at the same time.",
         formerly="batch",
     )
     kv_cache_memory: Literal["auto"] | float = setting(
@@ -151,8 +152,8 @@ class RolloutConfig:
     )
     exact: Literal["auto"] | bool = setting(
         "auto",
-        about="Whether the in_process sampler gives log-probabilities with the same bits as the trainer; auto: true if "
-        "the model supports this on this device.",
+        about="Whether the log-probabilities of the in_process sampler equal those of the trainer bit for bit; auto: "
+        "true if the model supports this on this device.",
         fix="give 'auto', true or false",
     )
     staleness: int = setting(
@@ -167,7 +168,7 @@ class RolloutConfig:
         "sampler's choice.",
     )
     filter: RolloutFilter = setting(
-        "none", about="equal replaces groups whose rewards are all equal by groups of other prompts."
+        "none", about="equal: groups whose rewards are all equal are replaced by groups of other prompts."
     )
     oversample: float = setting(
         1.0,
@@ -183,11 +184,15 @@ class RolloutConfig:
     )
     overlong_buffer: int = setting(
         0,
-        about="Length of the soft-penalty zone before rollout.max_new_tokens.",
+        about="Length of the soft-penalty zone: the last tokens before rollout.max_new_tokens, where a penalty lowers "
+        "the reward.",
         allowed="0 to rollout.max_new_tokens",
     )
     overlong_penalty: float = setting(
-        1.0, above=0, about="Penalty at rollout.max_new_tokens; it grows linearly inside the soft-penalty zone."
+        1.0,
+        above=0,
+        about="Penalty for a response of rollout.max_new_tokens tokens; it grows linearly inside the soft-penalty zone "
+        "(rollout.overlong_buffer).",
     )
     # Servers only
     servers: tuple[str, ...] = setting(
@@ -215,8 +220,8 @@ class RolloutConfig:
         None,
         above=0,
         most=math.inf,
-        about="Maximum mean difference between the log-probabilities of server and trainer; if none, 0.002, or 0.1 "
-        "in bfloat16.",
+        about="After a weight sync, the log-probabilities of server and trainer may differ by at most this on average; "
+        "if none, 0.002, or 0.1 in bfloat16.",
         fix="give more than 0, or leave it out",
     )
     top_p: float = setting(

@@ -87,7 +87,7 @@ class DataConfig:
     )
     loss_on: LossOn = setting(
         "assistant",
-        about="The tokens that are trained: all assistant turns, the last assistant turn, or all tokens.",
+        about="The tokens that are trained on: all assistant turns, the last assistant turn, or all tokens.",
         needs=TURNS_ARE_CHOSEN,
         resume=SAMPLES,
     )
@@ -264,7 +264,7 @@ class BatchConfig:
     buffer: int = setting(
         256,
         least=1,
-        about="With batch.tokens: number of samples from which the samples of a batch are chosen.",
+        about="With batch.tokens: number of waiting samples from which the samples of a batch are chosen.",
         resume="may change with batch.samples",
     )
     cost: str | None = setting(
@@ -290,8 +290,8 @@ class BatchConfig:
 class ParallelConfig:
     """How a run divides its processes: replicate x shard x context.
 
-    `shard` is not a setting: it follows from the number of processes. `expert` divides shard x context processes in
-    another way, for the weights of experts only.
+    The size of `shard` follows from the number of processes and is not a setting. `expert` divides the shard x context
+    processes of a replica in another way, which applies only to the weights of experts.
     """
 
     context: Literal["auto"] | int = setting(
@@ -304,8 +304,8 @@ class ParallelConfig:
     expert: int = setting(
         1,
         least=1,
-        about="Number of neighbouring ranks that divide the experts of a layer among them; with 1, every rank "
-        "gathers all experts.",
+        about="Number of neighbouring ranks among which the experts of a layer are divided; with 1, every rank gathers "
+        "all experts.",
     )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
@@ -326,8 +326,8 @@ class ParallelConfig:
     )
     linear: LinearDtype = setting(
         "bfloat16",
-        about="The dtype in which linear layers of decoder layers multiply. Adapters, the head, routers and experts "
-        "never use float8.",
+        about="The dtype of the matmuls in the linear layers of decoder layers. Adapters, the head, routers and "
+        "experts never use float8.",
         needs=need_of(
             "model.dtype", "bfloat16", fix="set model.dtype=bfloat16: float8 matmuls have bfloat16 inputs and results"
         ),

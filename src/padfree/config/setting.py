@@ -77,8 +77,8 @@ class Rules:
 
     about: str = ""
     bounds: Bounds | None = None
-    allowed: str | None = None  # the bounds in words
-    filled: str | None = None  # the fix for an empty string; None: an empty string is accepted
+    allowed: str | None = None  # the bounds in words, for documentation
+    filled: str | None = None  # the fix in the error message for an empty string; None: an empty string is accepted
     needs: tuple[Needs, ...] = ()
     resume: Resume = "may change"
     formerly: str | None = None
@@ -162,7 +162,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
     if rules.bounds is None or (value is None and "None" in written):
         return
     plain = written.removesuffix(" | None") in ("int", "float")
-    if plain or (isinstance(value, (int, float)) and not isinstance(value, bool)):  # not a word such as auto
+    if plain or (isinstance(value, (int, float)) and not isinstance(value, bool)):  # a word such as auto has no bounds
         rules.bounds.check(setting, value)
 
 

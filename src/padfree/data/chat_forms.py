@@ -54,7 +54,7 @@ def formed_message(message: Message, form: Form) -> Message:
         return message
     changed = dict(message)
     if "reasoning_content" in changed:
-        changed.setdefault("thinking", changed["reasoning_content"])  # transformers does the same for gpt-oss
+        changed.setdefault("thinking", changed["reasoning_content"])  # the field that gpt-oss's template reads
     if form.content_parts and isinstance(changed["content"], str) and changed["content"]:
         changed["content"] = [{"type": "text", "text": changed["content"]}]
     if calls and form.null_content and not changed["content"]:

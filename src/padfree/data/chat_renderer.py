@@ -88,7 +88,7 @@ class RenderedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What to make of a conversation: a prompt, or training samples with the settings `loss_on` and `turns`."""
+    """What to render from a conversation: a prompt, or training samples with the settings `loss_on` and `turns`."""
 
     prompt: bool = False
     loss_on: LossOn = "assistant"
@@ -97,7 +97,7 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What all conversations of one shape (`chat_shape`) share: the form of messages, and where turns begin and end."""
+    """How all conversations of one shape (`chat_shape`) are rendered: the form of messages, and the ranges of turns."""
 
     form: Form
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
@@ -179,7 +179,7 @@ class ChatRenderer:
         """
         return self._made(conversation, _Task(loss_on=loss_on, turns=turns))
 
-    # From a shape to a row
+    # Samples of a row, predicted from its shape
 
     def _made(self, conversation: Conversation, task: _Task) -> list[RenderedSample]:
         conversation = self._with_roles(conversation)
@@ -252,8 +252,8 @@ class ChatRenderer:
         """Call `work` with each form of the messages (`chat_forms`), and return the first result.
 
         `work` raises a `RowError` if the rendered text fails a check. If every form fails, the error of the usual form
-        is raised, with one exception. If that error is about tool calls or was raised by the template, the form that
-        got furthest in the conversation gives the error.
+        is raised. But if the usual form failed because of tool calls or because the template raised an error, the error
+        of the form that got furthest in the conversation is raised.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -316,7 +316,7 @@ class ChatRenderer:
             ) from error
         if template.environment.clock_reads and not self.depends_on_day:
             raise RowError(
-                "the chat template reads the current date for this row but not for others; set the date in "
+                "the chat template reads the current date for this row but not for other rows; set the date in "
                 "data.template_arguments"
             )
         return found

@@ -272,7 +272,7 @@ class Skeleton:
     """The rendered text of a twin, split into literal texts and slots for leaves (texts and numbers of a row)."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
-    slots: tuple[tuple[int, str], ...]  # (leaf, form)
+    slots: tuple[tuple[int, str], ...]  # (index of the leaf, how its value is written: "plain" or "json")
     borders: tuple[tuple[int, int], ...]  # start and end of each span, each as (index of the literal, offset in it)
 
     @staticmethod

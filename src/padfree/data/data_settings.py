@@ -92,7 +92,7 @@ class SFTDataSettings(TextSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutDataSettings(TextSettings):
-    """The settings for rollout files, which are those of `TextSettings`.
+    """The settings for rollout files: the same fields as in `TextSettings`.
 
     Which tokens are trained is not a setting: the columns `response_length` and `loss_mask` of a row decide.
     """

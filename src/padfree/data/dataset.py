@@ -134,7 +134,7 @@ class TokenizedDataset(StoredSamples):
         assert offsets[-1] == num_tokens
         self._starts: NDArray[np.int64] = offsets[:-1]
         self.lengths = np.diff(offsets)
-        self._kept: NDArray[np.int64] = np.arange(num_samples)  # stored index of each sample in use
+        self._kept: NDArray[np.int64] = np.arange(num_samples)  # for each sample in use, its index in the cache folder
         begins = np.ones(num_samples, dtype=np.bool_)
         begins[1:] = (self._rows[1:] != self._rows[:-1]).any(1)
         self._first_of_row: NDArray[np.int64] = np.append(np.flatnonzero(begins), num_samples)  # [all rows + 1]
@@ -296,7 +296,7 @@ class TokenizedDataset(StoredSamples):
 
     @cached_property
     def _numbers(self) -> NDArray[np.float64] | None:
-        """The number (margin or label) stored for each sample, as an array [N]; None if no numbers are stored."""
+        """The margin or label stored for each sample, as an array [N]; None if the data set stores neither."""
         if not read_metadata(self.folder).get("numbers"):
             return None
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
@@ -337,8 +337,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. `uid` and `group` begin with this name; it is put in front
-    of them unless they already begin with it because the source is named after its file.
+    The field `source` of a sample is the name of its source. This name is put in front of the sample's `uid` and
+    `group`, unless they already begin with the name because the source is named after its file.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

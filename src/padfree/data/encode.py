@@ -1,10 +1,10 @@
 """Turn text into tokens and exact loss masks.
 
-    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces (a rendered conversation)
-               the whole text is tokenised; the loss mask changes at the borders between pieces
-    apart      "What is 2+2?" | "4"                             separate texts (prompt, response)
-               each text is tokenised on its own; bos (if the tokenizer adds it) is put before the first text, and
-               eos after the last text
+    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces, e.g. a rendered conversation
+               The whole text is tokenised. The loss mask changes at the borders between pieces.
+    apart      "What is 2+2?" | "4"                             separate texts, e.g. a prompt and its response
+               Each text is tokenised on its own. bos (if the tokenizer adds it) is put before the first text, and
+               eos after the last text.
 
 A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
 header ends with a newline and the reply begins with one. Only a part of such a token is trained text, and the model

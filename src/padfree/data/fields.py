@@ -70,7 +70,7 @@ class Schema:
     elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
     preferred: tuple[str, ...] = ()  # kinds of formats that take precedence if a row fits several formats
     rest: str = "not used"
-    number: str | None = None  # the field that is stored as the number of a row, for example a margin
+    number: str | None = None  # the field whose number is stored for each row, for example a margin or a label
 
     @property
     def known(self) -> tuple[str, ...]:
@@ -96,13 +96,13 @@ class Fields:
     columns: Mapping[str, str]
     used: tuple[str, ...] = ()  # columns of the first row that are read
     unused: tuple[str, ...] = ()  # columns of the first row that are not read
-    # the columns (in lower case) that must be empty, each with the reason
+    # columns (in lower case) that must be empty, because a value would change the meaning of a row; each with a reason
     watched: Mapping[str, str] = field(default_factory=dict)
-    resolved: frozenset[str] = frozenset()  # columns that `check` does not look at
+    resolved: frozenset[str] = frozenset()  # columns that `check` accepts with any value
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The columns that must be read from a Parquet file: those that are used, and those that `check` looks at."""
+        """The columns that must be read from a Parquet file: the used ones, and those that `check` must look at."""
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:

@@ -22,7 +22,7 @@ from padfree.data.formats import SCHEMAS, reading_images
 from padfree.data.sources import open_sources
 
 LARGE = 1 << 24
-"""The maximum number of bytes of a JSON array to check. Its first row cannot be read without parsing all of it."""
+"""The maximum number of bytes of a JSON array to check: to read its first row, the whole array must be parsed."""
 
 
 def check_inputs(config: Config) -> None:

@@ -35,7 +35,7 @@ class ImageLoader:
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None  # started for the first image
-        self._waiting: dict[str, tuple[Future[Inputs], int]] = {}  # by digest; the number of packs that wait for it
+        self._waiting: dict[str, tuple[Future[Inputs], int]] = {}  # by digest: inputs, number of packs that need them
 
     def begin(self, samples: Sequence[Sample]) -> None:
         """Start to load the images of a pack."""

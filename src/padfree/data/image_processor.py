@@ -101,7 +101,7 @@ class ImageProcessor:
         if "pixel_attention_mask" in self._inputs and "pixel_attention_mask" not in found:
             shape = found["pixel_values"].shape
             found["pixel_attention_mask"] = np.ones((*shape[:-3], *shape[-2:]), dtype=np.int64)
-        # Some processors return [samples, tiles, ...]; there is one sample.
+        # Some processors return [samples, tiles, ...]. Remove the first axis, because there is only one sample.
         for key, axes in (("pixel_values", 4), ("pixel_attention_mask", 3)):
             if key in found and found[key].ndim == axes + 1:
                 found[key] = found[key][0]

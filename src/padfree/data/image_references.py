@@ -27,8 +27,9 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 """The types of content parts that hold an image."""
 OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 CONTENT_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
-"""The keys of a part or an object that can hold an image. A part has at most one of them; an object can have `bytes`
-and `path`, of which `bytes` is used.
+"""The keys under which a content part, or an object, can hold an image.
+
+A part has at most one of these keys. An object can have both `bytes` and `path`; then `bytes` is used.
 """
 IGNORED_KEYS = ("detail", "text", "id", "index", "format", "mime_type", "media_type")
 MOST_PATH = 4096

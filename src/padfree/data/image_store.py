@@ -39,8 +39,8 @@ class ReadImage(NamedTuple):
     digest: str  # SHA-256 of the bytes, in hexadecimal digits
     path: str | None
     content: bytes | None
-    size: int  # of the file, and the time of its last change; 0 without a file
-    time: int
+    size: int  # bytes of the file; 0 if the image is not in a file of its own
+    time: int  # time of the file's last change, in nanoseconds; 0 if the image is not in a file of its own
     width: int
     height: int
     expansion: Expansion
@@ -63,7 +63,7 @@ class ImageWriter:
         self._rows = ArrayWriter(folder / "image_numbers.npy", np.dtype(np.int64), (len(_NUMBERS),))
         self._digests = ArrayWriter(folder / "image_digests.npy", np.dtype(np.uint8), (32,))
         self._contents: BinaryIO = open(folder / "image_contents.bin", "wb")  # noqa: SIM115  closed by close()
-        self._found: dict[str, int] = {}  # digest -> number of the distinct image
+        self._found: dict[str, int] = {}  # SHA-256 of an image file -> number of this image among the distinct images
         self._offsets.append(np.zeros(1, dtype=np.int64))
         self.bad_files: list[BadFile] = []
 
@@ -155,7 +155,10 @@ class StoredImages:
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
-        """Whether a cut after `length` tokens is not inside an image. `tokens` [n]: all tokens of the sample."""
+        """Whether the sample can be cut after `length` tokens without cutting an image.
+
+        `stored` is the number of the sample, and `tokens` [n] are all of its tokens.
+        """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))
         return kept in {0, *np.cumsum([self._value(number, "count") for number in numbers]).tolist()}

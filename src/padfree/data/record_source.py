@@ -15,7 +15,7 @@ Record = bytes | Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Consecutive rows of one source. `numbers`: the row numbers. `size`: the approximate size of the rows in bytes."""
+    """Consecutive rows of one source, with their row numbers and their approximate total size in bytes."""
 
     source: str
     unit: str

@@ -59,7 +59,8 @@ class SkippedRow:
 class DataReport:
     """The numbers of used, skipped and dropped rows, whose sum is `num_rows`. Truncated rows count as used.
 
-    A used row gives one or more samples. `used` is the number of used rows, or None if each of them gives one sample.
+    A used row gives one or more samples. `used` is the number of used rows. None means that every used row gives one
+    sample, so that the number of used rows equals the number of samples.
     """
 
     num_rows: int

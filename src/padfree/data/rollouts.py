@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 TITLES = {"tokens": "rollouts in tokens", "token pair": "rollouts in tokens", "text": "rollouts in text"}
 LOGPROBS = ("logprobs", "ref_logprobs")
 ROUNDING = 1e-3
-"""A log-probability in the data may exceed 0 by this much, because samplers compute in low precision."""
+"""A log-probability in the data may be above 0 by at most this, because samplers compute in low precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,9 +87,9 @@ class RolloutData:
     """The samples of rollout files in the order of their rows, and a report about all rows."""
 
     samples: Sequence[Sample]
-    lines: Sequence[int]  # the line number of each sample in its file, which is `Sample.source`
+    lines: Sequence[int]  # the line number of each sample in its file; `Sample.source` names the file
     report: DataReport
-    notes: tuple[str, ...] = ()  # how the files are read
+    notes: tuple[str, ...] = ()  # notes for the user about how the files are read
 
 
 def read_rollouts(

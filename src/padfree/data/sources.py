@@ -69,7 +69,7 @@ class FileSource(RecordSource):
         now = self.path.stat()
         if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
             raise UserError(
-                "data", f"{self.name} changed while it was being read", "run again when nothing writes to it"
+                "data", f"{self.name} changed while it was being read", "run again when no process writes to this file"
             )
 
     def digest(self) -> str:

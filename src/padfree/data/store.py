@@ -7,7 +7,7 @@
                     numbers.npy  float64 [N]   only if rows have a number: a margin or a label
                     image_*                    only if rows may have images: see `image_store`
                     skipped.jsonl              rows that could not be used
-                    metadata.json              what <key> is a hash of, counts, digests of tokens and mask
+                    metadata.json              the values that <key> is a hash of; counts; hashes of tokens and mask
 
 The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
 change tokens, the versions of transformers and tokenizers, and the format of this folder.

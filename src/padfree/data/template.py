@@ -74,7 +74,7 @@ _SHRINKING = frozenset(
         "removesuffix",
     )
 )
-"""The methods of str, list, dict and numbers whose result is never larger than their operands."""
+"""The methods of str, list, dict and numbers whose results are never larger than their operands: they need no check."""
 _WIDTH = re.compile(r"\d{5,}|\*")
 _UNUSABLE_FILTERS = ("random",)
 _UNUSABLE_GLOBALS = ("lipsum",)

@@ -6,8 +6,8 @@
     prompt, response   a conversation of both, rendered in the same way                     the response
       (no template)    prompt and response as plain text, each tokenised on its own, eos    response and eos
     text               the text, eos                                                        all
-    input_ids          the tokens with these ids                                            those that `labels` or
-                                                                                            `loss_mask` marks, or all
+    input_ids          the tokens with these ids                                            tokens that `labels` or
+                                                                                            `loss_mask` marks, else all
     chosen, rejected   two samples: the shared context with either answer                   the answer
 
 In conversations with images, the image markers of the rendered text become placeholder tokens (`image_reader`).
@@ -262,7 +262,7 @@ class PairTokenizer(RowTokenizer):
         return passage_of(conversation, samples[0])
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Encode pairs (prompt, answer) in the same way as `__call__` encodes the two samples of a row.
+        """Encode pairs (prompt, answer) in the same way as the two samples of a data row are encoded.
 
         A prompt is a text, a list of messages or a conversation.
         """

@@ -75,7 +75,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mesh:
-    """The groups of this process, by purpose (`context`, `data`, `fsdp`, `loss`)."""
+    """The process groups that this process belongs to, by purpose (`context`, `data`, `fsdp`, `loss`)."""
 
     device: torch.device
     devices: DeviceMesh  # the mesh of all processes, with the dimensions in `DIMENSIONS`
@@ -103,7 +103,8 @@ class Mesh:
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
         """A mesh for `fully_shard` over some of the mesh dimensions. Collective.
 
-        The dimensions in `shard` become one dimension. Those in `replicate`, if any, become another one before it.
+        The dimensions in `shard` are merged into one dimension. If `replicate` names dimensions, they are merged into a
+        second dimension, which comes first.
         """
         return self.groups.mesh(self.device.type, shard, replicate)
 
@@ -243,7 +244,7 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The group of the processes that differ from this one only in the given mesh dimensions."""
+        """The group of this process and all processes whose mesh coordinates differ only in the given dimensions."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:

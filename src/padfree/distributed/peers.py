@@ -50,7 +50,7 @@ class PeerLostError(RuntimeError):
     """Raised if another process of the group has exited, or does not respond within the timeout."""
 
     searched = False
-    """Whether the message already names the lost ranks, if they could be found."""
+    """Whether the lost ranks have been searched for, so that the message names them if they were found."""
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def failing_together() -> Iterator[None]:
     except BaseException as error:
         listener.left.set()
         if isinstance(error, PeerLostError) and error.searched:
-            raise  # raised by a nested block
+            raise  # a nested block has already searched for the lost ranks
         line = " ".join(str(error).split())
         with sigterm_ignored():
             if not _is_loss(error):

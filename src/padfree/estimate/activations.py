@@ -104,7 +104,7 @@ def _linear_bytes(module: Any, size: int) -> int:
 
 
 def outside_bytes(model: PreTrainedModel, size: int) -> int:
-    """The bytes per token that are kept outside of the layers."""
+    """The bytes per token that are kept for the backward pass outside of the decoder layers."""
     sizes = ModelSizes.of(model.config)
     return _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
 
@@ -196,11 +196,11 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """The bytes per token that a compiled layer keeps: inputs of matmuls. The compiler recomputes all else."""
+    """The bytes per token that a compiled layer keeps: the inputs of matmuls. Its backward recomputes all else."""
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
-        return written_out  # a mixer breaks the graph
+        return written_out  # a layer with experts or a mixer is counted as if it were not compiled
     heads = attention_of(sizes, layer)
     attention = 2 * (heads.query + heads.key + heads.gate) + heads.value + heads.output
     kept = size * (4 * sizes.hidden + attention + 3 * sizes.mlp) + FLOAT32 * sizes.heads
@@ -235,7 +235,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """The elements per token that the norm `name` normalises. Its weight has `width` elements.
+    """The number of elements per token that the norm `name` normalises. The norm's weight has `width` elements.
 
     A norm of q or k with a weight of one head's size is applied to all heads, so its input is wider.
     """

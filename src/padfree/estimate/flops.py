@@ -62,7 +62,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 def peak_tflops(device_name: str) -> float | None:
     """The peak of a device in dense bfloat16 TFLOP/s, found by its driver name. None if the device is unknown."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
-    if "mig" in words:  # a slice of a device
+    if "mig" in words:  # a MIG slice is a part of a GPU, so the GPU's peak does not apply
         return None
     for name, peak in PEAKS:
         if words.issuperset(name.lower().split()):

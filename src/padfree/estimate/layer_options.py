@@ -8,8 +8,9 @@ between matmuls. Such a kernel costs as many FLOPs as matmuls would compute in i
     level        repeated                                                      by PyTorch, without compiled layers
     none         nothing                                                       nothing
     attention    the MLP up to its last matmul, norms, RoPE
-    host         the same; the copies to host memory overlap with the forward pass
-    selective    the same, and the projections around attention                kernels between matmuls, and attention
+    host         as for attention; the copies to host memory overlap with the
+                 forward pass
+    selective    as for attention, and the projections around attention        kernels between matmuls, and attention
     full         everything but the last matmul                                everything
 
 The costs are computed and not measured, so that every run of the same settings chooses the same levels. The choice

@@ -52,7 +52,7 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""Up to this many different numbers of host bytes, every choice is compared with every other."""
+"""If the choices have at most this many different numbers of host bytes, all of them are compared with each other."""
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
@@ -62,7 +62,7 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
     """
     host = min(limits.host, limits.copied[-1])
     states = _States.start()
-    history: list[tuple[Indices, Indices]] = []  # of each layer: the previous state and the option of each state
+    history: list[tuple[Indices, Indices]] = []  # for each layer: each state's previous state and option
     for options, copied in zip(layers, limits.copied, strict=True):
         found, before, chosen = states.extended(options)
         working = np.tile(np.array([option.working for option in options]), len(states.kept))
@@ -85,7 +85,10 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """n choices of options for the layers so far, sorted by the indices of their options."""
+    """The n choices that are still possible, after some layers. A choice is one option for each of these layers.
+
+    The choices are sorted by the indices of their options.
+    """
 
     kept: Indices  # [n] bytes on the device
     offloaded: Indices  # [n] bytes in host memory
@@ -118,7 +121,7 @@ class _States:
         values, group = np.unique(sorted_.offloaded, return_inverse=True)
         if not len(values):
             return order
-        # later groups are lower by more than any cost, so that the running minimum starts again in each group
+        # Lower the costs of each group by more than any cost, so that the running minimum restarts in every group.
         lowered = sorted_.cost - group * (int(self.cost.max()) + 1)
         kept = np.ones(len(order), bool)
         kept[1:] = lowered[1:] < np.minimum.accumulate(lowered)[:-1]

@@ -18,8 +18,8 @@
                                     differences
     cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
                                     sampling on the CPU
-    sampling                        logits of one token of every response, and with rollout.top_p, top_k or min_p what
-                                    finds their kept sets; on a GPU, the CUDA graphs of the sampler keep this memory
+    sampling                        the logits of one token of every response, and with rollout.top_p, top_k or min_p
+                                    the tensors that truncate them; on a GPU, the sampler's CUDA graphs keep this memory
 
 `padfree.estimate.activations` counts the activations.
 
@@ -72,7 +72,7 @@ class WorkingParts:
 
     backward: int  # gradients, during the backward pass of a layer
     recomputed: int  # activations of a layer that recomputes them, during its backward pass
-    head: int  # between the forward and the backward pass of the layers
+    head: int  # logits and gradients of the head, between the forward and the backward pass of the layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,15 +263,15 @@ def _responses(config: Config, processes: int) -> int:
 def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
     """The temporary bytes of a response in a decode step.
 
-    A response needs its logits. If logits are truncated, it also needs their scaled values, weights, order and masks,
-    and copies of the last two.
+    A response needs its logits. If top-p, top-k or min-p truncates them, a response also needs the scaled logits, their
+    weights, their sort order and masks, and copies of the sort order and the masks.
     """
     truncated = FLOAT32 * 6 + 4 if _is_truncated(config) else 0
     return ModelSizes.of(model.config).vocabulary * (size + truncated)
 
 
 def _is_truncated(config: Config) -> bool:
-    """Whether labels have kept sets: the ids among which a truncated softmax sampled (`padfree.kept_sets`)."""
+    """Whether top-p, top-k or min-p truncates sampling, so that every label has a kept set (`padfree.kept_sets`)."""
     return any(getattr(config.rollout, name) != default for name, default in TRUNCATION.items())
 
 

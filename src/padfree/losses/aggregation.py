@@ -150,7 +150,7 @@ def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """The number of scored tokens in each sample's group, [B], from those of the samples, `counts`."""
+    """For each sample, the number of scored tokens in its group, [B]. `counts` [B] are the numbers per sample."""
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]

@@ -55,8 +55,8 @@ def is_elementwise(settings: TokenLossSettings) -> bool:
 def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Reduce = no_reduce) -> TokenLoss:
     """Return the function `token_loss(logprobs, entropy, positions)` that `head.fused_loss` needs.
 
-    Make the function `token_loss`, which computes the weighted losses of some tokens from their log-probabilities and
-    entropies. It computes no statistics; `compute_loss` does.
+    `token_loss` returns the weighted losses of some tokens, from their log-probabilities, their entropies and their
+    positions in the pack. For statistics, call `compute_loss`.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")

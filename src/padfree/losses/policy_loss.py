@@ -56,7 +56,7 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
 def zero_without_advantage(settings: PolicySettings) -> bool:
     """Whether a sample whose advantages are all 0 adds nothing to the loss and the gradient.
 
-    KL and entropy terms do not depend on the advantage, so the result is False with these terms.
+    The result is False if the loss has a KL or entropy term, because these terms do not depend on the advantage.
     """
     added = settings.kl_coefficient != 0.0 or settings.entropy_coefficient != 0.0
     return not added and traits(settings.objective).zero_without_advantage
@@ -64,7 +64,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """The values that the loss of a token needs besides its log-probability and entropy, as tensors [T]."""
+    """What the loss of each token needs in addition to its log-probability and entropy, as tensors [T]."""
 
     weights: Tensor
     advantages: Tensor
@@ -174,7 +174,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics by name, [T] each, including those that the loss does not use."""
+    """The statistics for metrics by name, [T] each, including values that the loss itself does not use."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

@@ -173,10 +173,11 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The weighted sum of the losses of the pairs, or a context rank's share of it.
+    """The weighted sum of the losses of the pairs, or a context rank's share of this sum.
 
-    `local` [B] is this rank's part of the number `x` of each sample, and `held` [B] its number of tokens. `loss`
-    computes losses and derivatives. Statistics of x are multiplied by `shown`.
+    Each sample has a number x, which the loss compares within a pair. `local` [B] is this rank's part of x, and `held`
+    [B] the number of the sample's tokens on this rank. `loss` computes losses and derivatives with respect to x. In
+    statistics, x is multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):

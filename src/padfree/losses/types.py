@@ -33,7 +33,7 @@ GIVEN_BY = {
     "ref_logprobs": "give one value per token (in a run: set reference.path, or give the column 'ref_logprobs')",
     "rollout_logprobs": "give one value per token (in a run: give the column 'logprobs')",
 }
-"""How a user can supply the inputs that a run does not compute, for error messages."""
+"""For error messages: how a user can supply an input of the loss that the run does not compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

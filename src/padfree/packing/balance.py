@@ -10,8 +10,8 @@ The algorithm is deterministic and has two phases:
               exchange helps
 
 The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
-costs. If that fails too, `fill` makes it. The exchange phase then evens out the costs. If no initial assignment fits,
-`balance` raises `UserError`.
+costs. If that fails too, `fill` makes the initial assignment. The exchange phase then evens out the costs. If no
+initial assignment fits, `balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROUNDS = 64
 """The maximum number of rounds of the exchange phase. A round handles all pairs of parts once."""
 
 SHIFTS = 8
-"""The exchange phase ends after this many ways to pair parts without an improvement."""
+"""The exchange phase pairs costly with cheap parts in this many ways. It ends if none of them brings an improvement."""
 
 
 def balance(
@@ -50,7 +50,7 @@ def balance(
     """Partition the samples into k parts with nearly equal sums of `costs` [n].
 
     Returns k arrays of ascending sample indices; every sample is in exactly one of them. With n >= k samples, no part
-    is empty. With fewer samples, each has a part of its own.
+    is empty. With fewer samples than parts, each sample has a part of its own, and the other parts are empty.
 
     `cap` limits the sum of `lengths` [n] in a part. Without `lengths`, it limits the sum of `costs`, which must then be
     integers. With `equal_count`, the sample counts of any two parts differ by at most 1.
@@ -255,7 +255,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
             freed = length[given][:, :, None] - length[back][:, None, :]
             missed[freed > (problem.cap - used[cheap])[:, None, None]] = np.inf
             missed[freed < (used[costly] - problem.cap)[:, None, None]] = np.inf
-        # a part does not give away its only sample
+        # Exclude moves that would leave a part without samples.
         only = (given < empty).sum(1) == 1
         missed += np.where(only[:, None] & (back == empty), np.inf, 0.0)[:, None, :]
 

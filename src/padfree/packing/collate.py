@@ -9,8 +9,8 @@
 The model predicts token t + 1 at position t. Values of a prediction (label, weight, advantage) are stored at the
 position that predicts, one before the token (`at_predictions`).
 
-A pack keeps its samples in the given order. `batch.samples[i].index` is the index of the pack's sample i in the list
-that was packed.
+A pack keeps its samples in the given order. Sample i of a pack `batch` has the index `batch.samples[i].index` in the
+list of samples that was given to `pack`.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def collate(
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
     """Build the prefix tree of the samples. Without `share_prefixes`, every sample is a root.
 
-    Samples with different routes share no tokens from the first difference on, because a route changes the hidden
-    state.
+    Two samples share no tokens from the first token on at which their routes (the experts chosen for a token) differ,
+    because other experts give other hidden states.
     """
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
@@ -312,7 +312,7 @@ def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> P
 
 
 Range = tuple[Sample, int, int]
-"""A sample, and which of its tokens a segment of the pack holds."""
+"""A sample, and the first and the last index (exclusive) of its tokens that a segment of the pack holds."""
 
 
 def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
@@ -332,7 +332,11 @@ def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
         return None
     rows = {len(positions) for positions in given}
     if len(rows) > 1:
-        raise UserError("rotary_positions", f"have {sorted(rows)} rows", "prepare all samples for the same model")
+        raise UserError(
+            "rotary_positions",
+            f"have different numbers of rows: {', '.join(map(str, sorted(rows)))}",
+            "prepare all samples for the same model",
+        )
 
     def own(sample: Sample, begin: int, end: int) -> NDArray[np.int64]:
         if sample.rotary_positions is not None:
@@ -343,7 +347,7 @@ def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
 
 
 def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
-    """The distinct images of a pack, loaded. None if there are none."""
+    """Load the distinct images of a pack, and find their placeholder tokens. None if the pack shows no image."""
     distinct: dict[str, tuple[Image, int]] = {}  # digest -> image, and the number of its first feature
     num_features = 0
     index: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
@@ -372,7 +376,9 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
         return None
     if len(placeholders) > 1:
         raise UserError(
-            "images", f"have the placeholder tokens {sorted(placeholders)}", "prepare all samples for the same model"
+            "images",
+            f"of one pack have different placeholder tokens: {', '.join(map(str, sorted(placeholders)))}",
+            "prepare all samples for the same model",
         )
     (placeholder,) = placeholders
     chosen = np.concatenate(index)
@@ -393,14 +399,14 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
         if "pixel_values" not in inputs or inputs.keys() != names:
             raise UserError(
                 "images",
-                f"have the inputs {', '.join(sorted(names))} and {', '.join(sorted(inputs))}",
-                "give each image pixel_values, and all images the same inputs",
+                f"of one pack have the tower inputs ({', '.join(sorted(names))}) and ({', '.join(sorted(inputs))})",
+                "give each image pixel_values, and give all images the same inputs",
             )
         for name in names:
             if inputs[name].shape[1:] != loaded[0][name].shape[1:]:
                 raise UserError(
                     "images",
-                    f"have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
+                    f"of one pack have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
                     "prepare all images of a data set to the same size of patch or tile",
                 )
     return PackedImages(

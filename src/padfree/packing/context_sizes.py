@@ -7,9 +7,10 @@
 The width of a pack is the number of ranks that share it. In each wave every rank runs one micro-batch, alone or with
 its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side.
 
-1. Start with as few waves as the tokens need. The *level* is the total cost divided by the ranks and the waves.
-2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level. Cost
-   alone never cuts a sample into parts of fewer than `FEWEST_TOKENS` tokens.
+1. Start with as few waves as the tokens need. The *level* is the target cost of one rank in one wave: the total cost,
+   divided by the number of ranks and the number of waves.
+2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level.
+   Cutting a sample only to reduce the cost per rank ends at parts of about `FEWEST_TOKENS` tokens.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
 4. Packs are assigned to waves by their cost per rank, the costliest first.
 
@@ -33,16 +34,16 @@ RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
 """Factors that raise the level (the target cost per rank and wave) for wide packs, tried in this order."""
 
 MORE_WAVES = 6
-"""If a plan is uneven (`EVEN`), plans with more waves are tried: up to this many more than the tokens need."""
+"""If a plan is more uneven than `EVEN` allows, plans with up to this many more waves than necessary are tried."""
 
 WAVE = 0.01
 """The fixed cost of one wave, as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
-"""No sample is cut into parts of fewer tokens just to save time, because matmuls would not get faster."""
+"""A sample is not cut into parts of fewer tokens than this to save time, because smaller matmuls are not faster."""
 
 EVEN = 1.02
-"""A plan is accepted if it takes at most this times as long as one with equal costs on all ranks."""
+"""A plan is accepted if its cost is at most this factor times that of a plan with equal costs on all ranks."""
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
@@ -159,7 +160,7 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to wide packs, the costliest first, while the cost per rank is at most `level`.
+    """Add short samples to packs that several ranks share, the costliest first, up to the cost per rank `level`.
 
     `narrow`: the indices of the short samples. Returns the indices of those that were not added.
     """

@@ -1,4 +1,4 @@
-"""The order in which epochs show the samples of a source. It is reproducible, and every position can be found.
+"""The order in which epochs show the samples of a source. The sample at any position can be computed directly.
 
     source       a b c d
     position     0 1 2 3 | 4 5 6 7     counts samples over all epochs
@@ -50,7 +50,7 @@ class EpochOrder:
 
     def __init__(self, parts: Sequence[SourcePart], *, shuffle: bool, seed: int) -> None:
         self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
-        self._inside: dict[int, Indices] = {}  # by part
+        self._inside: dict[int, Indices] = {}  # by number of the part: the order of its samples
 
     def start(self, epoch: int) -> int:
         """The number of samples shown before this epoch."""

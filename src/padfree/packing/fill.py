@@ -12,7 +12,7 @@ million samples take hardly more steps than 1 million. Afterwards numpy assigns 
     step      `num_bins` bins with `free_tokens` free tokens take `per_bin` samples of one length each
     slot      bins wait in one queue per number of free tokens; a slot is an index in a queue. A step takes num_bins
               slots from the front of its queue and appends them to the queue of the free tokens that remain.
-    bin       following a slot back through the steps ends at the slot where its bin was opened.
+    bin       the slots that a bin occupied, followed back through the steps, end at the slot where the bin was opened
 
 The result is the same as that of best-fit decreasing on single samples: as many bins, with the same free tokens.
 """
@@ -53,7 +53,7 @@ class Bins(Sequence[Indices]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
-            raise IndexError(f"bin {index} of {len(self)}")
+            raise IndexError(f"bin {index} does not exist: there are {len(self)} bins")
         index %= len(self)
         return self.indices[self.offsets[index] : self.offsets[index + 1]]
 
@@ -133,14 +133,14 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 
     `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
 
-    A bin takes as many samples of the current length as fit. Best fit would also put the next sample into this bin,
-    because it is now the fullest. Empty bins wait in the queue of `capacity` free tokens.
+    A bin takes as many samples of the current length as fit, because it is the fullest bin after each of them, and best
+    fit always chooses the fullest bin. Empty bins wait in the queue of `capacity` free tokens.
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
-    # number of free tokens -> how many bins have joined the queue of this number so far
+    # A number of free tokens -> how many bins have joined the queue of this number so far (put) or left it (taken).
     put: defaultdict[int, int] = defaultdict(int)
-    taken: defaultdict[int, int] = defaultdict(int)  # likewise, how many bins have left it
+    taken: defaultdict[int, int] = defaultdict(int)
     for length, count in zip(values, counts, strict=True):
         while count:
             index = bisect_left(free_sizes, length)

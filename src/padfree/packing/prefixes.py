@@ -51,7 +51,7 @@ class SharingCost:
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""A cost of zero: every common prefix is shared."""
+"""Sharing that costs nothing, so that every common prefix is shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -143,7 +143,7 @@ def find_prefixes(
 ) -> PrefixTree:
     """Find the prefix tree of samples with these `tokens`, one array [n] per sample.
 
-    Only samples of one group are compared, and a sample whose group is None with no other. With `across_groups`, all
+    Only samples of the same group are compared; a sample whose group is None shares nothing. With `across_groups`, all
     samples are compared. `cost` and `overhead` decide which prefixes are worth sharing.
     """
     model, overhead = cost or CostModel.tokens(), overhead or SharingCost()
@@ -179,8 +179,8 @@ class _Growth:
         common = [0] + [
             common_length(self.tokens[one], self.tokens[other]) for one, other in itertools.pairwise(ordered)
         ]
-        # (low, high, begin, parent): members [low, high) share their first `begin` tokens; the last of them is in node
-        # `parent`
+        # An entry (low, high, begin, parent) stands for samples that are not divided into nodes yet: the samples
+        # [low, high) in sorted order. They share their first `begin` tokens, and node `parent` holds the last of these.
         stack = [(0, len(ordered), 0, -1)]
         while stack:
             low, high, begin, parent = stack.pop()
@@ -189,8 +189,8 @@ class _Growth:
                 self.last[sample] = self._node(parent, sample, begin, len(self.tokens[sample]))
                 continue
             end = min(common[low + 1 : high])
-            # Samples that end in this node come first. The others are split where two neighbours have only `end` tokens
-            # in common.
+            # Samples that end in this node come first. The longer samples are split at each pair of neighbours that
+            # have only `end` tokens in common.
             ending = low
             while ending < high and len(self.tokens[ordered[ending]]) == end:
                 ending += 1

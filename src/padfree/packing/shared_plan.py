@@ -2,7 +2,8 @@
 
     samples      0 1 2 3 share a prompt     4 5 share another     6 shares nothing
     families     [0 1 2 3]                  [4 5]                 [6]
-    units        [0 1 2 3] [4 5] [6]        each unit is planned like one sample; its shared tokens count once
+    units        [0 1 2 3] [4 5] [6]        a unit is a family or a part of one. It is planned like one sample, and its
+                                            shared tokens count once
 
 A family is a set of samples that share a prefix. A family that does not fit into a pack is divided, and each part
 computes the prefix again. If ranks are unbalanced, all families are divided into 2, 4, 8, ... parts, as long as the
@@ -26,7 +27,7 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""If the imbalance of a plan is at most this, families are not divided further."""
+"""If the cost of a plan is at most this times that of a perfectly balanced plan, families are not divided further."""
 
 
 def plan_shared_step(

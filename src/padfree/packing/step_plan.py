@@ -15,8 +15,8 @@ micro-batches j. The plan consists of slots, one for each (rank, j). It is made 
 
 If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
 
-Slots with the same j run at the same time. If a single sample costs more than an average slot, the other slots with its
-j get as much work, up to `max_tokens`, and the remaining slots get less. The plan depends only on lengths, ranks,
+A single sample may cost more than an average slot. The slots that run at the same time as this sample then get as much
+work, up to `max_tokens`, and the slots of other micro-batches get less. The plan depends only on lengths, ranks,
 max_tokens and the cost model.
 """
 
@@ -41,7 +41,7 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""A plan with at most this `imbalance` is accepted. Otherwise a plan with uneven slots is tried too."""
+"""A plan whose `imbalance` is at most this is accepted. Otherwise a plan with slots of uneven cost is tried too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -112,8 +112,9 @@ class StepPlan:
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """The number of tokens of all packs, including padding. `context`: how many ranks share a pack, without
-        `widths`.
+        """The number of tokens of all packs, including padding.
+
+        `context`: how many ranks share each pack, for a plan whose `widths` is None.
 
         All ranks of a pack hold the same number of tokens, at least one.
         """
@@ -166,11 +167,11 @@ def plan_step(
     """Plan one step over n samples with these `lengths` [n]: assign each sample to a rank and a micro-batch.
 
     The cost of a sample is given by the cost model, by default its number of tokens. `max_tokens` limits the tokens of
-    a micro-batch on one rank. `contexts`: how many neighbouring ranks may share a pack, e.g. (1, 2, 4). Each size
-    divides the next, and all divide `ranks`. With several sizes, the plan chooses one for every pack.
+    a micro-batch on one rank. `contexts` are the numbers of neighbouring ranks that may share a pack, e.g. (1, 2, 4).
+    Each number divides the next, and all divide `ranks`. The plan chooses one of these numbers for every pack.
 
-    `groups` [n]: samples with equal entries go into one micro-batch. `costs` [n]: costs of samples that do not follow
-    from their lengths. `added` [n]: further costs, e.g. of images.
+    `groups` [n]: samples with equal entries go into one micro-batch. `costs` [n]: costs that replace those of the cost
+    model. `added` [n]: costs in addition to those of the cost model, e.g. of images.
 
     `overlong` decides about a sample longer than `max_tokens`: raise an error ("error"), cut it ("truncate"), leave it
     out ("drop"), or give it a micro-batch of its own ("alone"). The plan lists the overlong samples. With at least as

@@ -1,10 +1,11 @@
 """Form batches from a stream of samples: by a token budget, or by a fixed number of samples.
 
-    budget 32, buffer of 10, sample i has i tokens
-
     buffer   1 2 3 4 5 6 7 8 9 10         batch  1 2 3 4 5 6 7      28 tokens; 8, 9 and 10 would exceed the budget
-             8 9 10 11 12 ... 17                 8 9 10             27
-             11 12 13 ... 20                     11 12              23
+             8 9 10 11 12 ... 17                 8 9 10             27 tokens
+             11 12 13 ... 20                     11 12              23 tokens
+
+In this example, the budget is 32 tokens, the buffer holds 10 samples, and sample i has i tokens. A line shows the
+buffer and the batch that is taken from it.
 
 A batch is formed by one rule. The buffer is filled until it holds `buffer_size` samples and at least `budget` tokens.
 Then each sample that still fits is taken, from the oldest to the newest. The oldest is always taken, so that no sample
@@ -93,7 +94,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """R such that any R consecutive positions of the stream show every sample of the source at least once."""
+        """A number R of positions: any R consecutive positions of the stream show every sample at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))

@@ -7,7 +7,7 @@
     {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
     {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040", ...}
 
-    kind            meaning of the event, or what its fields tell
+    kind            meaning of the event, or the content of its fields
     start           versions, device, processes and their layout
     resolved_auto   the value of each `auto` setting, and the reason
     resume          the checkpoint, and the settings that have changed
@@ -20,8 +20,8 @@
     export          the trained model is in the folder
     failed          the error that ended the run
 
-`step`: the number of optimizer steps done before the event. `events.jsonl` records interruptions of the run;
-`metrics.jsonl` looks as if there had been none.
+`step`: the number of optimizer steps done before the event. `events.jsonl` records that a run was interrupted and
+resumed. `metrics.jsonl` does not: it equals the file of an uninterrupted run.
 """
 
 from __future__ import annotations

@@ -112,8 +112,9 @@ LOSS = MetricGroup(
         Metric(
             "loss/accuracy",
             "share",
-            "DPO and reward models: share of pairs whose chosen answer scores higher. KTO: share of answers whose "
-            "log-ratio is above z₀ (desirable answers) or below z₀ (undesirable answers).",
+            "DPO and reward models: share of pairs whose chosen answer scores higher. KTO: share of answers on the "
+            "right side of z₀, the KL estimate of the batch: a desirable answer has a log-ratio above z₀, an "
+            "undesirable one below.",
         ),
         Metric(
             "loss/margin",
@@ -125,8 +126,8 @@ LOSS = MetricGroup(
         Metric("loss/desirable", "reward", "KTO: reward of desirable answers."),
         Metric("loss/undesirable", "reward", "KTO: reward of undesirable answers."),
         Metric("loss/advantage", "advantage", "RL: advantage; skipped samples count as 0."),
-        Metric("loss/ratio", "ratio", "RL: ratio of the policy to the old policy."),
-        Metric("loss/approx_kl", "nats", "RL: log π_old - log π."),
+        Metric("loss/ratio", "ratio", "RL: probability ratio π / π_old of the policy to the old policy."),
+        Metric("loss/approx_kl", "nats", "RL: log π_old - log π, an estimate of the KL divergence from π_old."),
         Metric("loss/clip_fraction", "share", "RL: share of tokens whose ratio is clipped."),
         Metric("loss/importance_weight", "ratio", "RL with `loss.corrections`: product of the correction factors."),
         Metric(
@@ -194,27 +195,31 @@ TIMES = MetricGroup(
         Metric(
             "seconds/update", "s", "Time of the update. On a GPU it also includes the time in which the device waits."
         ),
-        Metric("seconds/sampling", "s", "Sampling, with everything that the sampler does not report separately."),
-        Metric("seconds/rewards", "s", "Computing rewards."),
-        Metric("seconds/weight_sync", "s", "Sending weights to the sampler."),
-        Metric("seconds/waiting", "s", "Waiting for responses that are sampled ahead."),
-        Metric("seconds/reference", "s", "Scoring by the reference, and copying the policy's weights to it."),
-        Metric("seconds/teacher", "s", "Scoring by the teacher."),
-        Metric("seconds/critic", "s", "Values of the critic."),
-        Metric("seconds/old_logprobs", "s", "Scoring by the policy before the updates."),
+        Metric("seconds/sampling", "s", "Time of sampling, including all that the sampler does not report separately."),
+        Metric("seconds/rewards", "s", "Time of computing rewards."),
+        Metric("seconds/weight_sync", "s", "Time of sending weights to the sampler."),
+        Metric("seconds/waiting", "s", "Time of waiting for responses that are sampled ahead of training."),
+        Metric(
+            "seconds/reference",
+            "s",
+            "Time of scoring samples with the reference, and of copying the policy's weights to it.",
+        ),
+        Metric("seconds/teacher", "s", "Time of scoring samples with the teacher."),
+        Metric("seconds/critic", "s", "Time of computing values with the critic."),
+        Metric("seconds/old_logprobs", "s", "Time of scoring samples with the policy before the updates."),
         Metric(
             "seconds/preparing",
             "s",
-            "Preparing the batch without the scoring phases: order of the data, advantages, reward metrics.",
+            "Time of preparing the batch, without scoring: order of the data, advantages, reward metrics.",
         ),
-        Metric("seconds/logging", "s", "Writing the metrics of the previous line, trackers and progress included."),
-        Metric("seconds/evaluation", "s", "Evaluations since the previous line."),
+        Metric("seconds/logging", "s", "Time of writing the previous line of metrics, also to trackers and progress."),
+        Metric("seconds/evaluation", "s", "Time of evaluations since the previous line."),
         Metric(
             "seconds/checkpoint",
             "s",
-            "Saving checkpoints since the previous line, counting only the time that training waits.",
+            "Time that training waited for checkpoints since the previous line.",
         ),
-        Metric("seconds/other", "s", "The rest of the time since the previous update, in none of the other phases."),
+        Metric("seconds/other", "s", "Time since the previous update that belongs to none of the other phases."),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",
@@ -322,7 +327,7 @@ COLLECTION = MetricGroup(
         Metric(
             "sampler/canary_followed",
             "ratio",
-            "Servers: change of the server's log-probabilities since the last sync, divided by the trainer's change.",
+            "Servers: change of the server's log-probabilities since the last sync, relative to the trainer's change.",
         ),
     ),
 )
@@ -373,15 +378,16 @@ EVALUATION = MetricGroup(
         Metric(
             "eval/accuracy",
             "share",
-            "SFT and distillation: share of tokens to which the model gives the highest probability. Other tasks: as "
-            "`loss/accuracy`.",
+            "SFT and distillation: share of tokens to which the model gives the highest probability. Other tasks: "
+            "`loss/accuracy` of the held-out data.",
         ),
         Metric(
             "eval/margin",
             "reward",
-            "DPO and reward models: as `loss/margin`. KTO: `loss/desirable` minus `loss/undesirable`.",
+            "DPO and reward models: `loss/margin` of the held-out data. KTO: `loss/desirable` minus "
+            "`loss/undesirable`.",
         ),
-        Metric("eval/kl", "nats", "KTO: z₀ of all held-out answers."),
+        Metric("eval/kl", "nats", "KTO: z₀, the KL estimate, of all held-out answers."),
         Metric("eval/reward", "reward", "RL: mean reward of the responses."),
         Metric("eval/pass@1", "share", "RL: share of responses whose reward is at least `eval.pass_threshold`."),
         Metric("eval/pass@k", "share", "RL: share of prompts with a passing response among `eval.samples_per_prompt`."),

@@ -139,7 +139,7 @@ class MlflowTracker:
                     self._unsent = (batch + self._unsent)[-MOST_UNSENT:]
                     if self._closing:
                         return
-                    self._changed.wait()  # for the next step
+                    self._changed.wait()  # until the next step adds values, or the run ends
 
     def _raise_failure(self) -> None:
         with self._changed:

@@ -45,7 +45,7 @@ from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
-"""The `config.json` of every padfree version has these sections."""
+"""Sections that `config.json` has in every version of padfree. By them, folders of early versions are recognised."""
 
 SHOWN_SECONDS = 20.0
 """Maximum seconds until a host sees a file that another host has written to a shared folder."""

@@ -19,9 +19,9 @@ group has a signal are refused.
 
 An update may leave samples out, if the loss proves that their gradient is exactly 0 (`may_skip`, `has_advantage`):
 
-    groups        a a a a | b b b b | c c c c       advantages of GRPO
+    groups        a a a a | b b b b | c c c c       three groups of four samples
     rewards       1 0 0 1 | 1 1 1 1 | 0 0 0 0
-    computed      a a a a                           b and c: every advantage is 0
+    computed      a a a a                           every GRPO advantage of the groups b and c is 0
 
 A sample is left out under two conditions. First, the advantages of all its scored tokens are 0. Second, an advantage of
 0 makes the loss of a token 0, which an objective declares by `zero_without_advantage`. A KL, entropy or router term has
@@ -122,7 +122,7 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count the groups, and those without a learning signal. `samples` must contain whole groups.
+    """Count all groups, and the groups without a learning signal. `samples` must contain whole groups.
 
     With `reinforce++`, all samples form one group.
     """
@@ -165,12 +165,12 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:
-    """Whether samples without an advantage add nothing to the gradient, with these loss settings."""
+    """Whether, with these loss settings, a sample whose advantages are all 0 adds nothing to the gradient."""
     return isinstance(loss, PolicySettings) and not has_router_term and zero_without_advantage(loss)
 
 
 def run_may_skip(loss: LossConfig) -> bool:
-    """Whether the updates of a run leave out samples whose gradient is 0."""
+    """Whether the updates of a run with these loss settings leave out samples whose gradient is 0."""
     router = bool(loss.load_balancing or loss.router_bias)
     return loss.skip_zero_gradient == "auto" and may_skip(loss.settings(), has_router_term=router)
 

@@ -106,7 +106,7 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of `_spliced`. Those of the answer continue where the prompt ends.
+    """Return the rotary positions [P, n] of `_spliced`. The positions of the answer continue where the prompt ends.
 
     None if both samples have plain positions. The prompt ends with text, where all P positions are equal.
     """
@@ -154,7 +154,7 @@ def kto_loss(
     """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and whether x is correct.
 
     `logratios` [B]: x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point`
-    [B]: z₀. The x of a desirable answer is correct above z₀, that of an undesirable answer below z₀.
+    [B]: z₀. A desirable answer is correct if x is above z₀, and an undesirable answer if x is below z₀.
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)

@@ -59,7 +59,10 @@ class TokenMeasure:
 
 
 class PairMeasure:
-    """Measures loss, accuracy and margin of each pair of answers. The sums of a pair belong to its chosen sample."""
+    """Measures the loss, the accuracy and the margin of pairs of answers.
+
+    The numbers of a pair are stored in the row of its chosen sample; the row of the rejected sample is 0.
+    """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     keeps_groups: ClassVar[bool] = True

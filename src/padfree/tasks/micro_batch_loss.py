@@ -56,7 +56,7 @@ class MicroBatchLoss(ABC):
     ) -> None:
         """`settings`: the settings of the loss. `teacher`: a frozen model, for losses that need one."""
         self.settings, self.temperature, self.memory = settings, temperature, memory
-        self.teacher = None if teacher is None else teacher.train(False)  # its dropout would add noise
+        self.teacher = None if teacher is None else teacher.train(False)  # without dropout, which is noise
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:

@@ -34,7 +34,7 @@ Entry j belongs to token j and is 0 if token j is not scored.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """Functions that score samples, one for each model of the run. A field is None if the run has no such model."""
+    """Functions that score samples: one for each model of the run, or None for a model that the run does not have."""
 
     policy: Logprobs  # the model in training, with its current weights
     reference: Logprobs | None = None

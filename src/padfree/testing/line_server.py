@@ -54,7 +54,7 @@ class LineServer(ServerApi):
 
     async def check(self, served: ServedModel) -> str:
         about = await self.call("about")
-        with self.reading("about did not return a name and a vocabulary"):
+        with self.reading("the call 'about' did not return a name and a vocabulary"):
             name, vocabulary = str(about["name"]), int(about["vocabulary"])
         if vocabulary != served.vocabulary:
             raise UserError(
@@ -67,7 +67,7 @@ class LineServer(ServerApi):
 
     async def version(self, *, timeout: float | None = None) -> str | None:
         about = await self.call("about", timeout=timeout)
-        with self.reading("about did not return a version"):
+        with self.reading("the call 'about' did not return a version"):
             return None if about["version"] is None else str(about["version"])
 
     async def complete(
@@ -82,7 +82,7 @@ class LineServer(ServerApi):
             stops=list(sampling.stops),
             version=str(version),
         )
-        with self.reading("complete did not return tokens"):
+        with self.reading("the call 'complete' did not return tokens"):
             answered, reason = found["version"], str(found["reason"])
             tokens, logprobs = checked_tokens(found["tokens"], found["logprobs"])
         self.need_version(answered, version)
@@ -94,7 +94,7 @@ class LineServer(ServerApi):
         scored = await self.call(
             "score", sequences=list(map(list, sequences)), num_sampled=num_sampled, temperature=temperature
         )
-        with self.reading("score did not return log-probabilities"):
+        with self.reading("the call 'score' did not return log-probabilities"):
             return [(list(tokens), [float(value) for value in logprobs]) for tokens, logprobs in scored]
 
     async def pause(self) -> None:

@@ -4,7 +4,7 @@ chatml            a header, the message, an end token, a newline
 chatml_marked     the same text, with {% generation %} around the assistant's messages
 forgetful         drops the reasoning of earlier turns and trims white space: a rendered conversation does not begin
                   with the text of its earlier turns
-no_system         rejects a system message, has no generation prompt and no name for the assistant
+no_system         rejects a system message, and writes neither a generation prompt nor a header for the assistant
 """
 
 from __future__ import annotations

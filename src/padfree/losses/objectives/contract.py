@@ -90,7 +90,9 @@ class ObjectiveInputs:
         pack = self.pack
         if pack is None:
             raise UserError(
-                "objective", "is elementwise, but it uses the mean over a sequence", "remove elementwise=True"
+                "objective",
+                "is declared elementwise, but calls sequence_mean, which needs whole sequences",
+                "remove elementwise=True",
             )
         mean = segment_mean(values.detach(), pack.mask, pack.sample_index, pack.num_samples, self.reduce)
         return spread(mean, pack.sample_index).to(values)

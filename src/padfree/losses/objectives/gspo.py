@@ -3,8 +3,9 @@
     max(-s A, -clamp(s, 1 - low, 1 + high) A)
 
 A is the advantage, and sg(x) is x without gradient. Each token uses s · π / sg(π) in place of s (GSPO-token in the
-paper). It has the value of s. The gradients of all tokens add up to the gradient of s if the tokens of a sequence have
-equal advantages and weights. Context ranks then exchange only values, not gradients.
+paper). This product has the value of s, but its gradient involves only the token's own π. If the tokens of a sequence
+have equal advantages and weights, the gradients of all tokens add up to the gradient of s. Context ranks that share the
+sequence then exchange only values, not gradients.
 """
 
 from __future__ import annotations
