@@ -281,7 +281,7 @@ class PackedBatch:
         def lengthened(tensor: Tensor, value: int = 0) -> Tensor:
             return torch.cat([tensor[:real], tensor.new_full((pad,), value)])
 
-        longer = self.TOKEN_FIELDS if self.entries is None else self.PACK_FIELDS  # a pad has no entries
+        longer = self.TOKEN_FIELDS if self.entries is None else self.PACK_FIELDS  # a pad predicts nothing
         padded: dict[str, Any] = {field: lengthened(getattr(self, field), fill.get(field, 0)) for field in longer}
         positions = torch.arange(pad, dtype=torch.int64, device=self.position_ids.device)
         padded["position_ids"] = torch.cat([self.position_ids[:real], positions])
@@ -443,7 +443,7 @@ class LocalImages:
     patches: tuple[int, ...]  # number of patches or tiles of each image of this rank
     placeholder: int  # the id of the placeholder token
     tokens: Tensor  # [m] int64 indices of the placeholders of images among this rank's tokens
-    features: Copies  # [m] the gather from this rank's (or the received) features to its placeholder tokens
+    features: Copies  # [m] gathers, for each placeholder, its feature from the features that this rank has
     exchange: RowExchange | None = None
 
 
@@ -452,8 +452,8 @@ class LocalBatch:
     """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
 
     If samples share prefixes, labels, weights, sample_index and rollout have shape [e] instead, for the e scored tokens
-    (`entries`) that this rank predicts. A filler is a pack of one unscored token. A rank with fewer packs than other
-    ranks runs fillers, so that all ranks make the same number of passes.
+    (`entries`) that this rank predicts. `is_filler` marks a pack of one unscored token. A rank with fewer packs than
+    other ranks runs fillers, so that all ranks make the same number of passes.
     """
 
     input_ids: Tensor  # [T/world]

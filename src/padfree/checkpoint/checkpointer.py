@@ -292,12 +292,12 @@ class Checkpointer:
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """Return the result of `latest` on rank 0, on every rank, because ranks may see different states."""
+        """Return on every rank what `latest` finds on rank 0, because ranks may see different states of the folder."""
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """Return the `extra` values of a checkpoint without its tensors, and load nothing."""
+        """Return the `extra` values that a checkpoint holds, without those that are tensors. No tensor is read."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):

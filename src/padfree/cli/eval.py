@@ -101,7 +101,12 @@ def _run_tasks(settings: argparse.Namespace) -> None:
     """Evaluate a model on tasks of lm-evaluation-harness."""
     names = tuple(filter(None, settings.tasks.split(",")))
     need(bool(names), "--tasks", settings.tasks, "give one or more names, separated by commas")
-    need(not settings.overrides, "--tasks", settings.overrides, "leave out settings: the first argument is the model")
+    need(
+        not settings.overrides,
+        "--tasks",
+        settings.overrides,
+        "leave out the settings: with --tasks, the model is the only argument",
+    )
     for option, least in (("num_fewshot", 0), ("limit", 1), ("seed", 0)):
         value = getattr(settings, option)
         need(value is None or value >= least, f"--{option.replace('_', '-')}", value, f"give {least} or more")

@@ -137,7 +137,12 @@ class Config:
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
         group, samples = self.rollout.samples_per_prompt, self.batch.samples
-        need(samples is not None, "batch.samples", None, "set batch.samples=64 and batch.tokens=none: rollouts need it")
+        need(
+            samples is not None,
+            "batch.samples",
+            None,
+            "set batch.samples=64 and batch.tokens=none: rollouts need a number of samples",
+        )
         assert samples is not None
         need(
             samples % group == 0,

@@ -247,7 +247,7 @@ class BatchConfig:
     """The global batch of a step: a number of `samples`, or a budget of `tokens`."""
 
     samples: int | None = setting(
-        None, least=1, about="Number of samples per step over all devices; RL does not split groups.", resume=STAYS
+        None, least=1, about="Number of samples per step over all devices; in RL, groups stay whole.", resume=STAYS
     )
     tokens: int | None = setting(
         None, least=1, about="Token budget per step over all devices, in place of batch.samples (SFT).", resume=STAYS

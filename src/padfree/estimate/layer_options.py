@@ -35,15 +35,19 @@ from padfree.model.structure import layers_of
 from padfree.sizes import ModelSizes
 
 FLOPS_PER_COPIED_BYTE = 11_500
-"""FLOPs of the forward pass in the time of copying one byte to host memory. On an H200: 570 TFLOP/s in compiled layers
-with bfloat16, and 50 GB/s.
+"""The FLOPs that the forward pass computes while one byte is copied to host memory.
+
+The value is for an H200: 570 TFLOP/s in compiled layers with bfloat16, and 50 GB/s.
 """
 
 FLOPS_PER_BYTE = 140
-"""FLOPs of matmuls in the time of writing one byte of recomputed activations. On an H200: 570 TFLOP/s and 4 TB/s."""
+"""The FLOPs that matmuls compute while one byte of recomputed activations is written.
+
+The value is for an H200: 570 TFLOP/s and 4 TB/s.
+"""
 
 ATTENDED_KEYS = 1024
-"""The number of keys per query, on average, that the costs assume."""
+"""The mean number of keys per query that is assumed for the cost of attention."""
 
 COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
 """The levels of compiled layers. At equal cost, earlier levels in this list go to earlier layers."""
@@ -128,7 +132,7 @@ def forward_flops(model: PreTrainedModel, layer: nn.Module) -> int:
 
 
 def matmul_flops(model: PreTrainedModel, layer: nn.Module) -> int:
-    """The FLOPs per token of the matmuls of `layer`. Of its experts, a token uses `experts_per_token`."""
+    """The FLOPs per token of the matmuls of `layer`. Only the experts that process a token count."""
     sizes, found = ModelSizes.of(model.config), 0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2 and ".experts." not in f".{name}":

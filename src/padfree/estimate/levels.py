@@ -11,10 +11,10 @@ A layer has one option per level. An option has the bytes kept on the device and
 the backward pass needs, and the cost of recomputing the rest. A tensor occupies device memory until its copy to host
 memory has ended. The copies cost nothing if all of them together take no longer than the forward pass.
 
-`choose_levels` finds the cheapest choice within the limits. It goes through the layers in order. Of all choices so far,
-it drops each for which another is at least as good in device bytes, host bytes and cost. Levels that keep less go to
-the first layers: their activations are needed last, so their copies have most time. For 36 equal layers this takes 0.3
-s.
+`choose_levels` finds the cheapest choice within the limits. It goes through the layers in order. After each layer, it
+drops every choice for which another choice is at least as good in device bytes, host bytes and cost. Levels that keep
+less go to the first layers: their activations are needed last, so their copies have most time. For 36 equal layers this
+takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ class _States:
         return _States(*(np.zeros(1, np.int64) for _ in range(3)))
 
     def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
-        """All choices with one more layer. For each: the index of the choice before it, and of the option of the new
-        layer.
+        """Extend each choice by each of the `options` of one more layer.
+
+        Returns the new choices and, for each of them, the index of the choice that it extends and of the added option.
         """
         added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
         own = (self.kept, self.offloaded, self.cost)
@@ -131,7 +132,10 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Leave out a choice if one with fewer host bytes is at least as good. `ends` divides `order` by host bytes."""
+        """Leave out a choice if another one with fewer host bytes has no more device bytes and no higher cost.
+
+        `ends` divides `order` into groups of choices with equal host bytes.
+        """
         remaining = []
         front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall
         for part in np.split(order, ends):

@@ -1,18 +1,19 @@
 """Estimate the memory that a run needs on each device, before any weight is loaded.
 
-    weights, gradients, optimizer   the exact size of the largest shard, in float32; if a run computes in bfloat16, its
+    weights, gradients, optimizer   the exact size of the largest shard, in float32. If a run computes in bfloat16, its
                                     frozen weights are in bfloat16. With parallel.offload, all three are in host memory.
-                                    Split weights (`padfree.model.split_weight`) take 4 1/8 bytes
-                                    With parallel.expert, experts are divided evenly over all shards
-    gathered                        the unsharded weights of the root unit and two layers (of all layers without
-                                    parallel.reshard) and unsharded gradients, while FSDP2 computes. With
-                                    parallel.expert, only the experts of this rank. Split weights are not gathered; only
-                                    the gradients of one layer and of the embeddings exist a second time, in bfloat16
+                                    Split weights (`padfree.model.split_weight`) take 4 1/8 bytes per element. With
+                                    parallel.expert, experts are divided evenly over all shards.
+    gathered                        while FSDP2 computes: the unsharded weights of the root unit and of two layers (of
+                                    all layers without parallel.reshard), and unsharded gradients. With parallel.expert,
+                                    only the experts of this rank count. Split weights are not gathered; only the
+                                    gradients of one layer and of the embeddings exist a second time, in bfloat16.
     activations                     what the forward pass of one micro-batch keeps for its backward pass, also in a
                                     vision tower
-    working                         the larger of two needs: the logits and gradients of the head, or the gradients of
-                                    one layer, with its activations if they are recomputed, less the activations that
-                                    the layers above it have freed by then
+    working                         the memory of the phase that needs most. One phase is the head, with its logits and
+                                    gradients. The other phases are the backward passes of the layers: the gradients of
+                                    a layer, and its activations if they are recomputed, minus the activations that
+                                    later layers have already freed.
     reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
     sent weights                    the weights of the last weight sync, in host memory, if weight syncs send
                                     differences

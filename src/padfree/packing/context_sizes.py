@@ -37,7 +37,7 @@ MORE_WAVES = 6
 """If a plan is more uneven than `EVEN` allows, plans with up to this many more waves than necessary are tried."""
 
 WAVE = 0.01
-"""The fixed cost of one wave, as a fraction of the cost of the step."""
+"""The fixed cost of one wave (one micro-batch on every rank), as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
 """A sample is not cut into parts of fewer tokens than this to save time, because smaller matmuls are not faster."""

@@ -139,7 +139,7 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """The cost of the step, divided by its cost if no rank had to wait for another. It is 1 for a perfect plan."""
+        """The cost of the step, divided by its cost if no rank had to wait for another. A perfect plan has 1."""
         return imbalance(self.cost)
 
     @property
@@ -353,10 +353,10 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """The target cost of the slots of each of J micro-batches, [J]. Without costly single samples, all targets are
-    equal.
+    """For each of J micro-batches, the target cost of its slots, [J]. A slot is one rank's work in one micro-batch.
 
-    The target of a micro-batch is at least the cost of the costliest sample that must run in it.
+    The target of a micro-batch is at least the cost of the costliest sample that must run in it. If no single sample
+    costs more than an average slot, all targets are equal.
 
     For example, samples with costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches cost 12 per rank. The sample of cost 9
     makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3], in which |

@@ -62,7 +62,7 @@ class MicroBatchLoss(ABC):
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].
 
-        `inside` (`padfree.sharding.parallelize`) gathers the head and the embeddings during the call.
+        Callers use `inside` (`padfree.sharding.parallelize`) to gather the head and the embeddings during the call.
         """
 
 

@@ -46,7 +46,7 @@ class Task(ABC):
     """Base class: what one training command, e.g. `padfree dpo`, reads, minimises and measures."""
 
     loss: ClassVar[type[MicroBatchLoss]]
-    """The loss to minimise. The engine's loss is made from the `TaskSettings` of this task."""
+    """The class of the loss to minimise. The engine creates the loss with the `TaskSettings` of this task."""
 
     @abstractmethod
     def read(self, settings: ReadSettings) -> TrainingData:
