@@ -231,11 +231,11 @@ class Inputs:
         self.q, self.k, self.v, self.dout = self.tensors
 
     def padded(self, x: Tensor) -> Tensor:
-        """[T, H, d] -> [B, H, longest, d]"""
+        """Pad the samples of a pack to the longest one: [T, H, d] -> [B, H, longest, d]."""
         return pad_sequence(list(x.split_with_sizes(self.lengths)), batch_first=True).transpose(1, 2)
 
     def packed(self, x: Tensor) -> Tensor:
-        """[B, H, longest, d] -> [T, H, d]"""
+        """Remove the padding: [B, H, longest, d] -> [T, H, d]."""
         return torch.cat([row[:, :length].transpose(0, 1) for row, length in zip(x, self.lengths, strict=True)])
 
 

@@ -88,7 +88,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, section: str, data: str, what: str, value: float, unit: str = "", goal: str = "") -> None:
-        """`goal`: for example ">= 50" or "<= 1.03"."""
+        """Print a result, and keep it. `goal`: a bound of the value, e.g. ">= 50" or "<= 1.03"."""
         sign, _, limit = goal.partition(" ")
         met = bool(goal) and (value >= float(limit) if sign == ">=" else value <= float(limit))
         verdict = ("met" if met else "MISSED") if goal else ""

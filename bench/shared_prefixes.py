@@ -11,9 +11,9 @@
     --device cuda --attention                    attention of one layer: keys copied, and a separate call for the prefix
     --device cuda --context 8                    context ranks of a pack of 128k tokens, simulated one after the other
 
-A group has G responses of R tokens to a prompt of P tokens. ρ = G (P + R) / (P + G R) is the number of tokens without
-sharing divided by the number with sharing. `gain` is the same ratio for time, and `work` for FLOPs, which is smaller
-than ρ. `head` is the time of copying entries, head and loss. Updates overlap as in a run.
+A group has G responses of R tokens to a prompt of P tokens. In the output, ρ = G (P + R) / (P + G R) is the number of
+tokens without sharing divided by the number with sharing. `gain` is the same ratio for time, and `work` for FLOPs,
+which is smaller than ρ. `head` is the time of copying entries, head and loss. Updates overlap as in a run.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def server_settings(config: Config, python: str) -> Config:
 
 
 def run(config: Config, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Run, and return the metrics of every step."""
+    """Train with this config, and return the metrics of every step."""
     config = replace(
         config,
         run=replace(config.run, folder=str(folder), seed=seed),

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def tensors(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of the matrices of a model."""
+    """Yield the names and shapes of the weight matrices of a model of this shape."""
     sizes = SHAPES[shape]
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     queries, keys = (sizes[name] * sizes["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))

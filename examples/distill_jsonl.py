@@ -17,7 +17,7 @@ from padfree.train.run import train
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Train, and return the mean divergence of every step."""
+    """Train the student, and return the mean divergence from the teacher in every step."""
     parser = argparse.ArgumentParser(description="Distil a teacher into a student on a JSONL file.")
     parser.add_argument("--student", required=True, help="a folder or a Hub id")
     parser.add_argument("--teacher", required=True, help="a folder or a Hub id with the same vocabulary")

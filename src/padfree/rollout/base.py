@@ -91,12 +91,12 @@ class Response:
 
     @property
     def token_versions(self) -> NDArray[np.int64]:
-        """Return [m]: the policy version of each token."""
+        """Return the version of the weights that sampled each of the m tokens, [m]."""
         return np.full(len(self.tokens), self.version, np.int64) if self.versions is None else self.versions
 
     @property
     def kept_sets(self) -> KeptSets:
-        """Return the kept sets of the m tokens."""
+        """Return, for each of the m tokens, the set of ids from which it was sampled."""
         return KeptSets.whole(len(self.tokens)) if self.kept is None else self.kept
 
     def is_whole(self, max_new_tokens: int) -> bool:

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 CLOSING = 10.0
-"""Seconds that cancelled tasks have to end."""
+"""Seconds in which cancelled tasks must end when the loop is closed."""
 
 
 class DaemonThreads(ThreadPoolExecutor):

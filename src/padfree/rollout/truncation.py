@@ -62,7 +62,7 @@ def truncation_of(settings: RolloutConfig) -> Truncation:
 
 
 WHOLE = Truncation()
-"""Nothing is truncated."""
+"""The truncation that keeps the whole vocabulary."""
 
 
 def kept_mask(

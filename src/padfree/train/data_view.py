@@ -134,7 +134,9 @@ def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     if text.isascii() and text.isdigit():
         if not 1 <= int(text) <= len(rows):
             raise UserError(
-                "--row", f"{text}", f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}"
+                "--row",
+                f"{text} is not the number of a row in use",
+                f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}",
             )
         return int(text) - 1
     names = [place for place, _ in rows]

@@ -87,7 +87,7 @@ def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]
 
 
 class PendingStep:
-    """An optimizer step that the device may still be executing."""
+    """An optimizer step that has begun, and that the device may still be executing. `finish` returns its results."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class StepPipeline:
 
     @property
     def last(self) -> PendingStep | None:
-        """The most recent unfinished update."""
+        """The most recent update that has begun and is not finished; None if all updates are finished."""
         return self._unfinished[-1].pending if self._unfinished else None
 
     def add(self, pending: PendingStep, *, step: int, metrics: Mapping[str, Any], begin: float) -> None:

@@ -65,7 +65,7 @@ from padfree.train.step_pipeline import OnActivity, OnStep, StepPipeline
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """How a run ended."""
+    """How a run ended: after which step, why, and with which checkpoint."""
 
     step: int  # number of optimizer steps of the run, including those before a resume
     stopped: bool  # whether a signal stopped the run

@@ -84,7 +84,7 @@ POLL = 0.2
 
 
 class Collector:
-    """Turns groups of prompts into rewarded samples."""
+    """Turns groups of prompts into samples with rewards: has episodes sampled, and computes their rewards."""
 
     def __init__(
         self,
@@ -419,7 +419,7 @@ class Collector:
         return total - unfinished, unfinished
 
     def _gathered(self, own: Any) -> list[Any]:
-        """Gather an object from every rank."""
+        """Gather an object from every rank, and return the list of them. Collective."""
         return gather_objects(own, self.mesh.loss.group, "the exchange of rollouts")
 
     @contextmanager

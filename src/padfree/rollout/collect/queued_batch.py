@@ -60,7 +60,7 @@ class EpisodeOutcome:
 
 
 Outcomes = Mapping[int, EpisodeOutcome]
-"""The outcomes of episodes, by episode number."""
+"""The outcomes of episodes of a batch, by the number of the episode in the batch."""
 
 
 Stored = tuple[int, int, Played | Response]
@@ -106,7 +106,7 @@ class QueuedBatch:
 
     @property
     def requested(self) -> Sequence[RolloutGroup]:
-        """The groups that have been requested."""
+        """The groups of the batch whose episodes have been requested so far."""
         return self.groups[: self.num_requested]
 
     def prompts(self) -> dict[int, Prompt]:
@@ -114,7 +114,7 @@ class QueuedBatch:
         return {number: group.prompt for group in self.groups for number in group.numbers}
 
     def request_first(self) -> list[RolloutGroup]:
-        """Return the groups to request first."""
+        """Return the groups to request first. `request_more` returns further ones if the filter needs them."""
         return self._request(self._wanted)
 
     def request_more(self, outcomes: Outcomes) -> list[RolloutGroup]:
@@ -215,7 +215,7 @@ def _spare_prompts(prompts: Sequence[Prompt], own: Sequence[RolloutGroup], seed:
 
 
 def merged(parts: Iterable[Outcomes]) -> dict[int, EpisodeOutcome]:
-    """Return the outcomes of all ranks in one mapping."""
+    """Merge the outcomes of all ranks, each a mapping by episode number, into one mapping."""
     return {number: one for part in parts for number, one in part.items()}
 
 

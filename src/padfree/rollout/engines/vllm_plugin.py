@@ -67,7 +67,7 @@ def _engine_class() -> type[Any]:
         differences: list[dict[str, Any]] | None = None
 
     class PadfreeEngine(WeightTransferEngine):  # type: ignore[misc]
-        """Receives weights from padfree's trainer."""
+        """The weight transfer engine in a worker of a vLLM server: receives weights from padfree's trainer."""
 
         init_info_cls = InitInfo
         update_info_cls = UpdateInfo

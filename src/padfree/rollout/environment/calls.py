@@ -62,7 +62,7 @@ class Context:
 
 
 class Calls:
-    """The API calls of one episode, as branches of its tree."""
+    """The API calls of one episode. Each call is a branch of the episode's tree of token ids."""
 
     def __init__(self, tree: Tree, host: Host) -> None:
         self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer

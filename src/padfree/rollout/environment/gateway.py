@@ -45,7 +45,7 @@ ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """An episode that programs can reach at a URL."""
+    """An episode whose policy programs can call at a URL, which contains a secret key."""
 
     key: str
     tree: Tree

@@ -62,7 +62,7 @@ class CallError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """An HTTP answer."""
+    """An HTTP answer: status, content and content type."""
 
     status: int = 200
     data: bytes

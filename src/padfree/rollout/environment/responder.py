@@ -41,7 +41,7 @@ class Responded:
 
 
 class PolicyResponder:
-    """Samples the responses of one episode."""
+    """Samples the responses of one episode for an environment that keeps the conversation as messages."""
 
     def __init__(self, tree: Tree, host: Host, make_parser: Callable[[], ToolCallParser]) -> None:
         """`make_parser` returns the parser for tool calls. Only requests with tools need it."""

@@ -39,7 +39,7 @@ MAX_TURNS = 10_000
 """Maximum number of requests for tokens in one episode."""
 
 GRACE = 5.0
-"""Seconds that a cancelled episode has to end."""
+"""Seconds in which a cancelled episode must end. After that, it is abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,7 +148,7 @@ class Rounds:
 
 
 class Streams:
-    """Sends each request to an `AsyncSampler` at once."""
+    """Sends each request of an episode to an `AsyncSampler` without waiting for requests of other episodes."""
 
     def __init__(self, sampler: AsyncSampler, thread: LoopThread, timeout: float) -> None:
         self._sampler, self._thread, self._timeout = sampler, thread, timeout

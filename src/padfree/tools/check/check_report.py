@@ -73,7 +73,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """All results of a check; the same on every process."""
+    """All results of `padfree check`, the same on every process."""
 
     model: str
     num_layers: int

@@ -30,7 +30,7 @@ from padfree.sizes import ModelSizes
 from padfree.train.resolve_auto import device_memory
 
 USABLE = 0.7
-"""The fraction of free memory that the reference may use."""
+"""The fraction of free memory that the float64 reference may use. If it needs more, there is no float64 reference."""
 
 Found = TypeVar("Found")
 

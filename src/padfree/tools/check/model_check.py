@@ -73,7 +73,7 @@ from padfree.train.check_data import check_fits
 from padfree.train.float8_budget import Float8Distance
 
 TIMEOUT = 3600.0
-"""Seconds that the other processes wait for the reference."""
+"""Maximum seconds for which all other processes wait until rank 0 has computed the reference."""
 
 RANDOM_SAMPLES = 8
 

@@ -249,7 +249,7 @@ class PackedPath:
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
-    """Return a training engine for this loss."""
+    """Return a training engine that computes this loss on the scorer's model."""
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()

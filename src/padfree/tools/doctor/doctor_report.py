@@ -25,7 +25,7 @@ class TextFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DoctorReport:
-    """All findings about a server or a rollout file."""
+    """All that `padfree doctor` has found out about a server or a rollout file."""
 
     model: str
     subject: str  # the URL or the file

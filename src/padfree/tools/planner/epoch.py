@@ -77,7 +77,7 @@ class EpochPlan:
 
     @cached_property
     def tokens(self) -> Lengths:
-        """[steps]: number of tokens of each step."""
+        """Return the number of tokens of each step, [steps]."""
         return np.array([step.sum() for step in self.steps], dtype=np.int64)
 
     @cached_property

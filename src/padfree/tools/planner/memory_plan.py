@@ -18,7 +18,7 @@ from padfree.train.resolve_auto import USABLE_FRACTION
 GIBIBYTE = 1 << 30
 
 MOST_TOKENS = 1 << 22
-"""The largest micro-batch that is considered, in tokens."""
+"""The search for the largest micro-batch that fits stops at this number of tokens."""
 
 TOKEN_STEP = 256
 """The number of tokens of larger micro-batches is rounded down to a multiple of this number."""

@@ -138,7 +138,7 @@ def read_run(folder: Path, name: str) -> Run:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise a `UserError` if this is not a run folder."""
+    """Raise a `UserError` if the folder does not exist or is not a run folder."""
     try:
         if any((folder / name).exists() for name in (MARKER, METRICS, EVENTS)):
             return

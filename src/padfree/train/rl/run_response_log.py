@@ -55,7 +55,7 @@ def settings_digest(made_with: Mapping[str, Any]) -> str:
 
 
 class RunResponseLog:
-    """The response log of a run. All methods are collective."""
+    """The response log of a run: responses sampled since the last checkpoint, on disk. All methods are collective."""
 
     def __init__(
         self,

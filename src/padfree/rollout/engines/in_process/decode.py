@@ -22,7 +22,7 @@ from padfree.routes import Routes, joined_routes
 
 
 class Decoder(DecodeSteps):
-    """Samples from a `CachedModel`."""
+    """Samples responses from a `CachedModel`, many at a time: each in a slot of its own."""
 
     @torch.no_grad()
     def sample(

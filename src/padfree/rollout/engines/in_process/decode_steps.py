@@ -81,7 +81,7 @@ class Buffers:
 
 @dataclass(slots=True)
 class DecodeStatistics:
-    """Statistics of the last call of `sample`."""
+    """Counts of decode steps, prefilled tokens and captured graphs in the last call of `Decoder.sample`."""
 
     steps: int = 0
     slot_steps: int = 0  # number of slots summed over all steps, occupied or not
@@ -104,7 +104,7 @@ class StatusCopy:
 
 
 class PlacedPrompt(NamedTuple):
-    """A prompt to prefill."""
+    """A prompt to prefill, and its place in the KV cache."""
 
     sample: Sample  # the prompt without its last token
     start: int  # the cache index of its first token
@@ -240,7 +240,7 @@ class DecodeSteps:
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
     def _max_capacity(self) -> int:
-        """Maximum number of tokens in the cache."""
+        """Return the maximum number of tokens in the KV cache that the memory allows."""
         assert self.shapes is not None
         limit = self.cache_bytes
         if limit is None:

@@ -59,7 +59,7 @@ def make_in_process_sampler(
 
 
 class InProcessSampler:
-    """Samples from a model in this process."""
+    """The sampler of `rollout.engine=in_process`: samples from a model in the training process."""
 
     def __init__(
         self,

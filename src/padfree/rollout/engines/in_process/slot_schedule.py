@@ -72,7 +72,7 @@ class CachedPrompt:
 
 @dataclass(slots=True, eq=False)
 class DecodeSlot:
-    """A response that is being sampled."""
+    """A slot of the decoder: a response that is being sampled, and its place in the KV cache."""
 
     request: int
     prompt: CachedPrompt

@@ -5,17 +5,19 @@
     server   s          . s s s s s | s s s     log-probabilities of the server
     trainer  t          . t t t t t | t t t     log-probabilities of the trainer for the same tokens
 
-    difference   mean |s - t|                            above the limit: the weights did not arrive
-    followed     <s - s', t - t'> / <t - t', t - t'>     <,>: inner product; s', t': at the previous weight sync.
-                                                         1 if s changed as t did, 0 if s did not change
+Two tests use these log-probabilities. Let s' and t' be those of the previous weight sync, and <,> the inner product:
 
-The test of `difference` misses old weights on a server, if a training step changes the log-probabilities by less than
+    difference   mean |s - t|                            above the limit: the weights did not arrive
+    followed     <s - s', t - t'> / <t - t', t - t'>     1 if s changed as t did; 0 if s did not change, so that the
+                                                         server still has the old weights
+
+The test of `difference` misses old weights on a server if a training step changes the log-probabilities by less than
 bfloat16 rounding. The test of `followed` detects them, because a server rounds the same tokens in nearly the same way
 before and after the step.
 
-The test of `followed` needs a change of the trainer that is larger than its rounding. It therefore runs only if the
-norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t'. Correct weights then give 3/4
-or more.
+The test of `followed` needs a change of the trainer's log-probabilities that is larger than their rounding. It
+therefore runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t', for
+n tokens. With correct weights, `followed` is then 3/4 or more.
 
 The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
 option, which may be off.

@@ -56,7 +56,7 @@ class HttpServer(ServerApi):
 
 
 class HttpConnection:
-    """One connection to a server, for consecutive calls."""
+    """One connection to a server, for consecutive calls that the same server process must answer."""
 
     def __init__(self, server: HttpServer, timeout: float) -> None:
         self._server, self._timeout = server, timeout

@@ -62,7 +62,7 @@ class VersionError(UserError):
 
 
 class IncompleteError(Exception):
-    """An answer lacks a required part."""
+    """An answer of a server lacks a required part, or has an invalid one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from padfree.rollout.engines.servers.buckets import host_copy
 from padfree.rollout.engines.servers.differences import RegionDifference, bits_of, checksum, encode
 
 BUCKET = 256 << 20
-"""Maximum bytes of a bucket, unless one tensor is larger."""
+"""Maximum bytes of a bucket (tensors that are sent together). A larger tensor has a bucket of its own."""
 
 Named = tuple[str, Tensor]
 
