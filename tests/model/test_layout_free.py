@@ -1,8 +1,8 @@
 """The forward pass is layout-free to the bit: a sample has the same log-probabilities and entropies in every layout.
 
-On a CPU in float32, for every architecture of `TESTED` without experts. Only packs of a few tokens need padding: for
-them a CPU library uses other matmul kernels. Experts get few tokens each, and are therefore not promised
-(`padfree.rollout.engines.in_process.exact_operators`); neither are layers with a recurrent state.
+On a CPU in float32, for every architecture of `TESTED` without a recurrent state. Only packs of a few tokens need
+padding: for them a CPU library uses other matmul kernels. Experts get few tokens each; their matmuls have blocks of
+rows (`padfree.model.exact_operators`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from padfree.cp import shard
 from padfree.head import score
 from padfree.layers.recompute import recompute_layers
 from padfree.model import TESTED, attach, hidden_states, lm_head_of
+from padfree.model.exact_operators import use_exact_operators
 from padfree.model.sharing import sharing_obstacle
 from padfree.model.structure import layers_of
 from padfree.packing import CostModel, collate
@@ -32,7 +33,7 @@ LEAST_TOKENS = 16
 
 PROMPTS, RESPONSES = (7, 30, 1), (1, 20, 55)
 
-UNPROMISED = ("experts", "state", "layers of type", "counts positions", "custom code")
+UNPROMISED = ("state", "layers of type", "counts positions", "custom code")
 """Parts of the reasons why an architecture is not promised."""
 
 Scores = dict[int, tuple[Tensor, Tensor]]
@@ -96,6 +97,7 @@ def architectures() -> list[str]:
 @pytest.mark.parametrize("name", architectures())
 def test_scores_have_the_same_bits_in_every_layout(name: str) -> None:
     model = attach(build(name)).eval()
+    use_exact_operators(model)
     reason = model_problem(model, torch.device("cpu"))
     if reason is not None and any(part in reason for part in UNPROMISED):
         pytest.skip(reason)

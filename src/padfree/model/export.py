@@ -184,6 +184,12 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, gather()
 
 
+def separate_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Like `whole_tensors`, but with adapters as tensors of their own. Collective."""
+    for name, tensor in named_tensors(model).items():
+        yield name, gathered(tensor)
+
+
 def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
     """Return, for every name that `whole_tensors` yields, the function that gathers the tensor. The calls are
     collective.

@@ -43,6 +43,7 @@ from padfree.layers.float8 import fits_float8, use_float8
 from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
 from padfree.model.decoder_linears import decoder_linears
+from padfree.model.exact_operators import use_exact_operators
 from padfree.model.lora import add_adapters
 from padfree.model.parts import freeze as freeze_parts
 from padfree.model.route_replay import RouteReplay, need_replay
@@ -80,7 +81,7 @@ def transformations(
     """The transformations of a model, in order.
 
     - `float8`: the matmuls of linear layers that are computed in float8.
-    - `exact`: compiled layers give a token the same bits as the sampler (`rollout.exact`).
+    - `exact`: compiled layers, and operators on a CPU, give a token the same bits as the sampler (`rollout.exact`).
     - `rules`: the parameters that are sharded over a mesh of their own.
     - `replay`: routers replay the routes of samples.
     - `stretch`: `checkpointing` was chosen for a model that may have another number of layers.
@@ -94,6 +95,8 @@ def transformations(
         steps.append(partial(add_adapters, settings=lora))
     if replay:
         steps.append(_replay)
+    if exact and mesh.device.type == "cpu":
+        steps.append(use_exact_operators)
     if float8:
         steps.append(partial(_use_float8, products=tuple(float8)))
     assert compile != "none" or not needs_compiled_layers(checkpointing), "only compiled layers have these levels"

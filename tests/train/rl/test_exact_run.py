@@ -51,7 +51,28 @@ def differences(folder: Path) -> list[float]:
 
 
 def test_two_context_ranks_agree_with_the_sampler(tmp_path: Path) -> None:
+    """The weights are sharded, and the sampler has copies of them and of the adapters."""
     model = save_with_tokenizer(tmp_path / "model", architecture="gemma2", writes_back=True)
     folder = tmp_path / "run"
-    run_ranks(2, run, settings_of(folder, model, parallel={"context": 2}))
+    run_ranks(2, run, settings_of(folder, model, parallel={"context": 2}, lora={"rank": 4}))
+    assert differences(folder) == [0.0] * 2
+
+
+def test_adapters_agree_with_the_sampler(tmp_path: Path) -> None:
+    """The first step of two has no gradient for A, because B begins with zeros; the third one has both."""
+    model = save_with_tokenizer(tmp_path / "model", architecture="llama", writes_back=True)
+    folder = tmp_path / "run"
+    changes: dict[str, Any] = {"lora": {"rank": 4}, "run": {"folder": str(folder), "steps": 3, "device": "cpu"}}
+    train(config_from_dict(settings_of(folder, model, **changes)))
+    assert differences(folder) == [0.0] * 3
+    merged = tmp_path / "merged"
+    changes["run"]["folder"] = str(merged)
+    train(config_from_dict(settings_of(merged, model, rollout={"exact": False}, **changes)))
+    assert max(differences(merged)) > 0, "a difference is measured at all"
+
+
+def test_experts_agree_with_the_sampler(tmp_path: Path) -> None:
+    model = save_with_tokenizer(tmp_path / "model", architecture="qwen2_moe", writes_back=True)
+    folder = tmp_path / "run"
+    train(config_from_dict(settings_of(folder, model)))
     assert differences(folder) == [0.0] * 2

@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from padfree.batch import AttnContext, LmHead, LocalBatch
 from padfree.layers.compile import layer_compiler
+from padfree.model.exact_operators import use_exact_operators
 from padfree.model.interface import NAME, attention, mark_image_layers, position_limit, text_config
 from padfree.model.outputs import base_of, described_head
 from padfree.model.route_replay import RouteRecorder
@@ -125,7 +126,10 @@ class CachedModel:
             self._language = getattr(self._base, self._family.language)
             if self._family.whole_images:
                 mark_image_layers(self._language)
-        use_decode_experts(model)
+        if exact and self.device.type == "cpu":
+            use_exact_operators(model)
+        else:
+            use_decode_experts(model)
         run = _run_layer
         if compiled:
             compiler = layer_compiler("inductor", "none", operators=True, exact=True) if exact else "inductor"

@@ -5,7 +5,9 @@
     RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
                               not compiled: the model's own code                   depends on the width only
     LayerNorm (CPU only)      the model's own code                                 the same: `row_trial`
-    linear layers             the library's matmul                                 a sum over K in parts: `row_trial`
+    experts (CPU only)        blocks of 16 rows:                                   nothing: all matmuls have one shape
+                              `padfree.model.exact_operators`
+    linear layers, adapters   the library's matmul                                 a sum over K in parts: `row_trial`
     attention                 prefill: the trainer's kernel. Decode steps: a       the order of sums and the borders
                               kernel that is compared with it on the device,       of blocks of keys:
                               or the trainer's with one query per slot             `exact_attention`
@@ -30,9 +32,13 @@ from padfree.config import LoraConfig, ParallelConfig, RolloutConfig
 from padfree.config.rollout import TRUNCATION
 from padfree.errors import UserError
 from padfree.model.interface import chunk_of, text_config
+from padfree.model.lora import needs_merging
+from padfree.model.routers import routers_of
 from padfree.model.sharing import state_obstacle
+from padfree.model.stacked_experts import stacked_experts
 from padfree.model.vision.families import family_of
 from padfree.rollout.engines.in_process.cached_model import EXPERTS, layers_of_model, unsupported_reason
+from padfree.rollout.engines.in_process.decode_experts import all_stacked
 from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
 from padfree.rollout.engines.in_process.row_trial import is_row_invariant, trial
 
@@ -48,7 +54,7 @@ _METHOD_PROBLEMS = {
 }
 """Why a method of context parallelism is not allowed."""
 
-LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU)
+LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU, nn.ModuleDict, nn.ParameterDict)
 """Modules without children that may occur in a layer, besides RMSNorm and activations without parameters."""
 
 
@@ -64,14 +70,15 @@ def problem(
 ) -> str | None:
     """Return why the sampler of a run cannot compute the bits of the trainer on `device`, or None if it can.
 
-    `model` may be on the meta device; the matmuls of its layers are tried on `device`. `dtype`, `attention`: the
-    settings `model.dtype` and `model.attention`.
+    `model` has its adapters, and may be on the meta device. The matmuls of its layers are tried on `device`. `dtype`,
+    `attention`: the settings `model.dtype` and `model.attention`.
     """
     return (
         _settings_problem(rollout, parallel, lora)
         or _device_problem(device, dtype, parallel)
         or model_problem(model, device)
         or attention_problem(model, device, dtype, attention)
+        or _adapter_problem(model, device, lora)
         or _matmul_problem(model, device, dtype, rollout.max_concurrent)
     )
 
@@ -83,8 +90,8 @@ def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: Lo
         return "log-probabilities of truncated distributions (rollout.top_p, top_k, min_p) were not compared"
     if parallel.linear != "bfloat16":
         return f"parallel.linear={parallel.linear} is used in training only"
-    if lora.rank:
-        return "the sampler multiplies by merged weights, but the trainer adds the product of the adapter"
+    if lora.rank and lora.dropout:
+        return f"lora.dropout={lora.dropout} changes the results of the trainer at random"
     if parallel.context != 1 and parallel.method != "allgather":
         return _METHOD_PROBLEMS[parallel.method]
     if parallel.expert != 1:
@@ -124,16 +131,20 @@ def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
     if family_of(model) is not None:
         return "vision-language models were not compared"
     if any(getattr(text_config(model.config), name, None) for name in EXPERTS):
-        return "the matmuls of experts depend on how many tokens each expert gets"
+        if device.type != "cpu":
+            return "the matmuls of experts depend on how many tokens each expert gets"
+        if not all_stacked(model):
+            return "its experts are not stacked weights, and their matmuls depend on how many tokens each expert gets"
     if text_config(model.config).model_type in OWN_CODE:
         return "its layers compute matmuls in custom code, whose bits were measured to differ between packs"
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():  # type: ignore[no-untyped-call]
+        if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
             return f"{name} has no entries for the positions of padding"
     layers = layers_of_model(model)
     assert layers is not None
+    known = {*stacked_experts(layers), *(part for router in routers_of(layers) for part in router.module.modules())}
     for name, module in _leaves(layers):
-        if not _is_row_invariant(module, device):
+        if module not in known and not _is_row_invariant(module, device):
             return f"{type(module).__name__} ({name}) has no kernel whose bits are known not to depend on other tokens"
     return None
 
@@ -164,6 +175,16 @@ def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch
         ):
             what = f"a window of {window} keys" if spec.window else f"heads of size {key_shape[1]}"
             return f"the backend {name!r} computes attention with {what} with other bits for one query than for a pack"
+    return None
+
+
+def _adapter_problem(model: PreTrainedModel, device: torch.device, lora: LoraConfig) -> str | None:
+    if not lora.rank:
+        return None
+    if device.type != "cpu":
+        return f"lora.rank={lora.rank} was compared on a CPU only"
+    if needs_merging(model):
+        return "adapters of experts and routers were not compared"
     return None
 
 

@@ -4,6 +4,9 @@
     unsharded, with the dtype of the sampler               the same tensors, not copied
     sharded, with adapters, or with another dtype          a whole copy, updated at every weight sync
 
+Adapters are merged into the copy, unless the sampling model has adapters too: for `rollout.exact`, sampler and trainer
+must multiply by the same matrices in the same order.
+
 The modules are new instances of the model's class. Training and sampling therefore do not affect each other: training
 adds compilation, recompute, FSDP2 and adapters only to its own layers. If tensors are shared, `update` takes those that
 the trained model holds at that moment. In a single process with float32 master weights, these are bfloat16 copies.
@@ -16,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from padfree.model.export import empty_copy, whole_tensors
+from padfree.config import LoraConfig
+from padfree.model.export import empty_copy, separate_tensors, whole_tensors
+from padfree.model.lora import add_adapters
 from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.sharing import state_obstacle
 
@@ -24,8 +29,14 @@ from padfree.model.sharing import state_obstacle
 class PolicyModel:
     """An HF model in evaluation mode. `update` sets its weights to those of the trained model."""
 
-    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device, adapters: LoraConfig | None = None
+    ) -> None:
+        """`adapters`: the settings of the adapters of `trained` if they are not merged."""
         self.model = empty_copy(trained, dtype)
+        self._keeps_adapters = adapters is not None
+        if adapters is not None:
+            add_adapters(self.model, adapters)
         self.state_obstacle = state_obstacle(trained)  # None, or why decoding needs more state than keys and values
         self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
         # Computed buffers, such as the frequencies of RoPE, are taken from the trained model, because another device
@@ -50,7 +61,7 @@ class PolicyModel:
         else:
             if any(tensor.is_meta for tensor in named_tensors(self.model).values()):
                 self._allocate()
-            copy_weights(trained, self.model)
+            copy_weights(trained, self.model, keep_adapters=self._keeps_adapters)
         return before != self._addresses()
 
     def _can_share(self, trained: PreTrainedModel) -> bool:
@@ -94,9 +105,12 @@ class PolicyModel:
 
 
 @torch.no_grad()
-def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel) -> None:
-    """Copy the weights of `trained`, which may be sharded or have adapters, to the whole model `copy`. Collective."""
+def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel, *, keep_adapters: bool = False) -> None:
+    """Copy the weights of `trained`, which may be sharded or have adapters, to the whole model `copy`. Collective.
+
+    With `keep_adapters`, `copy` has the same adapters; otherwise they are merged.
+    """
     targets = named_tensors(copy)
-    for name, tensor in whole_tensors(trained):
+    for name, tensor in separate_tensors(trained) if keep_adapters else whole_tensors(trained):
         targets.pop(name).copy_(tensor)
     assert not targets, f"{min(targets)} is not in the trained model"

@@ -18,10 +18,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from padfree.model.exact_operators import BLOCK_ROWS, is_narrow
+from padfree.model.routers import routers_of
 
 PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
 """Numbers of rows of a pack at which a matmul must agree with REFERENCE_ROWS."""
@@ -45,11 +48,19 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
-    """Return the distinct shapes of the linear layers in `layers`, in their order."""
-    linear = (module for layer in layers for module in layer.modules() if isinstance(module, nn.Linear))
-    return list(
-        dict.fromkeys(MatmulShape(each.in_features, each.out_features, each.bias is not None) for each in linear)
-    )
+    """Return the distinct shapes of the linear layers and routers in `layers`, in their order.
+
+    A linear layer with a single output has the shape with which `padfree.model.exact_operators` computes it.
+    """
+    shapes: dict[MatmulShape, None] = {}
+    for layer in layers:
+        routers = {router.module for router in routers_of(layer)}
+        for module in layer.modules():
+            if isinstance(module, nn.Linear) or module in routers:
+                weight: Any = module.weight
+                shape = MatmulShape(weight.shape[1], weight.shape[0], getattr(module, "bias", None) is not None)
+                shapes[MatmulShape(shape.inputs, BLOCK_ROWS, False) if is_narrow(module) else shape] = None
+    return list(shapes)
 
 
 @torch.no_grad()

@@ -45,7 +45,12 @@ def make_in_process_sampler(
     `score` is not used, because weights that are copied in memory need no check.
     """
     return InProcessSampler(
-        PolicyModel(trained, getattr(torch, config.model.dtype), mesh.device),
+        PolicyModel(
+            trained,
+            getattr(torch, config.model.dtype),
+            mesh.device,
+            config.lora if config.lora.rank and config.rollout.exact is True else None,
+        ),
         stops=stop_tokens(tokenizer, trained),
         temperature=config.loss.temperature,
         batch_size=config.rollout.max_concurrent,
