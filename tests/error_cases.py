@@ -259,6 +259,12 @@ CASES["config"] = [
     ("rollout.min_p", changed("rollout.min_p=1.5", recipe="rl-local"), "rollout.min_p=0.1"),
     *((name, changed(f"{name}=1", recipe="rl-vllm"), (f"-{name}", "rollout.top_p=0.9")) for name in UNSUPPORTED),
     ("rollout.staleness", changed("rollout.staleness=-1", recipe="rl-vllm"), "rollout.staleness=2"),
+    ("rollout.on_update", changed("rollout.on_update=wait", recipe="rl-vllm"), "rollout.on_update=finish"),
+    (
+        "rollout.routing",
+        changed("rollout.routing=replay", "rollout.staleness=1", recipe="rl-vllm"),
+        "rollout.on_update=restart",
+    ),
     ("rollout.staleness", changed("rollout.staleness=1", recipe="rl-local"), "rollout.staleness=0"),
     ("rollout.filter", changed("rollout.filter=same", recipe="rl-local"), "rollout.filter=equal"),
     (

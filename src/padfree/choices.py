@@ -53,6 +53,7 @@ module:function.
 """
 WeightTransfer = Literal["group", "files"]
 WeightSyncKind = Literal["auto", "full", "difference"]
+OnUpdate = Literal["continue", "finish", "restart"]
 RolloutFilter = Literal["none", "equal"]
 Routing = Literal["recompute", "replay"]
 OnFailure = Literal["error", "skip"]

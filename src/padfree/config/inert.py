@@ -130,6 +130,9 @@ READ_BY: dict[str, Reason | None] = {
     ),
     "rollout.exact": _sampled,
     "rollout.staleness": _sampled,
+    "rollout.on_update": _first(
+        _sampled, _served, _unless(lambda config: config.rollout.staleness > 0, lambda _: "with rollout.staleness=0")
+    ),
     "rollout.filter": _sampled,
     "rollout.oversample": _first(
         _sampled, _unless(lambda config: config.rollout.filter != "none", lambda _: "with rollout.filter=none")

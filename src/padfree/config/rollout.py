@@ -10,6 +10,7 @@ from typing import Literal
 from padfree.choices import (
     SAMPLING_ENGINES,
     OnFailure,
+    OnUpdate,
     RolloutFilter,
     Routing,
     WeightSyncKind,
@@ -162,6 +163,11 @@ class RolloutConfig:
         about="Number of batches that are sampled ahead of training; in_process supports 0 only.",
         fix="give 0 or more batches",
     )
+    on_update: OnUpdate = setting(
+        "continue",
+        about="What happens to responses in progress at a weight sync: the new weights continue them, the sync waits "
+        "until they finish, or they restart with the new weights.",
+    )
     routing: Routing = setting(
         "recompute",
         about="Which experts a token gets in training: recompute lets the routers choose again, replay uses the "
@@ -306,9 +312,9 @@ class RolloutConfig:
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
-        whole = self.routing == "recompute" or self.engine != "vllm" or not self.staleness
-        fix = "set rollout.staleness=0 or rollout.routing=recompute: servers return no routes of interrupted responses"
-        need(whole, "rollout.routing", self.routing, fix)
+        interrupts = self.engine == "vllm" and self.staleness > 0 and self.on_update == "continue"
+        fix = "set rollout.staleness=0 or rollout.on_update=finish: servers return no routes of interrupted responses"
+        need(self.routing == "recompute" or not interrupts, "rollout.routing", self.routing, fix)
         fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)
         compared = self.filter == "none" or self.samples_per_prompt > 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from padfree.config import config_from_dict
+from padfree.config.rollout import RolloutConfig
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.canary import Canary, CanaryScores
 from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerApi
@@ -110,9 +110,7 @@ def truncation_of_engine(api: type[ServerApi]) -> Attempt:
     """Make the servers of an engine for a run with rollout.min_new_tokens."""
 
     def attempt(folder: Path) -> None:
-        rollout = {"engine": "module:function", "reward": "exact_match", "min_new_tokens": 2}
-        given = {"model": {"path": "m"}, "data": {"path": "d"}, "batch": {"max_tokens": 64}, "rollout": rollout}
-        check_truncation(api, config_from_dict(given))
+        check_truncation(api, RolloutConfig(engine="module:function", reward="exact_match", min_new_tokens=2))
 
     return attempt
 

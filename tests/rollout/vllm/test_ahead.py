@@ -111,6 +111,47 @@ def check_versions(taken: Mapping[int, Any], weights: Mapping[int, Any], model_f
     return mixed
 
 
+class Busy(Remembering):
+    """Records how many responses are in progress at each pause."""
+
+    def _pause(self, paused: bool) -> dict[str, Any]:
+        if paused:
+            self.__dict__.setdefault("in_progress", []).append(self.at_once)
+        return super()._pause(paused)
+
+
+def trained(rank: int, world: int, config: Config) -> None:
+    train(config)
+
+
+@pytest.mark.parametrize("on_update", ["continue", "finish", "restart"])
+def test_responses_in_progress_at_a_weight_sync(on_update: str, model_folder: Path, tmp_path: Path, taken: Any) -> None:
+    plain = fake_of(model_folder)
+    fake = Busy(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    fake.token_seconds = 0.05
+    with serving(fake) as (url,):
+        settings: dict[str, Any] = {"servers": [url], "staleness": 2, "max_concurrent": 5, "on_update": on_update}
+        train(make_config(tmp_path / "run", model_folder, steps=4, **settings))
+    mixed = check_versions(taken, fake.weights, model_folder, temperature=0.8)
+    busy = any(fake.in_progress)
+    assert busy == (on_update != "finish"), "the sync waits until no response is in progress"
+    assert (mixed > 0) == (on_update == "continue")
+    seeds = {seed_of(batch, number) for batch in range(1, 5) for number in range(SAMPLES)}
+    assert (asked_of(fake).keys() == seeds) == (on_update != "continue"), "a continued response has another seed"
+    assert (max(asked_of(fake).values()) > 1) == (on_update == "restart")
+
+
+def test_all_ranks_finish_before_a_weight_sync(model_folder: Path, tmp_path: Path) -> None:
+    plain = fake_of(model_folder)
+    fake = Busy(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
+    fake.token_seconds = 0.05
+    with serving(fake) as (url,):
+        settings: dict[str, Any] = {"servers": [url], "staleness": 1, "max_concurrent": 3, "on_update": "finish"}
+        run_ranks(2, trained, make_config(tmp_path / "run", model_folder, steps=3, **settings))
+    assert len(fake.in_progress) >= 3
+    assert not any(fake.in_progress)
+
+
 begun: list[str] = []
 """The thread of each reward."""
 

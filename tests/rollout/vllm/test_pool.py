@@ -325,5 +325,74 @@ def test_run_all_does_not_affect_an_endless_queue() -> None:
     assert times_completed([fake]) == Counter(range(1, 25))
 
 
+def test_a_pool_drains_before_a_weight_sync() -> None:
+    """Requests in flight finish, queued ones wait for the end of the sync, and a server that hangs delays nothing."""
+    fakes = with_weights(2, seconds=0.1)
+    fakes[1].fault = "hang"
+    received: list[int] = []
+
+    async def hung(server: ServerApi) -> None:
+        if server.url == hanging:
+            raise ServerLostError(f"rollout.servers: {server.url} did not answer")
+        await probe(server)
+
+    async def play(urls: list[str]) -> None:
+        pool = Pool([VllmServer(url, 20.0) for url in urls], concurrency=4, timeout=20.0, probe_every=0.1, probe=hung)
+        queue = pool.start_queue(respond)
+        queue.add(REQUESTS[:20], lambda index, response: received.append(index))
+        while not any(state.in_flight for state in pool.states):
+            await asyncio.sleep(0.01)
+        begin = time.monotonic()
+        await pool.drain()
+        assert time.monotonic() - begin < 20.0, "the requests of the hanging server do not run into their timeout"
+        finished = len(received)
+        assert 0 < finished < 20
+        assert fakes[0].at_once == 0
+        await asyncio.sleep(0.3)
+        assert len(received) == finished
+        pool.resume()
+        while len(received) < 20 and queue.error is None:
+            await asyncio.sleep(0.02)
+        assert queue.error is None
+        assert queue.task is not None
+        queue.task.cancel()
+
+    with serving(*fakes) as urls:
+        hanging = urls[1]
+        asyncio.run(play(urls))
+    assert sorted(received) == list(range(20))
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_interrupted_responses_continue_or_restart(continues: bool) -> None:
+    """The first response to each request is cut after one token."""
+    asked: list[SamplingRequest] = []
+    received: list[Response] = []
+
+    async def cut(server: ServerApi, request: SamplingRequest) -> Response:
+        first = request.key not in {one.key for one in asked}
+        asked.append(request)
+        number = 1 if first else request.max_new_tokens
+        return Response(
+            tokens=np.full(number, 7), logprobs=np.zeros(number, np.float32), ended=False, version=1 if first else 2
+        )
+
+    async def play() -> None:
+        servers = [VllmServer(unused_url(), 20.0)]
+        pool = Pool(servers, concurrency=4, timeout=20.0, probe_every=5.0, probe=probe, continues=continues)
+        queue = pool.start_queue(cut)
+        queue.add(REQUESTS[:3], lambda index, response: received.append(response))
+        while sum(one.is_whole(3) for one in received) < 3 and queue.error is None:
+            await asyncio.sleep(0.01)
+        assert queue.retried == (0 if continues else 3)
+        assert queue.task is not None
+        queue.task.cancel()
+
+    asyncio.run(play())
+    assert Counter(one.key for one in asked) == {1: 2, 2: 2, 3: 2}, "with the same seed"
+    assert sum(one.partial is not None for one in asked) == (3 if continues else 0)
+    assert {one.version for one in received} == ({1, 2} if continues else {2})
+
+
 def test_no_requests() -> None:
     assert run([unused_url()], requests=[]).found == {}

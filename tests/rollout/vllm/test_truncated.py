@@ -207,7 +207,7 @@ def test_a_run_trains_the_truncated_distribution(
     plain = fake_of(model_folder)
     fake = Holding(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
     fake.returns_kept = True
-    rules = {"top_k": 12, "top_p": 0.8, "min_new_tokens": 3}
+    rules: dict[str, Any] = {"top_k": 12, "top_p": 0.8, "min_new_tokens": 3}
     with serving(fake) as (url,):
         train(make_config(tmp_path / "run", model_folder, servers=[url], staleness=staleness, steps=4, **rules))
     found = lines(tmp_path / "run")

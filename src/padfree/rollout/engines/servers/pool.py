@@ -10,8 +10,9 @@ weights any more. In the second case a restarted server must receive the weights
 requests again. A request gets exactly one response, because it is retried only after its connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again and continues after its last token. If no server has the weights any more, the queue is `stuck` until
-the next weight sync.
+requested again. With `continues`, it continues after its last token, otherwise it starts from the beginning.
+`Pool.drain` waits until no response is in progress, so that the next weight sync interrupts none. If no server has the
+weights any more, the queue is `stuck` until the next weight sync.
 
 While requests are in flight, the pool asks each server for its policy version every few seconds. If a server does not
 answer in time, its requests are cancelled and go to another server.
@@ -107,11 +108,20 @@ class Pool:
     """The servers of a run and their state, as this process sees them."""
 
     def __init__(
-        self, servers: Sequence[ServerApi], *, concurrency: int, timeout: float, probe_every: float, probe: Probe
+        self,
+        servers: Sequence[ServerApi],
+        *,
+        concurrency: int,
+        timeout: float,
+        probe_every: float,
+        probe: Probe,
+        continues: bool = True,
     ) -> None:
+        """`continues`: whether interrupted responses keep their tokens."""
         self.states = [_ServerState(server=server) for server in servers]
         self.max_in_flight, self.timeout = concurrency * len(servers), timeout
-        self.probe_every, self.probe = probe_every, probe
+        self.probe_every, self.probe, self.continues = probe_every, probe, continues
+        self.draining = False
         self.gate = Gate()
         self.changed = asyncio.Event()
 
@@ -123,6 +133,18 @@ class Pool:
         for state in self.states:
             state.restarted = state.server not in usable
             state.down, state.failures = False, 0
+        self.changed.set()
+
+    async def drain(self) -> None:
+        """Start no request until `resume`, and wait for those in flight. Servers that hang are still detected."""
+        self.draining = True
+        while tasks := {task for state in self.states for task in state.in_flight}:
+            await asyncio.wait(tasks)
+
+    def resume(self) -> None:
+        """Start requests again after a weight sync."""
+        self.draining = False
+        self.gate.open()
         self.changed.set()
 
     async def run_all(self, requests: Sequence[SamplingRequest], respond: Respond, on_response: OnResponse) -> int:
@@ -221,12 +243,12 @@ class RequestQueue:
         usable = [state for state in pool.states if state.usable]
         healthy = any(not state.failures for state in usable)
         # No timeout counts during a weight sync, which has its own, or while the servers need a weight sync.
-        if healthy or pool.gate.is_closed or not self._requests or self._needs_weights():
+        if healthy or pool.gate.is_closed or pool.draining or not self._requests or self._needs_weights():
             self._last_progress = now
         if now - self._last_progress > pool.timeout:
             self._stop(self._timeout_error())
             return
-        while usable and self._queue and len(self._in_flight) < pool.max_in_flight:
+        while usable and self._queue and not pool.draining and len(self._in_flight) < pool.max_in_flight:
             state = min(usable, key=lambda state: len(state.in_flight))
             task = asyncio.create_task(self._process(self._queue.popleft(), state))
             state.in_flight.add(task)
@@ -259,7 +281,11 @@ class RequestQueue:
     def _keep(self, number: int, response: Response) -> None:
         on_response, index = self._callbacks[number]
         request = self._requests[number]
-        if response.is_whole(request.max_new_tokens):
+        is_whole = response.is_whole(request.max_new_tokens)
+        if not is_whole and not self._pool.continues:
+            self._requeue(number)
+            return
+        if is_whole:
             del self._requests[number], self._callbacks[number]
         else:
             self._requests[number] = replace(request, partial=response)

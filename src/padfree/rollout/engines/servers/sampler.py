@@ -32,7 +32,8 @@ import numpy as np
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from padfree.distributed import Mesh, raise_together
+from padfree.choices import OnUpdate
+from padfree.distributed import Mesh, gather_objects, raise_together
 from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, OnResponse, Response, SamplingRequest, Score
 from padfree.rollout.engines.servers.canary import NUM_SAMPLED, Canary, ScoredSequences
@@ -74,6 +75,7 @@ class ServerSampler:
     score: Score
     salt: str  # separates the entries of this run in the servers' prefix caches
     concurrency: int  # requests in flight for each server
+    on_update: OnUpdate
     timeout: float
 
     def __post_init__(self) -> None:
@@ -84,7 +86,12 @@ class ServerSampler:
         self._count = _TokenCount()
         every = min(PROBE_EVERY, self.timeout / 4)
         self._pool = Pool(
-            self.servers, concurrency=self.concurrency, timeout=self.timeout, probe_every=every, probe=self._probe
+            self.servers,
+            concurrency=self.concurrency,
+            timeout=self.timeout,
+            probe_every=every,
+            probe=self._probe,
+            continues=self.on_update == "continue",
         )
 
     # Weights
@@ -102,7 +109,12 @@ class ServerSampler:
 
     @contextmanager
     def _gate_closed(self) -> Iterator[None]:
+        """No request starts inside this context. With `rollout.on_update=finish`, none is in progress either."""
         gate = self._pool.gate
+        if self.on_update == "finish":
+            self.loop.run(self._pool.drain())
+            # A pause interrupts the responses of all ranks, so wait for the other ranks.
+            gather_objects(None, self.mesh.loss.group, "the end of responses before a weight sync")
 
         async def close() -> None:
             gate.close()
@@ -111,7 +123,7 @@ class ServerSampler:
         try:
             yield
         finally:
-            self.loop.call(gate.open)
+            self.loop.call(self._pool.resume)
 
     def _send_weights(self) -> None:
         """Send the current weights to every server that can load them, and verify the result. Collective.

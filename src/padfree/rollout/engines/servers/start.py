@@ -52,7 +52,7 @@ def make_server_sampler(
             "can start servers on one machine only, but the run uses several",
             "start the servers yourself and set rollout.servers",
         )
-    check_truncation(api, config)
+    check_truncation(api, rollout)
     served = served_model(config, trained, tokenizer)
     loop = LoopThread("servers")
     launcher: Launcher | None = None
@@ -111,6 +111,7 @@ def make_server_sampler(
             score=score,
             salt=broadcast_object(secrets.token_hex(8), mesh),
             concurrency=rollout.max_concurrent,
+            on_update=rollout.on_update,
             timeout=rollout.timeout,
         )
     except BaseException:
@@ -140,13 +141,13 @@ def active_truncation(settings: RolloutConfig, names: Iterable[str] = TRUNCATION
     return [f"rollout.{name}" for name in names if getattr(settings, name) != TRUNCATION[name]]
 
 
-def check_truncation(api: type[ServerApi], config: Config) -> None:
+def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
     """Raise a `UserError` if the run truncates the softmax and the engine cannot."""
-    names = active_truncation(config.rollout)
+    names = active_truncation(settings)
     if names and not api.takes_truncation:
         name = names[0].removeprefix("rollout.")
-        problem = f"is not supported by the servers of rollout.engine={config.rollout.engine}"
-        raise UserError(names[0], problem, "leave it out", getattr(config.rollout, name))
+        problem = f"is not supported by the servers of rollout.engine={settings.engine}"
+        raise UserError(names[0], problem, "leave it out", getattr(settings, name))
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
