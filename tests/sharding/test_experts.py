@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {
         {"expert": 2, "context": 4},
         {"expert": 2, "replicate": 2},
     ],
+    8: [{"expert": 2, "context": 2, "replicate": 2}, {"expert": 4, "context": 2}],
 }
 
 Result = tuple[list[float], dict[str, Tensor], list[Tensor]]
@@ -106,14 +107,20 @@ def on_several(rank: int, world: int, name: str) -> list[Result]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_give_what_one_process_gives(world: int, name: str) -> None:
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_give_what_one_process_gives(
+    world: int, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    """The differences are in the report of `pytest --junitxml`."""
     ((numbers, gradients, biases),) = run_ranks(1, on_one, name)
     assert numbers[1] > 0.1, "the routers' loss has an effect"
     for rank in run_ranks(world, on_several, name):
         for layout, (found, others, moved) in zip(LAYOUTS[world], rank, strict=True):
+            difference = largest_difference(others, gradients)[0]
+            shown = " ".join(f"{key} {size}" for key, size in layout.items())
+            record_property(f"{name}, {world} ranks, {shown}", f"{difference:.1e}")
             assert found == pytest.approx(numbers, rel=1e-12), layout
-            assert largest_difference(others, gradients)[0] < 1e-12, layout
+            assert difference < 1e-12, layout
             assert all(torch.equal(one, other) for one, other in zip(moved, biases, strict=True)), layout
         assert len(biases) == (name in BIASED)
 
