@@ -111,7 +111,9 @@ def _run_tasks(settings: argparse.Namespace) -> None:
         value = getattr(settings, option)
         need(value is None or value >= least, f"--{option.replace('_', '-')}", value, f"give {least} or more")
     alone = settings.apply_chat_template or settings.system is None
-    need(alone, "--system", settings.system, "add --apply-chat-template, or leave it out")
+    if not alone:
+        fix = "add --apply-chat-template, or leave out --system"
+        raise UserError("--system", "needs the chat template", fix, value=settings.system)
     need(processes_of().world == 1, "--tasks", settings.tasks, "start one process: tasks are evaluated on one device")
     target = json_target(settings.json)
     files = find_model(settings.recipe, base=settings.base)

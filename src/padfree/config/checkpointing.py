@@ -69,7 +69,7 @@ def stretched(value: str, num_layers: int) -> str:
 
 
 def text_of(levels: Sequence[LayerLevel]) -> str:
-    """The value of the setting for these levels, one per layer: the inverse of `levels_of`."""
+    """Return the value of `parallel.checkpointing` that gives each layer its level: the inverse of `levels_of`."""
     return ", ".join(f"{len(list(equal))} {level}" for level, equal in groupby(levels))
 
 

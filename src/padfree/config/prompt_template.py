@@ -23,6 +23,9 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
     parts = [(text, name) for text, name, _, _ in found]
     if all(name is None for _, name in parts):
         raise UserError(
-            "data.prompt_template", "names no column", "write {prompt} where the prompt goes", value=template
+            "data.prompt_template",
+            "has no column name in braces",
+            "write for example {prompt} for the column prompt",
+            value=template,
         )
     return parts

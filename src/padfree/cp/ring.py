@@ -142,9 +142,10 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates the ring for one rank, without a process group.
 
-    For the keys, `blocks` holds the keys and values of all ranks, and `collect` returns them in the order of a real
-    ring. For the gradients, `blocks` is None: `collect` returns zeros, and `posted[i]` afterwards holds this rank's
-    contribution to the gradient of the keys and values of rank `rank - i`.
+    To simulate the forward pass, give the keys and values of all ranks as `blocks`; `collect` returns them in the order
+    of a real ring. To simulate the backward pass, which sends gradients round the ring, give no `blocks`; `collect`
+    then returns zeros, and afterwards `posted[i]` holds this rank's contribution to the gradient of the keys and values
+    of rank `rank - i`.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:

@@ -116,10 +116,10 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """Return the tool call that the tool result `message` answers, and the index of the leaf with the call's name.
+        """Return the tool call that the tool result `message` answers, and the index of the call's name in `_leaves`.
 
-        The call is the one with the same id, or else the first call without a result. Return None if all calls have
-        results.
+        `_leaves` lists the texts and numbers of the conversation. The call is the one with the same id, or else the
+        first call without a result. Return None if all calls have results.
         """
         if not self._waiting:
             return None

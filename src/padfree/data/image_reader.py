@@ -34,7 +34,10 @@ class ImageReader:
         self.bad_files: list[BadFile] = []  # the files of images that could not be used
 
     def expanded(self, passage: Passage, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
-        """Return the passage with its images expanded, and the images. `folder`: the folder of relative paths."""
+        """Read the images of a passage (a rendered conversation), and replace each placeholder by its image's tokens.
+
+        `folder`: the folder to which relative paths of images refer.
+        """
         processor = self.settings.processor
         marker = processor.marker
         markers = sum(piece.text.count(marker) for piece in passage.pieces)

@@ -122,7 +122,7 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 
 
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
-    """Write gradient [C, kept] @ weight [kept, D] into `out` [C, D]."""
+    """Write gradient [C, K] @ weight [K, D] into `out` [C, D], for the K ids of the vocabulary that are scored."""
     kept = gradient.shape[1]
     # If the weight must be converted to another dtype, 4096 of its columns are converted and multiplied at a time.
     width = kept if gradient.dtype == task.head.weight.dtype else 4096

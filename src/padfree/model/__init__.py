@@ -10,7 +10,7 @@ outputs            hidden states, and the head that scores them
 vision             vision-language models: towers, positions, image features at the placeholder tokens
 scalar_head        heads that give one number: reward models, critics
 routers            routers of mixtures of experts
-roles              the role of each parameter
+roles              what each parameter is: hidden matrix, expert, embedding, head or vector
 structure          a model without weights: shapes, buffers, and the list of its layers
 model_files        which files hold which tensors
 named_tensors      the tensors of a model by their names in files, and the part that each rank holds

@@ -215,7 +215,7 @@ def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> 
         if own.shape[1] != len(routers) or known.max(initial=0) >= fewest:
             raise UserError(
                 "routes",
-                f"have {own.shape[1]} layers with experts and use expert {known.max(initial=0)}, but the model has "
-                f"{len(routers)} layers with {fewest} experts each",
+                f"need {own.shape[1]} layers with at least {known.max(initial=0) + 1} experts each, but the model has "
+                f"{len(routers)} such layers, with {fewest} experts or more",
                 f"use rollouts of this model, or {FIX}",
             )

@@ -84,7 +84,7 @@ def num_blocks(columns: int) -> int:
 
 
 def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
-    """The bytes of both moments of `numbers` weights, which form matrix rows of `columns` weights."""
+    """Return the size in bytes of both moments of a matrix with `numbers` weights, `columns` in each matrix row."""
     if state != "int8":
         return 2 * numbers * (4 if state == "float32" else 2)
     return 2 * numbers + 2 * 4 * num_blocks(columns) * (numbers // max(1, columns))

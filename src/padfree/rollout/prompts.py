@@ -4,8 +4,8 @@
     Prompt(tokens=[...], max_new_tokens=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
 
 A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
-`padfree.data.formats`. With `prompt_format`, the chat template renders the prompt, or its text is used unchanged. A
-prompt may show images (`padfree.data.image_reader`).
+`padfree.data.formats`. The setting `data.prompt_format` decides whether the chat template renders the prompt or
+the text of the prompt is used unchanged. A prompt may show images (`padfree.data.image_reader`).
 
 `Prompt.row` keeps all columns of the row, because the reward may need them. A column that is mapped to a field is
 stored under both names, such as `question` and `prompt` above.

@@ -1,20 +1,20 @@
 """Truncated sampling: a token is sampled only from its kept set, the ids that top-k, top-p and min-p keep.
 
-In this example, each rule is applied to the probabilities of six ids:
+In this example, the three rules are applied one after the other to the probabilities of six ids:
 
     probabilities    .40  .25  .15  .10  .06  .04
     top_k=5          .42  .26  .16  .10  .06             the 5 largest, rescaled to a sum of 1
     top_p=0.8        .42  .26  .16                       in this order, until the sum reaches 0.8
     min_p=0.5        .42  .26                            at least 0.5 of the largest probability
 
-The temperature is applied first, then top-k, top-p and min-p, in this order. A set is never empty, and ids with equal
+The logits are divided by the temperature before the rules are applied. A kept set is never empty, and ids with equal
 logits are all kept or all left out:
 
 - top-k keeps an id if fewer than k ids have a larger logit.
 - top-p keeps an id if the ids with larger logits have a total probability of less than p.
 - min-p keeps an id if its probability is at least p times the largest probability.
 
-`rollout.min_new_tokens` comes first: while a response has fewer tokens, the stop tokens are removed.
+Before these rules, the stop tokens are removed if the response has fewer than `rollout.min_new_tokens` tokens.
 
 Every rule keeps the ids whose logit is at or above a threshold. On the CPU, or with top-k, the threshold of top-p is
 read from sorted logits. Otherwise `_searched_threshold` finds it by bisection over the float32 numbers, in 32 passes

@@ -1,4 +1,4 @@
-"""`Policy`: the argument of an episode, with which it samples tokens, adds its own text, and branches.
+"""`Policy`: the object with which an episode samples tokens, adds text of its environment, and branches.
 
     async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
         turn = await policy.generate()              sampled; trained on
@@ -6,9 +6,9 @@
         await policy.generate()
         return policy.trajectory(reward=1.0)
 
-The random key of a turn depends on the seed, the batch, the response and the position of the turn in the tree
-(`sampling_rng.turn_key`), but not on time. The first turn of an episode has the same key as a response that is sampled
-without an environment.
+If an episode branches, its turns form a tree. The random key of a turn depends on the seed, the batch, the response and
+the position of the turn in this tree (`sampling_rng.turn_key`), but not on when the turn is sampled. The first turn of
+an episode has the same key as a response that is sampled without an environment.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Play many episodes concurrently on one event loop, each with a timeout, rewards and error handling.
 
-    plays      0 1 2 3 4 5 …     at most `max_concurrent` at a time; when one returns its trajectory, the next starts
-    a play     episode -> leaves (sequences that become samples) -> rewards -> Played
+    episodes       0 1 2 3 4 5 …    at most `max_concurrent` at a time; when one returns its trajectory, the next starts
+    one episode    tree of turns -> leaves (sequences that become samples) -> rewards -> Played
 
 If an episode fails, the run ends or, with `rollout.on_failure=skip`, the result is a `Played` with a failure. An
 episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of an
 episode stops while it waits for tokens. An episode that ignores its cancellation is abandoned.
 
-`play` waits for its episodes. `begin` does not wait: its episodes run during training, and start in the order of the
-queue.
+`play` waits for its episodes. `begin` does not wait: its episodes are queued, start in this order, and run during
+training.
 """
 
 from __future__ import annotations

@@ -241,8 +241,8 @@ def examine_server(
     if prompts is None and responses is None:
         raise UserError(
             "--server",
-            f"{probe.url} returns no log-probabilities with token ids for prompts given as token ids",
-            "give a server with the fields of OpenAI's completions: logprobs, and prompts of token ids",
+            f"{probe.url} was sent a prompt of token ids, but did not return token ids and their log-probabilities",
+            "give a server whose completions, like OpenAI's, accept token ids as prompt and support logprobs",
         )
     model: PreTrainedModel | None = patient.model
     if prompts is not None:

@@ -61,7 +61,7 @@ class PlanShape:
 
     @property
     def pack_tokens(self) -> int:
-        """The maximum number of tokens of a pack, i.e. the sum over the context ranks that share it."""
+        """The maximum number of tokens of a pack: that of one rank, times the number of ranks that share the pack."""
         return self.max_tokens * self.context
 
 
