@@ -70,7 +70,7 @@ class Reader:
     """Reads tensors that are stored as pieces in several files."""
 
     def __init__(self, path: Path, tensors: dict[str, Any], prefix: str = "") -> None:
-        self.tensors, self._prefix = tensors, prefix  # `prefix` + key is the key in the files
+        self.tensors, self._prefix = tensors, prefix  # the files store a tensor under `prefix` + key
         self._path = path
         self._files: dict[str, Any] = {}
 

@@ -84,7 +84,7 @@ def run(settings: argparse.Namespace) -> None:
     # Check only the names of the held-out data, because the training data of the recipe may be missing.
     check_names(held_out)
 
-    shown = Lines(shown=first, write=_to_stderr)  # stdout has the numbers only
+    shown = Lines(shown=first, write=_to_stderr)  # stdout gets only the metrics
     shown.activity("importing torch and transformers", 0, 0)
     with shown.heartbeat if first else nullcontext():
         from padfree.train.run import evaluate
@@ -130,7 +130,7 @@ def _run_tasks(settings: argparse.Namespace) -> None:
         system=settings.system,
         seed=settings.seed,
     )
-    with redirect_stdout(sys.stderr):  # stdout has the numbers only
+    with redirect_stdout(sys.stderr):  # stdout gets only the metrics
         found = run_tasks(files, options, dtype=settings.dtype, device=settings.device)
     numbers = numbers_of(found)
     kept = {key: found.get(key) for key in ("n-shot", "n-samples", "versions", "higher_is_better")}

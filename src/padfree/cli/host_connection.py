@@ -131,7 +131,7 @@ class HostConnection:
         try:
             shown.write(f"{self.host}: {line.rstrip()}\n")  # one write call, because other threads print too
             shown.flush()
-        except BrokenPipeError:  # the reader of the pipe has ended
+        except BrokenPipeError:  # the program that reads the pipe has ended
             self._events.put(Signalled(signal.SIGPIPE))
 
     def refusal(self, code: int, python: str) -> UserError:

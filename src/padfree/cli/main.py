@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if printed is None or error is not printed.failure:
                 return report(command, system_error(error) or error)  # the error is about another file than stdout
             if isinstance(error, BrokenPipeError):
-                return 0  # the reader of the pipe has ended
+                return 0  # the program that reads the pipe has ended
             say(command, f"stdout: cannot be written ({error.strerror}); free space, or redirect the output")
             return 1
         except Exception as error:

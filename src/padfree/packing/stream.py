@@ -377,7 +377,7 @@ class FixedSizeBatcher(_Batcher[T]):
 
 
 class _Waiting(NamedTuple, Generic[T]):
-    position: int  # among all samples read, over all epochs
+    position: int  # index of the sample among all samples read, over all epochs
     source_index: int
     sample: T
     tokens: int

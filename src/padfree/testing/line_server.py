@@ -62,7 +62,7 @@ class LineServer(ServerApi):
                 f"{self.url} has a vocabulary of {vocabulary}, but the model of this run has {served.vocabulary}",
                 "start the server with the model of model.path",
             )
-        await self.resume()  # a killed run may have left it paused
+        await self.resume()  # a killed run may have left the server paused
         return name
 
     async def version(self, *, timeout: float | None = None) -> str | None:

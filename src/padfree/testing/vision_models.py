@@ -273,7 +273,7 @@ def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int 
         return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=rows * columns)
     size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
     inputs = {"pixel_values": generator.standard_normal((rows, 3, size, size), dtype=np.float32)}
-    if kind == "llava_onevision":  # the whole image, and `rows` tiles above each other
+    if kind == "llava_onevision":  # it encodes the whole image, and `rows` tiles above each other
         pixels = generator.standard_normal((rows + 1, 3, size, size), dtype=np.float32)
         inputs = {"pixel_values": pixels, "image_sizes": np.array([[size * rows, size]])}
         return Picture(digest=digest, inputs=inputs, grid=None, num_tokens=16 + 4 * rows * 5)

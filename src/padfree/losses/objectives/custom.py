@@ -49,7 +49,7 @@ class UserObjective:
         try:
             found = self.function(tokens)
         except KeyboardInterrupt:
-            raise  # Ctrl-C outside of a run
+            raise  # let Ctrl-C through, if the loss is computed outside of a run
         except BaseException as error:  # BaseException includes SystemExit: a loss function must not end the run
             raise UserError("loss.kind", f"{self.path} raised {shown_error(error)}", "correct the function") from error
         output = ObjectiveOutput(losses=found) if isinstance(found, Tensor) else found
