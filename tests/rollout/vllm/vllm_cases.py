@@ -103,6 +103,7 @@ class FakeVllm:
             "/start_weight_update": lambda: self._start(),
             "/update_weights": lambda: self._take(body["update_info"]),
             "/finish_weight_update": lambda: self._finish(body),
+            "/update_weight_version": lambda: self._relabel(body["new_version"]),
         }
         if path not in routes:
             return 404, {"detail": "Not Found"}
@@ -155,6 +156,10 @@ class FakeVllm:
     def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
         self._updating = False
         self.version = body.get("weight_version", self.version)
+        return {}
+
+    def _relabel(self, version: str) -> dict[str, Any]:
+        self.version = version
         return {}
 
     # Completions

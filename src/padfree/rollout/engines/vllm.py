@@ -13,6 +13,7 @@ weights, so that their log-probabilities would belong to no policy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,9 @@ from padfree.rollout.engines.servers.server_api import (
 from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.sampling_rng import GREEDY
 from padfree.rollout.truncation import sets_of_lists, sets_without_stops
+
+SUPPORTED = ((0, 24), (0, 33))
+"""The oldest and the newest supported version of vLLM."""
 
 START = 'start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
 LORA = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -76,6 +80,7 @@ class VllmServer(HttpServer):
         await self.version()
         await self._end_interrupted_sync()
         name = (await self.models(fix="set the URL of a vLLM server"))[0]
+        release = await self._check_release()
         options = (await self.call("GET", "/server_info?config_format=json")).get("vllm_config")
         if not isinstance(options, dict) or not isinstance(options.get("model_config"), dict):
             raise self.lost("/server_info returned no vllm_config")
@@ -98,7 +103,7 @@ class VllmServer(HttpServer):
                 "replay",
             )
         if served.returns_kept is not None:
-            await self._check_kept(served.returns_kept, name, options["model_config"])
+            await self._check_kept(served.returns_kept, name, options["model_config"], release)
         await self._check_vocabulary(name, served.vocabulary)
         if not options["model_config"].get("skip_tokenizer_init"):
             answer = await self.call("POST", "/tokenize", {"prompt": served.text, "add_special_tokens": False})
@@ -126,15 +131,27 @@ class VllmServer(HttpServer):
         """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded."""
         if (await self.call("GET", "/is_paused")).get("is_paused"):
             with suppress(ServerLostError):  # vLLM refuses to start an update if one is already open
-                await self.call("POST", "/start_weight_update")
+                await self.call("POST", "/start_weight_update", {})
             await self.call("POST", "/finish_weight_update", {})
             await self.resume()
 
-    async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any]) -> None:
-        """Raise an error unless the server returns kept sets. `options`: the server's `model_config`."""
+    async def _check_release(self) -> str:
+        """Return the version of vLLM, such as 0.32.0. Raise an error unless it is one of `SUPPORTED`."""
+        release = str((await self.call("GET", "/version", fix="set the URL of a vLLM server")).get("version"))
+        number = re.match(r"(\d+)\.(\d+)", release)
+        oldest, newest = SUPPORTED
+        if number is None or not oldest <= (int(number[1]), int(number[2])) <= newest:
+            shown = " to ".join(".".join(map(str, one)) for one in SUPPORTED)
+            raise UserError("rollout.servers", f"{self.url} runs vLLM {release}", f"use vLLM {shown}")
+        return release
+
+    async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any], release: str) -> None:
+        """Raise an error unless the server, which runs vLLM `release`, returns kept sets.
+
+        `options`: the server's `model_config`.
+        """
         if "return_sampling_mask" not in options:
-            found = (await self.call("GET", "/version")).get("version")
-            problem = f"{self.url} runs vLLM {found}, which does not return kept sets"
+            problem = f"{self.url} runs vLLM {release}, which does not return kept sets"
             raise UserError(setting, problem, f"use vLLM {KEPT_SINCE} or newer, or leave the setting out")
         if not options["return_sampling_mask"] or options.get("logprobs_mode") != "processed_logprobs":
             raise UserError(setting, f"{self.url} does not return kept sets", KEPT)
@@ -289,16 +306,17 @@ class VllmServer(HttpServer):
 
     async def begin(self) -> None:
         try:
-            await self.call("POST", "/start_weight_update")
+            await self.call("POST", "/start_weight_update", {})
         except ServerLostError:  # a killed run left an update open
             await self.call("POST", "/finish_weight_update", {})
-            await self.call("POST", "/start_weight_update")
+            await self.call("POST", "/start_weight_update", {})
 
     async def bucket(self, form: BucketForm) -> None:
         await self.call("POST", "/update_weights", {"update_info": form.transfer_info})
 
     async def finish(self, version: int) -> None:
         await self.call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        await self.call("POST", "/update_weight_version", {"new_version": str(version)})  # for vLLM before 0.27
         await self.call("POST", "/reset_prefix_cache")
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:

@@ -16,12 +16,19 @@ vLLM's layerwise reload processes a layer once the weights of that layer have ar
 embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy of the embeddings. If
 `/finish_weight_update` did not process the head again, the head would keep the old copy.
 
+The plugin supports the versions of vLLM in `vllm.SUPPORTED`, which differ in two ways:
+
+    vLLM 0.24           the worker itself begins and ends the layerwise reload, and gives the engine `load_weights`
+    vLLM 0.24 to 0.26   no routes for the policy version, so the plugin adds them to the API server
+
 The server imports this module. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -36,8 +43,35 @@ def register() -> None:
     """Register padfree's weight transfer engine. vLLM calls this at the start of each of its processes."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    with suppress(ImportError):  # newer versions of vLLM have another module, with these routes
+        from vllm.entrypoints.serve.dev.rlhf.api_router import router
+
+        add_version_routes(router)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
+
+
+def add_version_routes(router: Any) -> None:
+    """Add vLLM's routes for the policy version to the `APIRouter` of a version that lacks them.
+
+    The version is that of one API server process. It is lost if the process restarts, like the weights.
+    """
+    from fastapi import Body
+
+    if any(getattr(route, "path", None) == "/weight_info" for route in router.routes):
+        return
+    current = "default"
+
+    async def weight_info() -> dict[str, str]:
+        return {"weight_version": current}
+
+    async def update_weight_version(new_version: str = Body(embed=True)) -> dict[str, str]:
+        nonlocal current
+        current = new_version
+        return {"weight_version": current}
+
+    router.add_api_route("/weight_info", weight_info, methods=["GET"])
+    router.add_api_route("/update_weight_version", update_weight_version, methods=["POST"])
 
 
 def _engine_class() -> type[Any]:
@@ -74,6 +108,12 @@ def _engine_class() -> type[Any]:
         _receiver: Receiver | None = None
         _open = False
 
+        def __init__(self, config: Any, vllm_config: Any, *others: Any) -> None:
+            """vLLM 0.24 gives its `parallel_config` instead of `vllm_config`, then only the model."""
+            super().__init__(config, vllm_config, *others)
+            if not hasattr(self, "device"):
+                self.device = next(self.model.parameters()).device
+
         def init_transfer_engine(self, init_info: Any) -> None:
             parallel = self.parallel_config
             self._receiver = Receiver(self.device)
@@ -96,11 +136,12 @@ def _engine_class() -> type[Any]:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
-        def receive_weights(self, update_info: Any) -> None:
+        def receive_weights(self, update_info: Any, load_weights: Callable[[Any], Any] | None = None) -> None:
             if self._receiver is None:
                 raise RuntimeError("padfree: a bucket arrived before /init_weight_transfer_engine")
             # vLLM's reload keeps views of a bucket's tensors until all weights of their layer have arrived.
-            self.model.load_weights(self._receiver.tensors(BucketForm.of(asdict(update_info))))
+            form = {one.name: getattr(update_info, one.name) for one in fields(BucketForm)}
+            (load_weights or self.model.load_weights)(self._receiver.tensors(BucketForm.of(form)))
 
         def finish_weight_update(self) -> None:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -111,6 +152,11 @@ def _engine_class() -> type[Any]:
 
         def shutdown(self) -> None:
             self._receiver = None
+
+        @staticmethod
+        def trainer_send_weights(*_: Any) -> None:
+            """vLLM 0.24 requires this method."""
+            raise NotImplementedError("padfree's trainer sends the weights")
 
     return PadfreeEngine
 
