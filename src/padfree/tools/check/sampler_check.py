@@ -33,7 +33,7 @@ from padfree.errors import UserError
 from padfree.head import score
 from padfree.layers.compile import compile_layers
 from padfree.model import attach, hidden_states, lm_head_of
-from padfree.model.exact_operators import use_exact_operators
+from padfree.model.block_matmuls import use_block_matmuls
 from padfree.model.load import load_model
 from padfree.model.sharing import state_obstacle
 from padfree.model.structure import layers_of
@@ -137,7 +137,7 @@ def check_sampler(
         )
     model.train(False)
     if device.type == "cpu":
-        use_exact_operators(model)
+        use_block_matmuls(model)
     problem = model_problem(model, device)
     trained = model
     step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)

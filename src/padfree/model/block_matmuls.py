@@ -28,7 +28,7 @@ BLOCK_ROWS = 16
 """The number of rows of a matmul of an expert, and the least number of outputs of a linear layer."""
 
 
-def use_exact_operators(model: nn.Module) -> None:
+def use_block_matmuls(model: nn.Module) -> None:
     """Let the stacked experts and the linear layers with a single output use the operators of this module, in place."""
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
