@@ -5,7 +5,7 @@
                gradients
 
 On a CPU in float32. `REFUSED` lists the architectures without this promise, and the reason that padfree gives for each.
-A JUnit report (`--junitxml`) holds the number of compared log-probabilities of each architecture.
+A JUnit report (`--junitxml`, with `-o junit_family=xunit1`) holds the number of compared log-probabilities of each architecture.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ def trained_logprobs(model: PreTrainedModel, samples: list[Sample], drawn: dict[
     return found
 
 
-def tested() -> list[str]:
+def architectures() -> list[str]:
     return [name for name, (class_name, _) in ARCHITECTURES.items() if class_name in TESTED]
 
 
-@pytest.mark.parametrize("name", tested())
+@pytest.mark.parametrize("name", architectures())
 def test_sampler_and_trainer_agree_in_drawn_layouts(name: str, record_property: Callable[[str, object], None]) -> None:
     plain, recomputed = models(name)
     reason = model_problem(plain, CPU)
