@@ -5,7 +5,8 @@
                gradients
 
 On a CPU in float32. `REFUSED` lists the architectures without this promise, and the reason that padfree gives for each.
-A JUnit report (`--junitxml`, with `-o junit_family=xunit1`) holds the number of compared log-probabilities of each architecture.
+A JUnit report (`--junitxml=FILE -o junit_family=xunit1`) holds the number of compared log-probabilities of each
+architecture.
 """
 
 from __future__ import annotations
