@@ -315,11 +315,12 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
                 key = f"{name}, call {number}"
             trace[key].append(value.detach().movedim(dim, 0)[kept].clone())
 
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     stacked = stacked_experts(model)
     inside = {part for experts in stacked for part in experts.modules()} - {*stacked}
     for path, module in model.named_modules():
         is_whole = module in stacked or not any(True for _ in module.children())
-        if not is_whole or module in inside or module is model.get_output_embeddings():
+        if not is_whole or module in inside or module is head:
             continue
         name = operator_name(model, path)
 
