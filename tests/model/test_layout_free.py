@@ -2,7 +2,7 @@
 
 On a CPU in float32, for every architecture of `TESTED` without a recurrent state. Only packs of a few tokens need
 padding: for them a CPU library uses other matmul kernels. Experts get few tokens each; their matmuls have blocks of
-rows (`padfree.model.exact_operators`).
+rows (`padfree.model.block_matmuls`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from padfree.cp import shard
 from padfree.head import score
 from padfree.layers.recompute import recompute_layers
 from padfree.model import TESTED, attach, hidden_states, lm_head_of
-from padfree.model.exact_operators import use_exact_operators
+from padfree.model.block_matmuls import use_block_matmuls
 from padfree.model.sharing import sharing_obstacle
 from padfree.model.structure import layers_of
 from padfree.packing import CostModel, collate
@@ -97,7 +97,7 @@ def architectures() -> list[str]:
 @pytest.mark.parametrize("name", architectures())
 def test_scores_have_the_same_bits_in_every_layout(name: str) -> None:
     model = attach(build(name)).eval()
-    use_exact_operators(model)
+    use_block_matmuls(model)
     reason = model_problem(model, torch.device("cpu"))
     if reason is not None and any(part in reason for part in UNPROMISED):
         pytest.skip(reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from padfree.cli.main import main
+from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.testing.models import VOCABULARY, build, save_with_tokenizer
 from padfree.tools.check import check_sampler, sampler_check
 
@@ -97,6 +99,45 @@ def test_a_planted_fault_is_named(
     assert not report.passed
     assert report.operator == f"layer {layer}, {path}"
     assert report.operator in report.verdict
+
+
+def with_other_sums(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module in float64, rounded at the end: as if every sum had another order."""
+    double = copy.deepcopy(module).double()
+
+    def forward(*inputs: Tensor) -> Any:
+        results = double(*(x.double() if x.is_floating_point() else x for x in inputs))
+        if isinstance(results, Tensor):
+            return results.float()
+        return tuple(x.float() if x.is_floating_point() else x for x in results)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "operator"),
+    [
+        ("phi", "model.layers.1.input_layernorm", "layer 1, input_layernorm"),
+        ("qwen3", "model.layers.1.self_attn.q_norm", "layer 1, self_attn.q_norm"),
+        ("llama", "model.norm", "model.norm"),
+        ("qwen3_moe", "model.layers.1.mlp.experts", "layer 1, mlp.experts"),
+        ("gpt_oss", "model.layers.0.mlp.router", "layer 0, mlp.router, result 0"),
+        ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate", "layer 1, mlp.shared_expert_gate"),
+    ],
+)
+def test_a_fault_in_any_operator_is_named(name: str, path: str, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_fault(model: PreTrainedModel, **options: Any) -> CachedModel:
+        cached = CachedModel(model, **options)
+        module = model.get_submodule(path)
+        is_rms_norm = type(module).__name__.endswith("RMSNorm")  # computes in float32 for every dtype
+        fault = partial(mean_of_halves, module) if is_rms_norm else with_other_sums(module)
+        object.__setattr__(module, "forward", fault)
+        return cached
+
+    monkeypatch.setattr(sampler_check, "CachedModel", with_fault)
+    report = check(build(name).eval())
+    assert not report.passed
+    assert report.operator == operator
 
 
 def test_a_fault_at_a_late_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,10 @@ from padfree.errors import UserError
 from padfree.head import score
 from padfree.layers.compile import compile_layers
 from padfree.model import attach, hidden_states, lm_head_of
-from padfree.model.exact_operators import use_exact_operators
+from padfree.model.block_matmuls import use_block_matmuls
 from padfree.model.load import load_model
 from padfree.model.sharing import state_obstacle
+from padfree.model.stacked_experts import stacked_experts
 from padfree.model.structure import layers_of
 from padfree.packing import collate
 from padfree.rollout.base import Response, SamplingRequest
@@ -137,7 +138,7 @@ def check_sampler(
         )
     model.train(False)
     if device.type == "cpu":
-        use_exact_operators(model)
+        use_block_matmuls(model)
     problem = model_problem(model, device)
     trained = model
     step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)
@@ -223,7 +224,7 @@ def _forget_compilation(model: PreTrainedModel) -> None:
 # The search for the operator
 
 Trace = Mapping[str, list[Tensor]]
-"""Inputs and outputs by operator, e.g. "layer 0, self_attn.q_proj": one tensor [tokens, ...] for each call."""
+"""Inputs and outputs by operator, e.g. "layer 0, self_attn.q_proj": one tensor [tokens, ...] for each pass."""
 
 
 def first_difference(
@@ -292,7 +293,9 @@ def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored:
 
 @contextmanager
 def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[Trace]:
-    """Record the inputs and outputs of all modules without children, for the tokens `kept`.
+    """Record the inputs and outputs of all modules without children, and of stacked experts, for the tokens `kept`.
+
+    Modules inside of experts are left out, because they see the tokens in the order of experts.
 
     `num_tokens`: number of tokens of the pass. Inputs are recorded because an operator that is not a module, such as
     attention, can run between two modules.
@@ -305,12 +308,19 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
         if isinstance(value, tuple):  # such as cos and sin
             for number, part in enumerate(value):
                 keep(f"{name}, result {number}", part)
-        elif isinstance(value, Tensor) and value.ndim >= 3 and num_tokens in value.shape[1:3]:
-            dim = 1 if value.shape[1] == num_tokens else 2
-            trace[name].append(value.detach().movedim(dim, 0)[kept].clone())
+        elif isinstance(value, Tensor) and (dim := _token_dim(value, num_tokens)) is not None:
+            key, number = name, 1
+            while key in trace:  # such as a dropout module that a layer calls twice
+                number += 1
+                key = f"{name}, call {number}"
+            trace[key].append(value.detach().movedim(dim, 0)[kept].clone())
 
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    stacked = stacked_experts(model)
+    inside = {part for experts in stacked for part in experts.modules()} - {*stacked}
     for path, module in model.named_modules():
-        if any(True for _ in module.children()) or module is model.get_output_embeddings():  # type: ignore[no-untyped-call]
+        is_whole = module in stacked or not any(True for _ in module.children())
+        if not is_whole or module in inside or module is head:
             continue
         name = operator_name(model, path)
 
@@ -328,6 +338,12 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _token_dim(value: Tensor, num_tokens: int) -> int | None:
+    """Return the dimension of the tokens: 1 or 2 after a batch dimension, or 0 of a matrix, as around experts."""
+    candidates = (0,) if value.ndim == 2 else (1, 2)
+    return next((dim for dim in candidates if dim < value.ndim and value.shape[dim] == num_tokens), None)
 
 
 def operator_name(model: PreTrainedModel, path: str) -> str:

@@ -27,7 +27,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from padfree.batch import AttnContext, LmHead, LocalBatch
 from padfree.layers.compile import layer_compiler
-from padfree.model.exact_operators import use_exact_operators
+from padfree.model.block_matmuls import use_block_matmuls
 from padfree.model.interface import NAME, attention, mark_image_layers, position_limit, text_config
 from padfree.model.outputs import base_of, described_head
 from padfree.model.route_replay import RouteRecorder
@@ -127,7 +127,7 @@ class CachedModel:
             if self._family.whole_images:
                 mark_image_layers(self._language)
         if exact and self.device.type == "cpu":
-            use_exact_operators(model)
+            use_block_matmuls(model)
         else:
             use_decode_experts(model)
         run = _run_layer

@@ -6,7 +6,7 @@
                               not compiled: the model's own code                   depends on the width only
     LayerNorm (CPU only)      the model's own code                                 the same: `row_trial`
     experts (CPU only)        blocks of 16 rows:                                   nothing: all matmuls have one shape
-                              `padfree.model.exact_operators`
+                              `padfree.model.block_matmuls`
     linear layers, adapters   the library's matmul                                 a sum over K in parts: `row_trial`
     attention                 prefill: the trainer's kernel. Decode steps: a       the order of sums and the borders
                               kernel that is compared with it on the device,       of blocks of keys:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from padfree.model.exact_operators import BLOCK_ROWS, is_narrow
+from padfree.model.block_matmuls import BLOCK_ROWS, is_narrow
 from padfree.model.routers import routers_of
 
 PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
@@ -50,7 +50,7 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
     """Return the distinct shapes of the linear layers and routers in `layers`, in their order.
 
-    A linear layer with a single output has the shape with which `padfree.model.exact_operators` computes it.
+    A linear layer with a single output has the shape with which `padfree.model.block_matmuls` computes it.
     """
     shapes: dict[MatmulShape, None] = {}
     for layer in layers:

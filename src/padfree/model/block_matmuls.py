@@ -28,7 +28,7 @@ BLOCK_ROWS = 16
 """The number of rows of a matmul of an expert, and the least number of outputs of a linear layer."""
 
 
-def use_exact_operators(model: nn.Module) -> None:
+def use_block_matmuls(model: nn.Module) -> None:
     """Let the stacked experts and the linear layers with a single output use the operators of this module, in place."""
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
@@ -78,11 +78,8 @@ def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: l
     biases = [None] * len(sizes) if bias is None else bias.unbind(0)
     for own, matrix, added in zip(torch.split_with_sizes(rows, sizes), weight.unbind(0), biases, strict=True):
         padded = functional.pad(own, (0, 0, 0, -len(own) % BLOCK_ROWS))
-        results = [
-            functional.linear(block, matrix.T if transposed else matrix, added)
-            for block in padded.split(BLOCK_ROWS)
-            if len(block)
-        ]
+        blocks = torch.split_with_sizes(padded, [BLOCK_ROWS] * (len(padded) // BLOCK_ROWS))
+        results = [functional.linear(block, matrix.T if transposed else matrix, added) for block in blocks]
         if results:
             parts.append(torch.cat(results)[: len(own)])
     return torch.cat(parts)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from padfree.model.exact_operators import BLOCK_ROWS, experts_forward, linear_in_blocks, use_exact_operators
+from padfree.model.block_matmuls import BLOCK_ROWS, experts_forward, linear_in_blocks, use_block_matmuls
 from padfree.model.stacked_experts import stacked_experts
 from padfree.testing.models import build
 
@@ -84,7 +84,7 @@ def test_a_single_output_has_the_same_bits_for_any_number_of_rows(bias: bool) ->
     torch.manual_seed(0)
     own, x = nn.Linear(64, 1, bias=bias), torch.randn(300, 64)
     expected = own(x)
-    use_exact_operators(nn.Sequential(own))
+    use_block_matmuls(nn.Sequential(own))
     found = own(x)
     torch.testing.assert_close(found, expected)
     for count in (16, 17, 31, 100, 255):
