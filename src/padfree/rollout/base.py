@@ -63,7 +63,23 @@ class SamplingRequest:
     key: int
     partial: Response | None = None  # the beginning of the response, sampled by earlier weights
     images: tuple[Image, ...] = ()  # the images of the prompt
+    sampled: NDArray[np.bool_] | None = None  # [n] the tokens of the prompt that are earlier turns; None: no token
     rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
+
+    @property
+    def prompt(self) -> Sample:
+        """The prompt as a sample, with its images."""
+        from padfree.sample import Sample
+
+        # A policy may have sampled the id of an image placeholder in an earlier turn.
+        logprobs = None if self.sampled is None else np.zeros(len(self.tokens), np.float32)
+        return Sample(
+            tokens=self.tokens,
+            loss_mask=self.sampled,
+            logprobs=logprobs,
+            images=self.images,
+            rotary_positions=self.rotary_positions,
+        )
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:
