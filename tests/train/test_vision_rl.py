@@ -207,7 +207,7 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
             "rollout.engine",
             "samples responses to images",
         ),
-        (["rollout.environment=padfree.rollout.environment.calculator:episode"], "model.vision", "environment"),
+        (["rollout.agent=['true']"], "model.vision", "programs and packages show text only"),
         (["rollout.reward=model:x"], "rollout.reward", "reward models read text"),
         (["loss.advantage=gae", "critic.path=x"], "loss.advantage", "critics read text"),
     ],

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from padfree.choices import DivergenceKind, ModelHead, PreferenceLoss
 from padfree.config.functions import model_of
+from padfree.config.packaged import is_packaged
 from padfree.config.setting import check_table, need_of, setting
 from padfree.errors import check_choice, need
 
@@ -242,8 +243,9 @@ def check_sampled_images(config: Any) -> None:
         return
     fix = "set model.vision=false, or set rollout.reward: rollout files have no images"
     need(rollout.source is not None, "model.vision", True, fix)
-    fix = "set model.vision=false, or rollout.reward: conversations with an environment have no images"
-    need(not rollout.has_episodes, "model.vision", True, fix)
+    fix = "set model.vision=false, or rollout.environment to your own function: programs and packages show text only"
+    own = rollout.environment is None or not is_packaged(rollout.environment)
+    need(own and not rollout.agent, "model.vision", True, fix)
     fix = "set rollout.engine=in_process, the only engine that samples responses to images, or model.vision=false"
     need(rollout.engine == "in_process", "rollout.engine", rollout.engine, fix)
     fix = "set model.vision=false, or a function as rollout.reward: reward models read text"

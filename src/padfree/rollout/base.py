@@ -65,7 +65,23 @@ class SamplingRequest:
     partial: Response | None = None  # the beginning of the response, sampled by earlier weights
     num_earlier: int = 0  # how many tokens at the end of `tokens` belong to the response, and not to its prompt
     images: tuple[Image, ...] = ()  # the images of the prompt
+    sampled: NDArray[np.bool_] | None = None  # [n] the tokens of the prompt that are earlier turns; None: no token
     rotary_positions: NDArray[np.int64] | None = None  # [P, n] if they are not 0, 1, 2, ...: `padfree.model.vision`
+
+    @property
+    def prompt(self) -> Sample:
+        """The prompt as a sample, with its images."""
+        from padfree.sample import Sample
+
+        # A policy may have sampled the id of an image placeholder in an earlier turn.
+        logprobs = None if self.sampled is None else np.zeros(len(self.tokens), np.float32)
+        return Sample(
+            tokens=self.tokens,
+            loss_mask=self.sampled,
+            logprobs=logprobs,
+            images=self.images,
+            rotary_positions=self.rotary_positions,
+        )
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:

@@ -18,18 +18,26 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from padfree.config.rollout import RolloutConfig
 from padfree.errors import UserError
+from padfree.images import Image
 from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes
 from padfree.sample import Sample
+
+
+class LeafImages(NamedTuple):
+    """The images of a leaf whose environment has shown others than those of the prompt."""
+
+    images: tuple[Image, ...]
+    rotary_positions: NDArray[np.int64] | None  # [P, n] if positions depend on images: `padfree.model.vision`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -48,6 +56,7 @@ class Leaf:
     routes: Routes | None = None  # [n, R, k], see `padfree.routes`
     kept: KeptSets | None = None  # [n] the ids among which each token was sampled; None: the whole vocabulary
     num_kept: int = 0  # number of ids in `kept`, which other ranks know too
+    images: LeafImages | None = None  # None: those of the prompt
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
@@ -119,6 +128,9 @@ class RolloutGroup(Sequence[Prompt]):
                 assert leaf.reward is not None
                 leaf_name = f" leaf {place}" if len(episode.leaves) > 1 else ""
                 length = len(leaf.tokens) - len(self.prompt.tokens)
+                images = leaf.images or LeafImages(
+                    self.prompt.images, self.prompt.rotary_positions_of(len(leaf.tokens))
+                )
                 samples.append(
                     Sample(
                         tokens=leaf.tokens,
@@ -131,8 +143,8 @@ class RolloutGroup(Sequence[Prompt]):
                         group=self.name,
                         source=self.prompt.source,
                         routes=leaf.routes,
-                        images=self.prompt.images,
-                        rotary_positions=self.prompt.rotary_positions_of(len(leaf.tokens)),
+                        images=images.images,
+                        rotary_positions=images.rotary_positions,
                     )
                 )
         return samples

@@ -13,19 +13,22 @@ the same values when it resumes. Its checkpoint therefore holds:
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
     "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets (`padfree.kept_sets`), if a softmax was truncated
     "rollouts/images"  [Σm]   the indices of the placeholder tokens of all images; the JSON has the digests. The images
-                              themselves come from the prompts of the resumed run
+                              themselves come from the prompts of the resumed run, or from
+    "rollouts/drawn"   [Σb]   the bytes of the images that are in no file, such as those that an environment drew
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from padfree.data.image_processor import Expansion, ImageSettings
+from padfree.data.image_store import PromptImage, ReadImage
 from padfree.errors import UserError
 from padfree.images import Image
 from padfree.kept_sets import KeptSets
@@ -52,6 +55,13 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
             order = shuffled(num_samples, seed, number * epochs + epoch)
         parts += np.array_split(order, min(mini_batches, num_samples))
     return parts
+
+
+class RunImages(NamedTuple):
+    """The images of a run's prompts by digest, and what reads images; None if the run trains on text."""
+
+    of_prompts: Mapping[str, Image]
+    settings: ImageSettings | None
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -120,6 +130,12 @@ class GlobalBatch:
                 KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples
             )
             arrays |= {"counts": [sets.counts], "ids": [sets.ids]}
+        if drawn := _drawn(samples):
+            about["drawn"] = [
+                [digest, len(read.content or b""), read.width, read.height, list(read.expansion.grid or ())]
+                for digest, read in drawn.items()
+            ]
+            arrays["drawn"] = [np.frombuffer(read.content or b"", np.uint8) for read in drawn.values()]
         if any(sample.images for sample in samples):
             arrays["images"] = [image.positions for sample in samples for image in sample.images]
             arrays["rotary"] = [sample.rotary_positions.T for sample in samples if sample.rotary_positions is not None]
@@ -134,11 +150,11 @@ class GlobalBatch:
         mini_batches: int,
         seed: int,
         number: int,
-        images: Mapping[str, Image] | None = None,
+        images: RunImages | None = None,
     ) -> GlobalBatch:
         """Restore the batch that `state` stored in `extra`.
 
-        `epochs`, `mini_batches`: must be as when the batch was stored. `images`: the images of the prompts by digest.
+        `epochs`, `mini_batches`: must be as when the batch was stored. `images`: the images of the prompts.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -164,7 +180,7 @@ class GlobalBatch:
         if f"{KEY}/counts" in extra:
             sets = KeptSets(extra[f"{KEY}/counts"].numpy(), extra[f"{KEY}/ids"].numpy())
             kept = [sets[end - length : end] for length, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)]
-        shown = _images_of(extra, records, images or {})
+        shown = _images_of(extra, records, images or RunImages({}, None))
         samples = [
             Sample(
                 tokens=next(arrays["tokens"]),
@@ -193,19 +209,49 @@ def _image_record(sample: Sample) -> dict[str, Any]:
     return {"images": found, "rotary": sample.rotary_positions is not None}
 
 
+def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
+    """The images of samples that are in no file, such as those that an environment drew, by digest."""
+    return {
+        image.digest: image.load.read
+        for sample in samples
+        for image in sample.images
+        if isinstance(image.load, PromptImage) and image.load.read.path is None
+    }
+
+
+def _restored_images(extra: Mapping[str, Any], images: RunImages) -> dict[str, Image]:
+    """The images of the prompts, and those that are in no file, by digest."""
+    found, about = dict(images.of_prompts), extra[KEY].get("drawn", ())
+    contents = _split(extra[f"{KEY}/drawn"], [length for _, length, *_ in about]) if about else ()
+    for (digest, _, width, height, grid), content in zip(about, contents, strict=True):
+        if digest in found:
+            continue
+        if images.settings is None:
+            raise UserError(
+                "model.vision", "false, but the checkpoint is inside a rollout batch with images", "set it to true"
+            )
+        expansion = Expansion(text="", num_tokens=0, grid=tuple(grid) or None)
+        name = digest.partition("-")[0]
+        read = ReadImage(name, None, content.tobytes(), 0, 0, width, height, expansion)
+        load = PromptImage(read, images.settings)
+        found[digest] = Image(digest=digest, positions=np.zeros(1, np.int64), load=load, grid=expansion.grid)
+    return found
+
+
 def _images_of(
-    extra: Mapping[str, Any], records: Sequence[Mapping[str, Any]], images: Mapping[str, Image]
+    extra: Mapping[str, Any], records: Sequence[Mapping[str, Any]], images: RunImages
 ) -> list[dict[str, Any]]:
     """Return the images and the rotary positions of each stored sample, as keyword arguments of `Sample`."""
     stored = [record.get("images", ()) for record in records]
     if not any(stored):
         return [{} for _ in records]
+    known = _restored_images(extra, images)
     positions = iter(_split(extra[f"{KEY}/images"], [count for own in stored for _, count in own]))
     lengths = [record["length"] for record in records if record.get("rotary")]
     rotary = iter(_split(extra[f"{KEY}/rotary"], lengths) if lengths else ())
     return [
         {
-            "images": tuple(replace(images[digest], positions=next(positions)) for digest, _ in own),
+            "images": tuple(replace(known[digest], positions=next(positions)) for digest, _ in own),
             "rotary_positions": next(rotary).T if record.get("rotary") else None,
         }
         for record, own in zip(records, stored, strict=True)

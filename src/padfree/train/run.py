@@ -47,6 +47,7 @@ from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
 from padfree.train.evaluate import make_evaluation
 from padfree.train.finished import check_can_continue, finished_step
+from padfree.train.global_batch import RunImages
 from padfree.train.precomputed import ReferencedSamples, with_reference
 from padfree.train.preflight import Preflight, check_folder_usable, preflight
 from padfree.train.resolve_auto import resolve_auto_on
@@ -67,7 +68,7 @@ from padfree.train.shared_turns import copied_keys
 from padfree.train.start_run import begin_run, check_on_first_rank
 from padfree.train.step_pipeline import OnActivity, OnStep
 from padfree.train.trainer import AFTER_SIGNAL, OnNote, RunResult
-from padfree.train.training_data import image_share, longest_of
+from padfree.train.training_data import image_settings, image_share, longest_of
 
 
 def train(
@@ -198,7 +199,10 @@ def _train(
             on_activity=report_activity,
             evaluate=evaluation,
             data=data_record(source.samples, source.day),
-            images={image.digest: image for image in _prompt_images(source.samples)},
+            images=RunImages(
+                {image.digest: image for image in _prompt_images(source.samples)},
+                image_settings(config.model, config.data),
+            ),
             response_log=response_log,
             signals=signals,
             planned_steps=planned_steps(config, source),
@@ -313,6 +317,7 @@ def _collector(
             prompts,
             vocabulary=vocabulary_of(engine.model),
             chat=chat,
+            images=image_settings(config.model, config.data) if config.rollout.has_episodes else None,
             reward_model=build_reward_model(config, mesh),
             **options,
         )

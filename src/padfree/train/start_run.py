@@ -18,7 +18,6 @@ from padfree.checkpoint.checkpointer import Checkpointer, complete_in, step_of
 from padfree.config import Config
 from padfree.distributed import Mesh, raise_together
 from padfree.errors import UserError
-from padfree.images import Image
 from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
@@ -31,7 +30,7 @@ from padfree.train.engine import Engine
 from padfree.train.evaluate import Evaluate
 from padfree.train.finished import remove_end
 from padfree.train.float8_budget import Float8Budget
-from padfree.train.global_batch import KEY, GlobalBatch
+from padfree.train.global_batch import KEY, GlobalBatch, RunImages
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import change_line, check_made_with, check_ranks_agree, made_with, model_fields
 from padfree.train.rl.reference_model import ModelReference, ReferenceModel
@@ -50,7 +49,7 @@ def begin_run(
     on_activity: OnActivity | None = None,
     evaluate: Evaluate | None = None,
     data: Mapping[str, Any] | None = None,
-    images: Mapping[str, Image] | None = None,
+    images: RunImages | None = None,
     response_log: ResponseLog | None = None,
     signals: StopSignals | None = None,
     planned_steps: int | None = None,
@@ -58,7 +57,7 @@ def begin_run(
     """Create a `Trainer` that starts from the newest checkpoint of the run folder, or from step 0 without a checkpoint.
 
     `data`: the record of the training samples (`data_record`), which must equal the checkpoint's. `images`: the images
-    of the prompts by digest, if the policy generates the samples.
+    of the prompts, if the policy generates the samples.
     """
     engine = batches.engine
     mesh, note = engine.mesh, on_note or (lambda line: None)
@@ -178,12 +177,12 @@ def _restore(
     batches: BatchPreparer,
     changed: Mapping[str, Any],
     float8: Float8Budget | None,
-    images: Mapping[str, Image] | None,
+    images: RunImages | None,
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
     `changed`: the settings that differ from the checkpoint's; if one of `[eval]` does, the position asks for a new
-    evaluation. `images`: the images of the prompts by digest.
+    evaluation. `images`: the images of the prompts.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(

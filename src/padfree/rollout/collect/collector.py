@@ -46,6 +46,7 @@ from padfree.config import LossConfig, RunConfig
 from padfree.config.rollout import RolloutConfig
 from padfree.data import Reward
 from padfree.data.chat_renderer import ChatRenderer
+from padfree.data.image_processor import ImageSettings
 from padfree.distributed import Mesh, gather_objects
 from padfree.errors import UserError
 from padfree.optim.master_weights import compute_copies
@@ -98,6 +99,7 @@ class Collector:
         *,
         vocabulary: int,
         chat: ChatRenderer | None = None,
+        images: ImageSettings | None = None,
         reward_model: RewardModel | None = None,
         response_log: ResponseLog | None = None,
         on_sampling: OnSampling = lambda done, total: None,
@@ -107,10 +109,11 @@ class Collector:
         `loss` gives the temperature and the updates per batch, `run` the seed, the steps and the folder. `sampler` is a
         `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts`: all prompts of the run, for
         `rollout.filter`. `vocabulary`: the number of embeddings, which limits the token ids that environments may add.
-        `chat` renders the messages of environments. `response_log` stores responses until a checkpoint holds them.
+        `chat` renders the messages of environments, and `images` reads their images. `response_log` stores responses
+        until a checkpoint holds them.
         """
         self.settings, self.mesh, self.sampler, self._run, self._prompts = settings, mesh, sampler, run, prompts
-        self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary)
+        self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary, images)
         self.response_log = None if settings.has_episodes else response_log  # a resumed run replays episodes
         self.timings: dict[str, float] = {}  # seconds of the last batch by activity, without the time of sampling
         self._reward_model, self._on_sampling = reward_model, on_sampling

@@ -13,6 +13,8 @@ prompt p q, and the first two also share the token 5:
 
 Each rank finds the shared prefixes of its own samples. Samples of one group on different ranks share only the prompt in
 the plan. Samples with different routes (`padfree.routes`: the experts of each token) do not share tokens.
+
+Every rank knows the images of all samples: their placeholder tokens, and the bytes of images that are in no file.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ import torch
 from numpy.typing import NDArray
 
 from padfree.distributed import Mesh, exchange_rows, gather_objects
+from padfree.images import Image, prefix_keys
 from padfree.kept_sets import KeptSets
 from padfree.packing.prefixes import common_length
 from padfree.rollout.base import Gather
-from padfree.rollout.group import Leaf, Played, RolloutGroup
+from padfree.rollout.group import Leaf, LeafImages, Played, RolloutGroup
 from padfree.routes import Routes, route_keys
 from padfree.sample import Sample
 
@@ -75,16 +78,22 @@ class LeafFacts:
     with_previous: int  # length of the prefix shared with the previous leaf in sorted order, routes included
     order: int
     num_kept: int = 0  # number of ids in the kept sets
+    images: LeafImages | None = None  # None: those of the prompt
+    placeholder: int = 0  # the token id that stands for these images
     prompt_routes: bytes = b""  # a digest of the routes of these tokens of the prompt; empty if it has no routes
 
 
-def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None) -> list[tuple[LeafFacts, ...]]:
+def facts_of(
+    played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None, images: Sequence[Image] = ()
+) -> list[tuple[LeafFacts, ...]]:
     """Describe the leaves of the episodes of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt. `shown`: the episode whose text is kept; None: no text.
+    `prompt`: token ids of the group's prompt, which shows `images`. `shown`: the episode whose text is kept; None: no
+    text.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
-    keys = [leaf.tokens for _, leaf in leaves]
+    shown_images = [images if leaf.images is None else leaf.images.images for _, leaf in leaves]
+    keys = prefix_keys([leaf.tokens for _, leaf in leaves], shown_images)
     if any(leaf.routes is not None for _, leaf in leaves):
         keys = route_keys(keys, [leaf.routes for _, leaf in leaves])
     order = sorted(range(len(leaves)), key=lambda index: keys[index].astype(np.int64).tobytes())
@@ -106,10 +115,16 @@ def facts_of(played: Sequence[Played], prompt: NDArray[Any], *, shown: int | Non
                 with_previous=0 if previous is None else common_length(keys[previous], keys[index]),
                 order=number,
                 num_kept=leaf.num_kept,
+                images=leaf.images,
+                placeholder=0 if leaf.images is None else _placeholder(leaf.tokens, leaf.images.images),
                 prompt_routes=b"" if leaf.routes is None else sha256(leaf.routes[:with_prompt].tobytes()).digest(),
             )
         )
     return [tuple(each) for each in facts]
+
+
+def _placeholder(tokens: NDArray[Any], images: Sequence[Image]) -> int:
+    return int(tokens[images[0].positions[0]]) if images else 0
 
 
 def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
@@ -143,6 +158,8 @@ def placeholder_leaves(
         if one.with_previous >= one.with_prompt:
             tokens[: one.with_previous] = previous[: one.with_previous]
         tokens[-1] = one.last_token
+        for image in () if one.images is None else one.images.images:
+            tokens[image.positions] = one.placeholder + ROUTED * number
         previous = tokens
         lengths = [stretch.length for stretch in one.stretches]
         leaves[index] = Leaf(
@@ -155,6 +172,7 @@ def placeholder_leaves(
             text=one.text,
             reward=one.reward,
             num_kept=one.num_kept,
+            images=one.images,
         )
     return [leaves[index] for index in range(len(facts))]
 
@@ -170,7 +188,8 @@ def known_to_all(
     for index, group in enumerate(groups):
         part = [own[number] for number in group.numbers if number in own]
         shown = group.first if index < num_shown else None
-        for one, leaf_facts in zip(part, facts_of(part, group.prompt.tokens, shown=shown), strict=True):
+        facts = facts_of(part, group.prompt.tokens, shown=shown, images=group.prompt.images)
+        for one, leaf_facts in zip(part, facts, strict=True):
             own_facts[one.number] = leaf_facts, one.metrics, one.counts
     played: dict[int, Played] = {}
     owners: dict[int, int] = {}

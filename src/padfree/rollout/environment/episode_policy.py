@@ -6,6 +6,8 @@
         await policy.generate()
         return policy.trajectory(reward=1.0)
 
+An environment of a vision-language model can show images: `policy.reply` then gets a list of parts (text and images).
+
 If an episode branches, its turns form a tree. The random key of a turn depends on the seed, the batch, the response and
 the position of the turn in this tree (`sampling_rng.turn_key`), but not on when the turn is sampled. The first turn of
 an episode has the same key as a response that is sampled without an environment.
@@ -22,9 +24,15 @@ from numpy.typing import NDArray
 
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.data.conversation import read_conversation
-from padfree.data.encode import Encoder, Passage, Piece
+from padfree.data.encode import Encoded, Encoder, Passage, Piece
+from padfree.data.image_processor import ImageSettings
+from padfree.data.image_reader import ImageReader
+from padfree.data.image_references import ImageReference
+from padfree.data.image_store import images_of
 from padfree.data.records import RowError, shown
+from padfree.data.row_images import with_images
 from padfree.errors import UserError
+from padfree.images import Image
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.environment.group_rewards import GroupReward
 from padfree.rollout.environment.trajectory import Branch, Trajectory, Tree
@@ -51,9 +59,16 @@ class Turn:
 class ChatTokenizer:
     """A tokenizer for environments: encodes, decodes, and renders the text between two turns."""
 
-    def __init__(self, tokenizer: Any, chat: ChatRenderer | None, vocabulary: int) -> None:
-        """`vocabulary`: the number of embeddings of the model, which may differ from the size of the tokenizer."""
+    def __init__(
+        self, tokenizer: Any, chat: ChatRenderer | None, vocabulary: int, images: ImageSettings | None = None
+    ) -> None:
+        """`vocabulary`: the number of embeddings of the model, which may differ from the size of the tokenizer.
+
+        `images`: the vision-language model that reads the images of replies; None: replies are text.
+        """
         self._tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
+        self.images = images
+        self._reader = None if images is None else ImageReader(images)
         self._prompts = Encoder(tokenizer, append_eos=False)
 
     def encode_prompt(self, text: str, *, begun: bool) -> list[int]:
@@ -81,27 +96,82 @@ class ChatTokenizer:
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else [int(token) for token in tokens]
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def need_no_placeholder(self, ids: Sequence[int]) -> None:
+        """Raise a `UserError` if token ids of an environment stand for an image, but no image was given."""
+        if self.images is not None and self.images.placeholder in ids:
+            text = self.images.processor.placeholder_text
+            raise UserError(
+                "rollout.environment",
+                f"adds the placeholder {text!r} of an image as text",
+                "show images as parts of policy.reply, and remove this text",
+            )
+
+    def shown(self, content: Sequence[Any], role: str, end: str) -> tuple[list[int], tuple[Image, ...]]:
+        """Return the token ids between two responses for a message with parts, and the images that they show.
+
+        The arguments are those of `between`. The positions of images count from the first of the ids.
+        """
+        if self.images is None or self._reader is None or self.chat is None:
+            raise UserError(
+                "rollout.environment",
+                "replies with a list of parts, but this run has no images",
+                "reply with text, or set model.vision=true with a model whose chat template shows images",
+            )
+        try:
+            text, references = self._rendered(list(content), role, end)
+            passage = Passage(pieces=(Piece(text, False),), begun=True, images=references)
+            expanded, read = self._reader.expanded(passage, None)
+            ids = self.encode(expanded.pieces[0].text)
+            encoded = Encoded(tokens=np.array(ids, np.int32), loss_mask=np.zeros(len(ids), np.bool_))
+            if (problem := self._reader.problem(encoded, read)) is not None:
+                raise RowError(f"the message {problem}")
+        except RowError as error:
+            raise UserError(
+                "rollout.environment", f"replies with parts that cannot be used ({error})", "correct the environment"
+            ) from None
+        return ids, images_of(read, encoded.tokens, self.images)
+
+    def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
+        """Return the positions [P, n] of the tokens of a branch if they depend on its images, else None."""
+        if not tree.has_new_images(branch):
+            return tree.prompt.rotary_positions_of(len(branch.ids))
+        if self.images is None or self.images.prepare is None or not branch.images:
+            return None
+        request = SamplingRequest(
+            tokens=branch.tokens,
+            max_new_tokens=1,
+            key=0,
+            images=branch.images,
+            sampled=np.array(branch.sampled, np.bool_),
+        )
+        return self.images.prepare(request.prompt).rotary_positions
+
     def between(self, content: str, role: str, end: str) -> str:
         """Return the text between two responses: the message `content` of `role`, and the header of the next response.
 
         The chat template renders the message; without a chat template, the result is `content` itself. `end`: the text
         with which the response ended.
         """
-        if self.chat is None:
-            return content
-        messages = [
+        return content if self.chat is None else self._rendered(content, role, end)[0]
+
+    def _rendered(self, content: str | list[Any], role: str, end: str) -> tuple[str, tuple[ImageReference, ...]]:
+        """Return the text between two responses, with a marker for each image of the message, and these images."""
+        assert self.chat is not None
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": MARK},
-            {"role": role, "content": content},
         ]
-        if MARK not in self.chat.render(messages, generation_prompt=True):
+        asked = [*messages, {"role": role, "content": content if isinstance(content, str) else "?"}]
+        messages.append({"role": role, "content": content})
+        if MARK not in self.chat.render(asked, generation_prompt=True):
             raise UserError(
                 "data.chat_template",
                 "leaves out earlier responses, so the environment cannot add text after a response",
                 "set it to a template that keeps earlier responses",
             )
-        rendered = self.chat.prompt(read_conversation(messages, "messages"))
-        return rendered.partition(MARK)[2].removeprefix(end)
+        conversation = with_images(read_conversation(messages, "messages", images=True), None)
+        rendered = self.chat.prompt(conversation)
+        return rendered.partition(MARK)[2].removeprefix(end), conversation.images
 
 
 class Host(Protocol):
@@ -183,7 +253,14 @@ class Policy:
         branch, self._generating = self._branch, True
         try:
             key = turn_key(self._host.key, (*branch.path, branch.turns))
-            request = SamplingRequest(tokens=branch.tokens, max_new_tokens=max_new_tokens, key=key)
+            request = SamplingRequest(
+                tokens=branch.tokens,
+                max_new_tokens=max_new_tokens,
+                key=key,
+                images=branch.images,
+                sampled=None if self._host.chat_tokenizer.images is None else np.array(branch.sampled, np.bool_),
+                rotary_positions=self._host.chat_tokenizer.rotary_positions(self.tree, branch),
+            )
             response = await self._host.respond((*branch.path, branch.turns), request)
         finally:
             self._generating = False
@@ -202,20 +279,36 @@ class Policy:
             if isinstance(content, str)
             else tokenizer.checked(content, "rollout.environment: add")
         )
+        tokenizer.need_no_placeholder(ids)
+        return self._append(ids)
+
+    def _append(self, ids: Sequence[int], images: Sequence[Image] = ()) -> bool:
         if len(ids) > self.max_new_tokens:
             self._full = True
             return False
-        self._branch.add(ids)
+        self._branch.add(ids, images)
         return True
 
-    def reply(self, content: str, role: str = "user") -> bool:
+    def reply(self, content: str | Sequence[Mapping[str, Any]], role: str = "user") -> bool:
         """Append a message as the chat template renders it between two responses. Return False if it does not fit.
 
-        Without a chat template, this is the same as `add`.
+        Without a chat template, this is the same as `add`. With images, `content` is a list of parts, such as
+        `[{"type": "image", "image": picture}, {"type": "text", "text": "What changed?"}]`. An image is a Pillow image,
+        the bytes of a file, or a path.
         """
-        branch = self._branch
-        end = self._host.chat_tokenizer.decode(branch.ids[-1:]) if branch.ended else ""
-        return self.add(self._host.chat_tokenizer.between(content, role, end))
+        branch, tokenizer = self._branch, self._host.chat_tokenizer
+        end = tokenizer.decode(branch.ids[-1:]) if branch.ended else ""
+        if isinstance(content, str):
+            return self.add(tokenizer.between(content, role, end))
+        ids, images = tokenizer.shown(content, role, end)
+        one_image = tokenizer.images.one_image if tokenizer.images is not None else None
+        if one_image is not None and len(images) + len(branch.images) > 1:
+            raise UserError(
+                "rollout.environment",
+                f"shows {len(images) + len(branch.images)} images in one sample: {one_image}",
+                "show one image in an episode, or train another model",
+            )
+        return self._append(ids, images)
 
     def branch(self) -> Policy:
         """Return a new branch that continues from the end of this one, with its own random keys."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from padfree.data import load_reward
 from padfree.data.chat_renderer import ChatRenderer
+from padfree.data.image_processor import ImageSettings
 from padfree.errors import UserError
 from padfree.rollout.base import OnFinished, OnProgress, Response, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
@@ -32,13 +33,16 @@ def rehearse(
     chat: bool = False,
     max_new_tokens: int = 1000,
     reward: str | None = None,
+    images: ImageSettings | None = None,
 ) -> tuple[Leaf, ...]:
     """Play an episode in which the policy writes these turns in order, each ended by eos; return its leaves.
 
     A leaf is a sequence that would become a sample. `prompt` is not rendered by a template. With `chat`, the chat
     template renders the replies of the environment. `row`: the data row. `reward`: the value of `rollout.reward`.
+    `images`: the vision-language model that reads the images of replies.
     """
-    chat_tokenizer = ChatTokenizer(tokenizer, ChatRenderer(tokenizer) if chat else None, tokenizer_size(tokenizer))
+    renderer = ChatRenderer(tokenizer) if chat else None
+    chat_tokenizer = ChatTokenizer(tokenizer, renderer, tokenizer_size(tokenizer), images)
     reward_workers = None if reward is None else RewardWorkers(load_reward(reward))
     settings = RunnerSettings(name="the episode", max_concurrent=1, timeout=60.0, skip_failures=False)
     runner = EpisodeRunner(

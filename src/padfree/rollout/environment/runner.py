@@ -29,8 +29,8 @@ from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode, P
 from padfree.rollout.environment.gateway import Gateway
 from padfree.rollout.environment.group_rewards import GroupReward, PlayGroup, Scored
 from padfree.rollout.environment.tokens import TokenSource, TurnPath, blocked, failure_of, make_token_source
-from padfree.rollout.environment.trajectory import Trajectory, Tree, leaf_of
-from padfree.rollout.group import Leaf, Play, Played, RolloutGroup, Watcher
+from padfree.rollout.environment.trajectory import Branch, Trajectory, Tree, leaf_of
+from padfree.rollout.group import Leaf, LeafImages, Play, Played, RolloutGroup, Watcher
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.reward_workers import RewardWorkers
 from padfree.rollout.truncation import WHOLE, Truncation
@@ -264,7 +264,15 @@ class _Session:
             own = trajectory.reward if branch.reward is None else branch.reward
             pending.append(self._reward(own, text if trajectory.answer is None else trajectory.answer, reward_workers))
         rewards = await asyncio.gather(*pending)
-        return tuple(leaf_of(*one, trajectory.answer) for one in zip(branches, texts, rewards, strict=True))
+        return tuple(
+            leaf_of(*one, trajectory.answer, images=self._images(one[0]))
+            for one in zip(branches, texts, rewards, strict=True)
+        )
+
+    def _images(self, branch: Branch) -> LeafImages | None:
+        if not self._tree.has_new_images(branch):
+            return None
+        return LeafImages(branch.images, self.chat_tokenizer.rotary_positions(self._tree, branch))
 
     async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
         """Return the trajectory with its reward, after all episodes that the reward compares have ended."""

@@ -15,17 +15,18 @@ prefix of another leaf. Every leaf is a separate sample with its whole path. A p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from padfree.errors import UserError
+from padfree.images import Image, truncated_images
 from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response
 from padfree.rollout.environment.group_rewards import GroupReward
-from padfree.rollout.group import Leaf, kept_fields
+from padfree.rollout.group import Leaf, LeafImages, kept_fields
 from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
@@ -36,7 +37,15 @@ NO_IDS = np.zeros(0, np.int32)
 class Branch:
     """A path of an episode. Each token has an id, a log-probability, a policy version, and whether it was sampled."""
 
-    def __init__(self, tokens: NDArray[np.integer[Any]], *, path: tuple[int, ...] = (), parent: Branch | None = None):
+    def __init__(
+        self,
+        tokens: NDArray[np.integer[Any]],
+        *,
+        path: tuple[int, ...] = (),
+        parent: Branch | None = None,
+        images: tuple[Image, ...] = (),
+    ):
+        self.images = images  # in the order of their placeholder tokens
         self._array = tokens  # cached, so that requests with the same context share one array object
         self.ids: list[int] = tokens.tolist()
         self.sampled = [False] * len(self.ids)
@@ -66,8 +75,13 @@ class Branch:
         self.turns += 1
         self.ended = response.ended
 
-    def add(self, ids: Sequence[int]) -> None:
-        """Append token ids that the environment wrote. They are not trained on."""
+    def add(self, ids: Sequence[int], images: Sequence[Image] = ()) -> None:
+        """Append token ids that the environment wrote. They are not trained on.
+
+        `images`: the images that the ids show. Their positions count from the first of the ids.
+        """
+        start = len(self.ids)
+        self.images += tuple(replace(image, positions=image.positions + start) for image in images)
         self._append(list(ids), False, [0.0] * len(ids), [0] * len(ids), [NO_IDS] * len(ids))
         self.ended = self.ended and not ids
 
@@ -83,7 +97,8 @@ class Branch:
     def branch(self, at: int | None = None) -> Branch:
         """Return a new branch that starts with the first `at` tokens of this one; None: with all of its tokens."""
         tokens = self.tokens if at is None else self.tokens[:at]
-        child = Branch(tokens, path=(*self.path, self.num_branches), parent=self)
+        path, images = (*self.path, self.num_branches), truncated_images(self.images, len(tokens))
+        child = Branch(tokens, path=path, parent=self, images=images)
         child.sampled, child.logprobs = self.sampled[: len(tokens)], self.logprobs[: len(tokens)]
         child.versions, child.kept = self.versions[: len(tokens)], self.kept[: len(tokens)]
         child.routes = None if self.routes is None else self.routes[: len(tokens)]
@@ -102,7 +117,7 @@ class Tree:
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.root = Branch(prompt.tokens)
+        self.root = Branch(prompt.tokens, images=prompt.images)
         self.branches = [self.root]
         self.counts: dict[str, float] = {}  # event counters, for the metrics of the batch
         self.failure: UserError | None = None  # an error of the gateway: the episode fails even if it returns normally
@@ -111,6 +126,10 @@ class Tree:
     def limit(self) -> int:
         """Maximum number of tokens of a sample."""
         return len(self.prompt)
+
+    def has_new_images(self, branch: Branch) -> bool:
+        """Whether the images of a branch are others than those of the prompt."""
+        return [id(image) for image in branch.images] != [id(image) for image in self.prompt.images]
 
     def fork(self, branch: Branch, at: int | None = None) -> Branch:
         self.branches.append(branch.branch(at))
@@ -141,8 +160,12 @@ class Trajectory:
     group_reward: GroupReward | None = None  # a reward that needs all episodes of the prompt, in place of `reward`
 
 
-def leaf_of(branch: Branch, text: str, reward: float | None, answer: str | None = None) -> Leaf:
+def leaf_of(
+    branch: Branch, text: str, reward: float | None, answer: str | None = None, *, images: LeafImages | None = None
+) -> Leaf:
+    """Return the leaf of a branch. `images`: None if they are those of the prompt."""
     return Leaf(
+        images=images,
         tokens=np.array(branch.ids, dtype=np.int64),
         sampled=np.array(branch.sampled, dtype=np.bool_),
         logprobs=np.array(branch.logprobs, dtype=np.float32),

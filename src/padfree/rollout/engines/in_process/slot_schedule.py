@@ -39,7 +39,6 @@ from padfree.rollout.engines.in_process.decode_steps import (
 from padfree.rollout.engines.in_process.kept_buffers import BURST, KeptTokens
 from padfree.rollout.engines.in_process.kv_cache import Extents
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED
-from padfree.sample import Sample
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +58,7 @@ class CachedPrompt:
     def placed(self) -> PlacedPrompt:
         """The tokens to prefill, and the cache index of the first of these tokens."""
         assert self.start is not None
-        request = self.request
-        whole = Sample(tokens=request.tokens, images=request.images, rotary_positions=request.rotary_positions)
-        return PlacedPrompt(whole.truncated(self.stored), self.start)
+        return PlacedPrompt(self.request.prompt.truncated(self.stored), self.start)
 
     @property
     def position_shift(self) -> int:
