@@ -34,7 +34,7 @@ def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | 
     patterns: list[tuple[re.Pattern[str], str, int, int]] = []  # of a name, its tensor, index and number of the part
     for each in get_model_conversion_mapping(model, add_legacy=False):
         conversion: Any = each
-        if conversion.scope_prefix is not None or len(conversion.target_patterns) != 1:
+        if getattr(conversion, "scope_prefix", None) is not None or len(conversion.target_patterns) != 1:
             return None
         (target,) = conversion.target_patterns
         if isinstance(conversion, WeightConverter):
