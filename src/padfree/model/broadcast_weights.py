@@ -3,7 +3,7 @@
 There are two sources of such weights:
 
     initialised            random weights from a seed, as transformers would draw them
-    through_transformers   weights from files whose tensors transformers renames or merges (experts stored one by one)
+    through_transformers   weights from files whose tensors transformers changes when it loads them
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@
 
 The tensors are filled from one of three sources:
 
-- Files with the model's own tensor names: every rank reads its slices.
-- Files whose tensors transformers renames or merges on loading (experts stored one by one): rank 0 loads them with
-  transformers on the CPU and broadcasts each tensor.
+- Files with the model's own tensor names, or with experts stored one by one (`padfree.model.stored_experts`): every
+  rank reads its slices.
+- Files whose tensors transformers changes on loading in another way: rank 0 loads them with transformers on the CPU and
+  broadcasts each tensor.
 - Random weights, if requested: on a GPU, every rank draws each tensor on its device from `seed`
   (`padfree.model.random_weights`). On a CPU, and for a few architectures, rank 0 initialises them on the CPU, as
   transformers would, and broadcasts each tensor. The values do not depend on the number of ranks.
@@ -43,7 +44,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from padfree.choices import Init, ModelHead
 from padfree.distributed import raise_together
@@ -51,11 +51,12 @@ from padfree.errors import UserError
 from padfree.model.broadcast_weights import broadcast_weights, initialised, through_transformers
 from padfree.model.lora import initial_values, is_adapter
 from padfree.model.model_files import one_line, open_model, opened
-from padfree.model.named_tensors import clean_name, local_part, local_region, named_tensors
+from padfree.model.named_tensors import Region, clean_name, local_part, local_region, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_weight
 from padfree.model.random_weights import DRAWN_ON, draw_weights, recipes_of
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 from padfree.model.scalar_head import first_weight, without_other_heads
+from padfree.model.stored_experts import StoredNames, stored_names
 from padfree.model.structure import check_vision, keep_in_float32, model_from_config, restored_buffers
 from padfree.model.wrapper import Wrapper, language_config, language_model, remember, remember_processor
 
@@ -106,7 +107,7 @@ def load_model(
     fresh = head == "scalar" and (files is None or SCALAR_WEIGHT not in files)
     if files is not None and head == "scalar":
         files = without_other_heads(model, files)
-    direct = files is not None and wrapper is None and names_match(model, files, fresh=fresh)
+    names = None if files is None or wrapper is not None else matching_names(model, files, fresh=fresh)
     recipes = None
     if files is None and torch.device(device).type in DRAWN_ON:
         recipes = recipes_of(config, dtype, trust_remote_code, head)
@@ -127,9 +128,9 @@ def load_model(
     tensors = named_tensors(model)
     stored = {tensor_name: tensors[tensor_name] for tensor_name in dtypes}
     with torch.no_grad():
-        if direct:
+        if names is not None:
             assert files is not None
-            _read_slices({key: stored[key] for key in stored if key in files}, files, name)
+            _read_slices({key: stored[key] for key in stored if key in names}, names, files, name)
         elif recipes is not None:
             draw_weights(stored, recipes, torch.device(device), seed)
         else:
@@ -206,34 +207,58 @@ def opened_together(
     return found
 
 
-def names_match(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> bool:
-    """Whether the files hold all tensors of the model under the model's own names.
+def matching_names(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> StoredNames | None:
+    """The names in the files of all tensors of the model, if each rank can read its part of them. Otherwise None.
 
     If `fresh` is True, the model has a new scalar head, which need not be in the files.
     """
-    if get_model_conversion_mapping(model, add_legacy=False):
-        return False
-    wanted = set(named_tensors(model)) - ({SCALAR_WEIGHT} if fresh else set())
+    names = stored_names(model, files)
+    if names is None:
+        return None
+    tensors = named_tensors(model)
+    wanted = set(tensors) - ({SCALAR_WEIGHT} if fresh else set())
     tied = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - wanted
     buffers = {name for name, _ in model.named_non_persistent_buffers()}
     ignored = re.compile("|".join((r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ()))))
-    unexpected = {name for name in files.keys() - wanted - tied - buffers if not ignored.search(name)}
-    return not unexpected and wanted <= files.keys() and not tied & files.keys()
+    unexpected = {name for name in names.keys() - wanted - tied - buffers if not ignored.search(name)}
+    stacked = {name for name, own in names.items() if not isinstance(own, str)}
+    if unexpected or not wanted <= names.keys() or tied & names.keys() or not stacked <= tensors.keys():
+        return None
+    fits = all(tensors[name].ndim > 1 and len(tensors[name]) == len(names[name]) for name in stacked)
+    return names if fits else None
 
 
 def _spread(config: PreTrainedConfig) -> float:
     return float(getattr(config, "initializer_range", None) or 0.02)
 
 
-def _read_slices(tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
+def _read_slices(tensors: Mapping[str, Tensor], names: StoredNames, files: Mapping[str, Path], model_name: str) -> None:
     open_files: dict[Path, Any] = {}
+
+    def file_of(name: str) -> Any:
+        path = files[name]
+        if path not in open_files:
+            open_files[path] = opened(path)
+        return open_files[path]
+
     error = None
     try:
-        for name, tensor in tensors.items():
-            path = files[name]
-            if path not in open_files:
-                open_files[path] = opened(path)
-            _read_one(open_files[path], name, tensor, path)
+        for key, tensor in tensors.items():
+            own, local, region = names[key], local_part(tensor), local_region(tensor)
+            if isinstance(own, str):
+                _read_one(file_of(own), own, local, region, tensor.shape, files[own])
+                continue
+            experts, rows, *rest = region
+            for target, parts in zip(local, own[experts], strict=True):
+                size = tensor.shape[1] // len(parts)
+                for index, name in enumerate(parts):  # part `index` has the rows begin to begin + size of its expert
+                    begin = index * size
+                    first, last = max(rows.start, begin), min(rows.stop, begin + size)
+                    if first < last:
+                        part = (slice(first - begin, last - begin), *rest)
+                        whole = torch.Size([size, *tensor.shape[2:]])
+                        into = target[first - rows.start : last - rows.start]
+                        _read_one(file_of(name), name, into, part, whole, files[name])
     except UserError as caught:
         error = caught
     except (SafetensorError, OSError) as caught:
@@ -241,17 +266,17 @@ def _read_slices(tensors: Mapping[str, Tensor], files: Mapping[str, Path], model
     raise_together(error)
 
 
-def _read_one(file: Any, name: str, tensor: Tensor, path: Path) -> None:
+def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.Size, path: Path) -> None:
+    """Read `region` of the tensor `name`, which has this shape, into `local`."""
     stored = file.get_slice(name)
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
+    if tuple(stored.get_shape()) != tuple(shape):
         raise UserError(
             "model",
-            f"{name} has shape {list(stored.get_shape())} in {path}, but {list(tensor.shape)} according to the config",
+            f"{name} has shape {list(stored.get_shape())} in {path}, but {list(shape)} according to the config",
             "give the config that belongs to the weights",
         )
-    local = local_part(tensor)
     if local.numel():
-        local.copy_(stored[local_region(tensor)] if tensor.ndim else file.get_tensor(name))
+        local.copy_(stored[region] if shape else file.get_tensor(name))
 
 
 def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:

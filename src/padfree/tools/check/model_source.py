@@ -31,7 +31,7 @@ from transformers import PreTrainedConfig
 from padfree.config.model_folder import INDEX
 from padfree.errors import UserError
 from padfree.model import attach, lm_head_of
-from padfree.model.load import names_match, opened_together
+from padfree.model.load import matching_names, opened_together
 from padfree.model.model_files import PARTIAL
 from padfree.model.structure import check_vision, model_from_config
 from padfree.model.wrapper import language_config
@@ -159,8 +159,8 @@ def _write_first_layers(
     kept = {name: path for name, path in files.items() if (layer_number(name) or 0) < count}
     with torch.device("meta"):
         model = model_from_config(config, torch.float32, trust_remote_code)
-    direct = names_match(model, kept)
-    # If the names in the files are those of the model, the files are linked, and every process reads its slices.
+    direct = matching_names(model, kept) is not None
+    # If every process can read its slices of the files, the files are linked.
     # Otherwise rank 0 copies the kept tensors, and no other rank reads files.
     copies = not direct and (not dist.is_initialized() or dist.get_rank() == 0)
     for path in sorted(set(kept.values())):

@@ -1,0 +1,81 @@
+"""Files that store experts one by one, read into stacked experts without a whole copy on the host.
+
+    model                                  files
+    experts.gate_up_proj [E, 2 I, D]       experts.0.gate_proj.weight [I, D], experts.0.up_proj.weight [I, D],
+                                           experts.1.gate_proj.weight, ...
+    experts.down_proj [E, D, I]            experts.0.down_proj.weight [D, I], experts.1.down_proj.weight, ...
+
+transformers describes how it merges the tensors of an architecture when it loads them. `stored_names` understands
+renamed tensors and experts that are stacked, and concatenated along their first dimension, as in the picture. For other
+descriptions it returns None, and `padfree.model.broadcast_weights` loads the files with transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+StoredNames = dict[str, str | list[list[str]]]
+"""The names in the files of each tensor of a model: one name, or for stacked experts [E, ...] one list per expert. The
+list has the names of the parts that are concatenated."""
+
+STACKED = [("MergeModulelist", 0)]
+CONCATENATED = [*STACKED, ("Concatenate", 1)]
+
+
+def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | None:
+    """Return the names of the tensors `files` by the names of the model's tensors. None if they cannot be told."""
+    renamings: list[tuple[str, str]] = []
+    patterns: list[tuple[re.Pattern[str], str, int, int]] = []  # of a name, its tensor, index and number of the part
+    for each in get_model_conversion_mapping(model, add_legacy=False):
+        conversion: Any = each
+        if getattr(conversion, "scope_prefix", None) is not None or len(conversion.target_patterns) != 1:
+            return None
+        (target,) = conversion.target_patterns
+        if isinstance(conversion, WeightConverter):
+            parts = conversion.source_patterns
+            operations = [
+                (type(operation).__name__, getattr(operation, "dim", None)) for operation in conversion.operations
+            ]
+            if operations != (STACKED if len(parts) == 1 else CONCATENATED):
+                return None
+            patterns += [(_pattern(part), target, index, len(parts)) for index, part in enumerate(parts)]
+        elif isinstance(conversion, WeightRenaming):
+            renamings += [(source, target) for source in conversion.source_patterns]
+        else:
+            return None
+    plain: dict[str, str] = {}
+    experts: dict[str, dict[tuple[int, int], str]] = {}
+    counts: dict[str, int] = {}
+    for name in files:
+        own = name
+        for source, target in renamings:
+            own = re.sub(source, target, own)
+        for pattern, target, index, count in patterns:
+            if (match := pattern.fullmatch(own)) is not None:
+                stacked = match["prefix"] + target
+                counts[stacked] = count
+                other = experts.setdefault(stacked, {}).setdefault((int(match["expert"]), index), name)
+                break
+        else:
+            other = plain.setdefault(own, name)
+        if other != name:
+            return None  # two tensors for one
+    found: StoredNames = {**plain}
+    for stacked, names in experts.items():
+        count, num_experts = counts[stacked], 1 + max(expert for expert, _ in names)
+        if stacked in found or len(names) != num_experts * count:
+            return None  # an expert is incomplete
+        found[stacked] = [[names[expert, index] for index in range(count)] for expert in range(num_experts)]
+    return found
+
+
+def _pattern(part: str) -> re.Pattern[str]:
+    """The names of a part of the experts: "mlp.experts.*.up_proj.weight" -> any layer, any number for the star."""
+    before, _, after = part.partition("*")
+    return re.compile(f"(?P<prefix>.*?){re.escape(before)}(?P<expert>[0-9]+){re.escape(after)}")
