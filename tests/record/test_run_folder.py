@@ -133,11 +133,11 @@ FOREIGN: list[tuple[Callable[[Path], Config], str]] = [
     (own_export_as_the_model, r"contains model\.path \(.*model\); give a new"),
     (
         model_in_the_way_of_the_export,
-        r"run/model, which is the folder of the exported trained model, .*; move",
+        r"the exported trained model would be written to .*run/model, but this folder .*; move",
     ),
     (
         model_in_the_way_of_the_critic,
-        r"run/critic, which is the folder of the exported critic, .*; move",
+        r"the exported critic would be written to .*run/critic, but this folder .*; move",
     ),
     (file_instead, r"run is a file; give a new or an empty folder"),
 ]
@@ -173,7 +173,7 @@ def test_a_run_from_before_the_marker_is_known_by_its_settings(tmp_path: Path) -
     mark_run_folder(config)
     assert read_identity(tmp_path).made_by == "padfree"
     save_with_tokenizer(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"is not an earlier export of padfree .*; move it away"):
+    with pytest.raises(ValueError, match=r"is not an earlier export of padfree .*; move this folder away"):
         check_run_folder(config)
 
 
@@ -223,7 +223,7 @@ def test_one_of_several_processes_has_the_folder_and_a_killed_one_leaves_it(tmp_
         refused = [line for line in said.values() if line != "held"]
         assert len(refused) == 2
         assert all(line.startswith(f"run.folder: {folder} is in use by {who}") for line in refused)
-        assert all("; wait until it ends, give another folder" in line for line in refused)
+        assert all("; wait until that run ends, or give another folder" in line for line in refused)
         os.kill(holder, signal.SIGKILL)
     finally:
         for process in started:
@@ -307,4 +307,4 @@ def test_ranks_share_the_run_and_a_refusal(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0][0] == read_identity(tmp_path / "run").run
     assert "foreign contains notes.txt but no run.json" in found[0][1]
-    assert "is in use by another process; wait until it ends" in found[0][2]
+    assert "is in use by another process; wait until that run ends" in found[0][2]

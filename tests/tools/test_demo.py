@@ -120,7 +120,7 @@ def test_a_folder_with_more_than_a_demo_is_not_removed(tmp_path: Path, capsys: p
         for folder, message in (
             (foreign, "demo.json was not written by a demo; give a new or empty --folder"),
             (mixed, "holds thesis.tex in addition to an earlier demo; give a new or empty"),
-            (used, "is in use by another process; wait until it ends"),
+            (used, "is in use by another process; wait until that run ends"),
         ):
             assert main(["demo", "--folder", str(folder)]) == 1
             assert message in capsys.readouterr().err

@@ -171,7 +171,7 @@ def _address(given: str | None, first: str) -> tuple[str, int]:
     name, _, port = (given or first.rpartition("@")[2]).partition(":")
     if not name or not (port or str(PORT)).isdigit():
         raise UserError(
-            "--address", "", f"give a host name that all hosts can resolve, and a port, as in a:{PORT}", value=given
+            "--address", "", f"give NAME:PORT with a name that all hosts can resolve, e.g. host0:{PORT}", value=given
         )
     return name, int(port or PORT)
 

@@ -271,7 +271,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _table_fix(name: str, value: str) -> str:
-    """Return how to write a table on a command line, where a shell expands braces and removes quotes."""
+    """Return a hint how to write a TOML table on a command line, where a shell expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]

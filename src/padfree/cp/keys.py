@@ -55,7 +55,10 @@ class KeyPlan:
 
 
 def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None, key_block: int = 1) -> KeyPlan:
-    """The key plan of this rank, computed once per micro-batch. `key_block`: see `AttentionBackend`."""
+    """Return the plan of which keys this rank sends, receives and reads. It is computed once per micro-batch.
+
+    `key_block`: the number of keys in a block of the attention kernel (see `AttentionBackend`).
+    """
     if window is None:
         key_block = 1  # all keys from the first on are read
     return plan.prepared(("keys", causal, window, key_block), lambda: _key_plan(plan, causal, window, key_block))

@@ -173,7 +173,7 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_arguments(conversation: Conversation, shown: Shown) -> None:
-    """Check that the rendered text has the keys, booleans, nulls, lists and objects in the arguments of tool calls.
+    """Check that all keys, booleans, nulls, lists and objects of tool call arguments are in the rendered text.
 
     Strings and numbers in arguments are checked by `_check`.
     """

@@ -152,7 +152,7 @@ def check_verifiers_module(own: str, name: str, setting: str) -> None:
 
 @contextmanager
 def _kept_signals() -> Iterator[None]:
-    """Restore the handlers of SIGINT and SIGTERM, which an environment of the package replaces when it is created."""
+    """On exit, restore the handlers of SIGINT and SIGTERM, which the creation of a `verifiers` environment replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

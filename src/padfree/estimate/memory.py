@@ -362,11 +362,11 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
 def key_copies(config: Config, prompt_tokens: int) -> float:
     """The number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
 
-    If the run generates G responses of R tokens to a prompt of P tokens, attention copies P + G (P + R) keys for P + G
-    R tokens. For other data, the estimate assumes groups of eight samples that share the first half of each sample.
+    If the run generates G responses of R tokens to a prompt of P tokens, the result is (P + G (P + R)) / (P + G R). For
+    other data, the estimate assumes groups of eight samples that share the first half of each sample.
 
-    For SFT without `batch.share_prefixes=true` the result is 0. Then only samples of one data row share prefixes, and
-    their keys are passed to `estimate_memory` as `copied_keys`.
+    For SFT without `batch.share_prefixes=true` the result is 0, because only samples of one data row share prefixes.
+    The caller counts these keys and passes them to `estimate_memory` as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):

@@ -1,6 +1,6 @@
 """Top-1 accuracy without storing all logits, for evaluation.
 
-    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0 (also without a label)
+    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 without label
 
 Soft cap, scale and temperature do not change the order of logits, so they are left out.
 """

@@ -115,8 +115,8 @@ def check_run_folder(config: Config) -> None:
         if reason := not_an_export(folder / name):
             raise UserError(
                 "run.folder",
-                f"{folder / name}, which is the folder of the exported {what}, {reason}",
-                "move it away, give another run.folder, or set checkpoint.export=false",
+                f"the exported {what} would be written to {folder / name}, but this folder {reason}",
+                "move this folder away, give another run.folder, or set checkpoint.export=false",
             )
 
 
@@ -239,7 +239,7 @@ def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> UserErr
     return UserError(
         "run.folder",
         f"{folder} is in use by {who}",
-        f"wait until it ends, give another folder, or start the processes of one run with torchrun{otherwise}",
+        f"wait until that run ends, or give another folder (several processes of one run need torchrun){otherwise}",
     )
 
 

@@ -66,8 +66,8 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
     """Raise a `UserError` if a score is NaN or infinite. All ranks must pass the same scores.
 
-    `scores[i]` [n]: the scores of the n tokens of sample i. For the message, `setting` is the setting that names the
-    scored model, and `what` says what a score is, e.g. "log-probability".
+    `scores[i]` [n]: the scores of the n tokens of sample i. The error names `setting`, the setting of the
+    scored model, and `what`, the kind of score, e.g. "log-probability".
     """
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)

@@ -209,7 +209,7 @@ class Float8Budget:
             self._apply()
 
     def line(self) -> str:
-        """Return the choice in one line for the user."""
+        """Return a line for the user: which layers multiply in float8, and which stay in bfloat16."""
         assert self.distances is not None
         kept = self.bfloat16_layers
         far = _largest(each.together for each in self.distances)

@@ -123,7 +123,7 @@ def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:
     if num_features != sum(images.counts) or counts != images.counts:
         raise UserError(
             "images",
-            f"have {', '.join(map(str, images.counts))} placeholder tokens in the samples, but the vision tower gives "
-            f"{num_features} features in total, for images with {', '.join(map(str, images.patches))} rows of pixels",
+            f"have {', '.join(map(str, images.counts))} placeholder tokens (one number per image), but the tower gives "
+            f"{num_features} features for images with {', '.join(map(str, images.patches))} rows of pixel_values",
             "tokenise the samples with the processor of this model",
         )

@@ -63,9 +63,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """Describes a leaf (a sequence that becomes a sample) without its tokens. Every rank knows it.
+    """Describes a leaf (a sequence that becomes a sample) without its tokens. Every rank has the facts of all leaves.
 
-    `order`: the index of this leaf among the leaves of its group on one rank, sorted by token ids.
+    `order`: the index of this leaf among the leaves of the same rank and prompt, sorted by token ids.
     """
 
     stretches: tuple[Stretch, ...]

@@ -5,10 +5,10 @@
     calculator  24>>
     policy      24 pens. <<48+24=       and ends its turn
     calculator  72>>
-    policy      #### 72                 ends without a question: the episode is over
+    policy      #### 72                 ends without a calculation: the episode is over
 
 The notation is that of GSM8K's solutions. Only the tokens of the policy are trained, not those of the calculator. A
-question that is not arithmetic gets the answer `error>>`. With a chat template, an answer is a user message.
+calculation that is not arithmetic gets the reply `error>>`. With a chat template, a reply is a user message.
 `rollout.reward` computes the reward, for example `number_after_hashes`.
 """
 
@@ -27,7 +27,7 @@ from padfree.rollout.prompts import Prompt
 QUESTION = re.compile(r"<<([^<>=]+)=\s*$")
 MOST_CALLS = 16
 ARITHMETIC = re.compile(r"[\d+\-*/(). ]{1,100}")
-"""Matches the questions that the calculator answers. The limit on the length keeps the numbers small."""
+"""Matches the calculations that the calculator computes. The limit on the length keeps the numbers small."""
 DIGITS = 6
 """Maximum number of decimal places."""
 

@@ -74,7 +74,9 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
             near = closest(name, [str(column) for column in row]) if name not in row else None
             fix = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
             raise UserError(
-                "rollout.agent", f"contains {{{name}}}, but {place} {has}", f"{fix} (double all other braces)"
+                "rollout.agent",
+                f"contains {{{name}}}, but {place} {has}",
+                f"{fix} (write braces that enclose no column twice)",
             )
         content = row[name]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)

@@ -347,7 +347,7 @@ def _context_seconds(
 
 
 def _seconds(sent: Traffic, links: Links) -> float:
-    """Return the seconds to send these bytes over the link that takes longest, inside a host or between hosts.
+    """Return the larger of two times in seconds: of the traffic inside hosts, and of the traffic between hosts.
 
     All devices of a host share the bandwidth of this host to other hosts.
     """
