@@ -71,8 +71,27 @@ QUICK = (
 )
 
 
-def test_help_and_a_mistaken_setting_do_not_wait_for_torch() -> None:
+def test_help_and_a_mistaken_setting_do_not_wait_for_torch(tmp_path: Path) -> None:
     """What is slow to import is not imported: the answer is there in a fraction of a second."""
+    files = {
+        "config.json": b'{"model_type": "qwen3"}',
+        "tokenizer.json": b"{}",
+        "model.safetensors": (2).to_bytes(8, "little") + b"{}",
+    }
+    for missing in ("tokenizer.json", "model.safetensors"):
+        folder = tmp_path / f"without-{missing}"
+        folder.mkdir()
+        for name in files.keys() - {missing}:
+            (folder / name).write_bytes(files[name])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    (tmp_path / "bad.toml").write_text("[model\n")
+    rest = f"data.path={tmp_path}/rows.jsonl run.folder={tmp_path}/run"
+    lines = {
+        f"sft sft model.path={tmp_path}/without-model.safetensors {rest}": "has no weights",
+        f"sft sft model.path={tmp_path}/without-tokenizer.json {rest}": "has no tokenizer",
+        f"sft {tmp_path}/bad.toml": "is not TOML",
+        "sft no-recipe model.path=m": "cannot be read",
+    }
     program = (
         "import sys\nfrom padfree.cli.main import main\n"
         "for line in sys.argv[1:]:\n"
@@ -80,5 +99,9 @@ def test_help_and_a_mistaken_setting_do_not_wait_for_torch() -> None:
         "    slow = {'torch', 'transformers', 'plotly', 'datasets', 'pandas'} & sys.modules.keys()\n"
         "    assert not slow, (line, slow)"
     )
-    result = subprocess.run([sys.executable, "-c", program, *QUICK], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", program, *QUICK, *lines], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
+    for line, message in lines.items():
+        assert message in result.stderr, line
