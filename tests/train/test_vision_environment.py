@@ -116,6 +116,23 @@ def test_the_pixels_are_those_of_the_picture() -> None:
     assert all(np.array_equal(loaded[name], expected[name]) for name in expected)
 
 
+def test_a_file_may_be_deleted_after_the_turn(tmp_path: Path) -> None:
+    path = tmp_path / "scene.png"
+
+    async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        scene(4).save(path)
+        policy.reply([{"type": "image", "image": str(path)}])
+        path.unlink()
+        await policy.generate()
+        return policy.trajectory(reward=1.0)
+
+    (leaf,) = rehearsed(episode, ["Four", "half"])
+    assert leaf.images is not None
+    expected = images_of().processor.tower_inputs(scene(4), "scene")
+    assert np.array_equal(leaf.images.images[0].load()["pixel_values"], expected["pixel_values"])
+
+
 def test_branches_share_the_pictures_before_them() -> None:
     async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
         await policy.generate()

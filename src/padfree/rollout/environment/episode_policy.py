@@ -28,7 +28,7 @@ from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.image_processor import ImageSettings
 from padfree.data.image_reader import ImageReader
 from padfree.data.image_references import ImageReference
-from padfree.data.image_store import images_of
+from padfree.data.image_store import ReadImage, images_of, unchanged_file
 from padfree.data.records import RowError, shown
 from padfree.data.row_images import with_images
 from padfree.errors import UserError
@@ -129,7 +129,7 @@ class ChatTokenizer:
             raise UserError(
                 "rollout.environment", f"replies with parts that cannot be used ({error})", "correct the environment"
             ) from None
-        return ids, images_of(read, encoded.tokens, self.images)
+        return ids, images_of([_held(one) for one in read], encoded.tokens, self.images)
 
     def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
         """Return the positions [P, n] of the tokens of a branch if they depend on its images, else None."""
@@ -172,6 +172,13 @@ class ChatTokenizer:
         conversation = with_images(read_conversation(messages, "messages", images=True), None)
         rendered = self.chat.prompt(conversation)
         return rendered.partition(MARK)[2].removeprefix(end), conversation.images
+
+
+def _held(image: ReadImage) -> ReadImage:
+    """Return an image of an environment with the bytes of its file, which the environment may change or delete."""
+    if image.path is None:
+        return image
+    return image._replace(path=None, content=unchanged_file(image.path, image.digest), size=0, time=0)
 
 
 class Host(Protocol):
