@@ -58,6 +58,7 @@ REFUSED = {
     **dict.fromkeys(_RECURRENT, "has a recurrent state|layers of type"),
     **dict.fromkeys(("gemma3n", "gemma4"), "custom code"),
     **dict.fromkeys(("gpt2", "opt"), "no entries for the positions of padding"),
+    "llama4": "counts positions along the whole pack",
 }
 """Regular expressions of the reasons, by architecture."""
 
