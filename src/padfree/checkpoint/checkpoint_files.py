@@ -1,7 +1,7 @@
-"""Write, sync, check and read the files of a checkpoint.
+"""Write, sync, check and read the files of a checkpoint. A piece is the part of a tensor that one rank wrote.
 
     write_safetensors   {"model/norm.weight": tensor [3], ...} -> rank-00000.safetensors, its size and SHA-256
-    Reader.fill         pieces [0:3] and [3:5] in two files -> region [2:4] of the whole tensor
+    Reader.fill         reads region [2:4] of a whole tensor from the pieces [0:3] and [3:5], which are in two files
 
 A file is hashed while it is written, and its hash is checked before anything is read from it.
 """
@@ -67,7 +67,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, s
 
 
 class Reader:
-    """Reads tensors that are stored as pieces in several files."""
+    """Reads tensors whose pieces (the parts that single ranks wrote) are in several files."""
 
     def __init__(self, path: Path, tensors: dict[str, Any], prefix: str = "") -> None:
         self.tensors, self._prefix = tensors, prefix  # the files store a tensor under `prefix` + key
@@ -75,7 +75,7 @@ class Reader:
         self._files: dict[str, Any] = {}
 
     def fill(self, key: str, local: Tensor, region: Region) -> None:
-        """Read the tensor `key`: copy its part `region` into `local`."""
+        """Read the part `region` of the tensor `key` from the files into `local`."""
         filled = 0
         for file, offset, shape in self.tensors[key]["pieces"]:
             bounds = [
@@ -95,12 +95,12 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """A reader of the tensors whose keys start with `prefix`, under their keys without the prefix."""
+        """Return a reader of the tensors whose keys start with `prefix`, under their keys without the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
-        """All tensors whose keys start with `prefix`, under their keys without the prefix."""
+        """Return all tensors whose keys start with `prefix`, by their keys without the prefix."""
         found = {}
         for key, about in self.tensors.items():
             if key.startswith(prefix):

@@ -2,8 +2,8 @@
 
     <folder>/latest                             the name of the newest checkpoint
     <folder>/step-00000010/
-        manifest.json                           step, host state, checksums, and the location of each piece of a tensor
-        rank-00000.safetensors                  the pieces that rank 0 held, and its random state
+        manifest.json                           step, values that are not tensors, checksums, location of each piece
+        rank-00000.safetensors                  the pieces (parts of tensors) that rank 0 held, and its random state
         rank-00001.safetensors
 
     weight [5, 2] on 2 ranks       rank-00000 holds [0:3], rank-00001 holds [3:5]
@@ -97,7 +97,7 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves checkpoints to one folder, and loads them. All methods are collective."""
+    """Saves checkpoints to one folder, and loads them. All methods are collective: every rank calls them."""
 
     def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: bool = False) -> None:
         if keep_last < 1:
@@ -200,7 +200,7 @@ class Checkpointer:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """A block that waits at its end for an asynchronous save.
+        """Context manager that waits for an asynchronous save when its block ends.
 
         If both the block and the save fail, the error of the block is raised.
         """
@@ -219,7 +219,10 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes its piece of the tensor. Of several ranks with the same piece, one writes it."""
+        """Return whether this rank writes its part of the tensor.
+
+        If several ranks hold the same part, one of them writes it.
+        """
         if not isinstance(tensor, DTensor):
             return self._rank == 0
         coordinate = tensor.device_mesh.get_coordinate()
@@ -288,7 +291,7 @@ class Checkpointer:
     # Resuming
 
     def latest(self) -> Path | None:
-        """The folder of the newest complete checkpoint, or None."""
+        """Return the folder of the newest complete checkpoint, or None."""
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
@@ -316,7 +319,7 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Load the checkpoint in folder `path` into `model` and `optimizer`.
 
-        Returns the values (`extra`, `rank_state`) that were saved. `rank_state` is None if another number of ranks
+        Return the values (`extra`, `rank_state`) that were saved. `rank_state` is None if another number of ranks
         saved the checkpoint.
 
         The tensors of a saved reference model are loaded into `reference`. If a `critic` is given, the checkpoint must
@@ -372,7 +375,7 @@ class Checkpointer:
     # Ranks
 
     def _fingerprint(self, model: nn.Module) -> str | None:
-        """A hash of the frozen weights of a model with adapters, or None without adapters."""
+        """Return a hash of the frozen weights of a model with adapters, or None if it has no adapters."""
         if model not in self._fingerprints:
             base = base_tensors(model)
             self._fingerprints[model] = self.fingerprint(base) if base else None
@@ -396,7 +399,10 @@ class Checkpointer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[list[CheckpointError]]:
-        """A block that collects the errors of this rank in a list. At its end, one error fails all ranks."""
+        """Context manager that yields a list for the errors of this rank.
+
+        If any rank has added an error by the end of the block, all ranks raise the first error.
+        """
         errors: list[CheckpointError] = []
         yield errors
         for gathered in self._gather(errors):
@@ -405,7 +411,7 @@ class Checkpointer:
 
 
 def complete_in(folder: Path) -> list[Path]:
-    """The folders of all complete checkpoints in `folder`, the newest last."""
+    """Return the folders of all complete checkpoints in `folder`, the newest last."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).exists()]
@@ -413,12 +419,12 @@ def complete_in(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved."""
+    """Return the number of steps that were done when the checkpoint was saved."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, or None."""
+    """Return the newest complete checkpoint in `folder`, or None."""
     pointer = folder / LATEST
     if pointer.exists():
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
@@ -430,7 +436,7 @@ def latest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """A block whose `OSError` is appended to `errors`, as a `CheckpointError` about `path`.
+    """Context manager that appends an `OSError` of its block to `errors`, as a `CheckpointError` about `path`.
 
     `what` is the text after the path in the message, as "problem; fix". A `CheckpointError` is appended unchanged.
     """

@@ -40,8 +40,9 @@ CRITIC = "critic/"
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a model that a checkpoint holds, by name. If the model has adapters, these are the trained tensors
-    only.
+    """Return the tensors of a model that a checkpoint stores, by name.
+
+    If the model has adapters, these are the trained tensors only.
     """
     tensors = named_tensors(model)
     if not any(map(is_adapter, tensors)):
@@ -50,13 +51,16 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The frozen weights of a model with adapters, by name. Empty for a model without adapters."""
+    """Return the frozen weights of a model with adapters, by name. The dict is empty for a model without adapters."""
     tensors, saved = named_tensors(model), saved_tensors(model)
     return {name: tensor for name, tensor in tensors.items() if name not in saved and tensor.is_floating_point()}
 
 
 def bits_of(tensor: Tensor) -> int:
-    """A checksum of this rank's part of a tensor, rounded to bfloat16: the sum of its bits as 16-bit integers."""
+    """Return a checksum of the part of a tensor that this rank holds.
+
+    The part is rounded to bfloat16, and the 16 bits of each value are added as integers.
+    """
     return int(local_part(tensor).bfloat16().reshape(-1).view(torch.int16).sum(dtype=torch.int64))
 
 
@@ -69,7 +73,7 @@ def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | No
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """All tensors of a model and its optimizer, by key, such as `model/<name>`."""
+    """Return the tensors of a model and its optimizer by their keys in a checkpoint, such as `model/<name>`."""
     tensors = {f"model/{name}": tensor for name, tensor in saved_tensors(model).items()}
     if optimizer is not None:
         tensors |= {f"optimizer/{key}": tensor for key, tensor in optimizer_tensors(model, optimizer).items()}
@@ -91,7 +95,7 @@ class TrainedModel(NamedTuple):
 
 
 def critic_tensors(critic: TrainedModel) -> dict[str, Tensor]:
-    """The tensors of a critic and its optimizer, by their keys in the checkpoint."""
+    """Return the tensors of a critic and its optimizer, by their keys in the checkpoint."""
     return {f"{CRITIC}{key}": tensor for key, tensor in state_tensors(*critic).items()}
 
 
@@ -185,7 +189,7 @@ def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[s
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """Complete the manifest `content` with the files, tensor pieces and states of all ranks."""
+    """Return the manifest `content` completed with `gathered`: the files, tensor pieces and states of each rank."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:

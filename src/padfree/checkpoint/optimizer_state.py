@@ -1,5 +1,7 @@
 """Store the optimizer state by parameter name, so that it does not depend on the order of parameters.
 
+In this example, the state of the parameter norm.weight is stored in two places of a checkpoint.
+
 optimizer.state[parameter] = {"step": tensor [], "exp_avg": tensor [5, 2]}
   tensors       optimizer/step/norm.weight, optimizer/exp_avg/norm.weight        stored with the tensors of the model
   description   {"groups": [{"lr": 1e-5, ..., "params": [names]}], "values": {name: values that are not tensors}}
@@ -23,7 +25,7 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of the optimizer state, by `<kind of state>/<parameter name>`."""
+    """Return the tensors of the optimizer state by `<kind>/<parameter name>`, such as `exp_avg/norm.weight`."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_tensors(model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -40,7 +42,7 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Everything about the optimizer except its tensors."""
+    """Return the state of the optimizer except its tensors: the options of its parameter groups and other values."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
@@ -65,7 +67,10 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, Any], reader: Reader) -> None:
-    """Load the state of an optimizer whose groups hold the parameters that `described` names."""
+    """Load a saved state into an optimizer.
+
+    `described` holds the saved values that are not tensors. It names the same parameters as the optimizer's groups.
+    """
     parameters = named_tensors(model)
     state: dict[int, dict[str, Any]] = {}
     groups = []
@@ -102,7 +107,7 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Convert a value that was read from JSON to the type of the optimizer's current value."""
+    """Convert an option that was read from JSON to the type of the optimizer's `current` value of this option."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

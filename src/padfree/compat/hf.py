@@ -50,7 +50,8 @@ class PackedCollator:
     A feature has `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with several sequences
     gives their lengths in `seq_lengths`, as TRL's packing does.
 
-    `model` is the model to train. Only its config is kept, so that workers of a data loader can unpickle the collator.
+    `model` is the model to train. The collator keeps only the model's config, so that workers of a data loader can
+    unpickle the collator.
     """
 
     def __init__(self, model: nn.Module, *, length: int | None = None, multiple_of: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The functions of slime's former FSDP backend, implemented with padfree.
+"""The functions of the former FSDP backend of slime (an RL framework for LLMs), implemented with padfree.
 
     from padfree.compat.slime import pack_sequences, unpack_sequences   # instead of slime.backends.fsdp_utils...
 
@@ -75,8 +75,8 @@ def pack_sequences(
 ) -> list[Packed]:
     """Pack sequences into `num_packs` packs.
 
-    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1. It is raised if a pack would exceed
-    `max_tokens_per_gpu`, up to the number of sequences.
+    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1. If a pack would exceed
+    `max_tokens_per_gpu`, there are more packs, up to one per sequence.
     """
     if not len(tokens):
         return []
@@ -264,7 +264,10 @@ def _check_sequences(
 
 
 def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
-    """Concatenate the lists of the chosen sequences in float32: one number per response token, [R]."""
+    """Concatenate the values of the chosen sequences into a float32 tensor with one value per response token.
+
+    `lists[i]` holds the values `key` (such as the advantages) of sequence i.
+    """
     arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
     if key == "loss_masks":
         for i, array in zip(chosen, arrays, strict=True):

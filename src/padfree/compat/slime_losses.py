@@ -1,4 +1,4 @@
-"""The scores and losses of slime's former FSDP backend. `padfree.compat.slime` exports them.
+"""The scores and losses of the former FSDP backend of slime (an RL framework). `padfree.compat.slime` exports them.
 
     logits        [T-1, V]   one prediction per entry: entry j-1 predicts token j
     log_probs     [T-1]      entry j-1 scores token j
@@ -48,8 +48,8 @@ def gather_log_probs_packed(
 ) -> Tensor:
     """Return the log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
 
-    The entry of the first token of a sequence is meaningless, and `unpack_sequences` drops it. So `cu_seqlens` is not
-    needed.
+    The first token of a sequence is scored by the last logits of the previous sequence, which is meaningless.
+    `unpack_sequences` drops this entry, so `cu_seqlens` is not needed.
     """
     logits, tokens = _without_batch_dim(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
@@ -143,7 +143,10 @@ def sum_of_sample_mean(x: Tensor, response_lengths: Sequence[int], loss_masks: S
 def compute_policy_loss(
     ppo_kl: Tensor, advantages: Tensor, eps_clip: float, eps_clip_high: float, eps_clip_c: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss of each token, and 1 for each clipped token. `ppo_kl`: old minus new log-probability."""
+    """Return the loss of each token, and an indicator that is 1 for each token whose ratio was clipped, otherwise 0.
+
+    `ppo_kl`: old minus new log-probability.
+    """
     clip = ClipSettings(low=eps_clip, high=eps_clip_high, dual=eps_clip_c)
     log_ratio = -checks.loss_input("ppo_kl", ppo_kl)
     losses, clipped = clipped_ratio(log_ratio, advantages, low=clip.low, high=clip.high, dual=clip.dual)
@@ -178,7 +181,7 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a mask to a tensor on its own device. `name` is the mask's name in messages."""
+    """Convert a mask to a tensor; a mask that is a tensor stays on its device. Messages call the mask `name`."""
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))

@@ -94,14 +94,15 @@ class Mesh:
     groups: Groups
 
     def sharing(self, width: int | None) -> Axis:
-        """The group of this rank and the ranks that share a pack with it.
+        """Return the group of the ranks that share a pack with this rank.
 
-        `width` is the size of the group, if the step plan chooses a size for each pack. Otherwise None.
+        `width` is the number of ranks that share the pack, if the step plan chooses this number for each pack. None
+        stands for the context group of `parallel.context` ranks.
         """
         return self.context if width is None else self.contexts[width]
 
     def over(self, *, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for `fully_shard` over some of the mesh dimensions. Collective.
+        """Return a mesh for `fully_shard` over some of the mesh dimensions. Every rank must call it.
 
         The dimensions in `shard` are merged into one dimension. If `replicate` names dimensions, they are merged into a
         second dimension, which comes first.
@@ -155,7 +156,7 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
 
 @contextmanager
 def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
-    """A block that reports a failed rendezvous in one line, with the environment variable to correct."""
+    """Context manager that turns a failed rendezvous into a `UserError` about the environment variable to correct."""
     assert processes.address is not None
     host, _, port = processes.address.rpartition(":")
     try:
@@ -194,13 +195,13 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """A view of the rendezvous store that does not see the keys of an earlier start. Collective.
+    """Return a view of the rendezvous store that hides the keys of an earlier start. Every rank calls it.
 
     torchrun keeps its store when it restarts the processes (PyTorch issue 135712), so the store may contain addresses
     of processes that are gone. Each process therefore draws a nonce:
 
-        rank r   publishes its own nonce, waits for the answer, which is the nonce of rank 0, and confirms it
-        rank 0   repeatedly answers the latest nonce of each rank, until all ranks have confirmed
+        rank r   publishes its own nonce, waits until rank 0 has replied with the nonce of rank 0, and confirms it
+        rank 0   repeatedly replies to the latest nonce of each rank, until all ranks have confirmed
 
     All processes use the nonce of rank 0 as the new key prefix.
     """
@@ -231,12 +232,12 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Compute the ranks of each process group for `world` processes; neighbours form a group."""
+    """Compute the ranks of each process group for `world` processes. Consecutive ranks form a group."""
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
 class Groups:
-    """Process groups over some mesh dimensions, created on first use. All methods are collective."""
+    """Creates process groups over some mesh dimensions, each on first use. Every rank must call the methods."""
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
         """`ranks` is an array of all ranks with the dimensions [replicate, shard, context]."""
@@ -244,11 +245,11 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """The group of this process and all processes whose mesh coordinates differ only in the given dimensions."""
+        """Return the group of all processes whose mesh coordinates equal this process's in all other dimensions."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create the process groups `groups`, and return the one that contains this process."""
+        """Create one process group for each row of ranks in `groups`, and return the group of this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:
@@ -263,7 +264,7 @@ class Groups:
         return self._made[key]
 
     def mesh(self, device_type: str, shard: Sequence[str], replicate: Sequence[str] = ()) -> DeviceMesh:
-        """A mesh for FSDP2 with the dimension `fsdp`, and before it `replicate` if there are replicas."""
+        """Return a mesh for FSDP2 with the dimension `fsdp`, preceded by `replicate` if there are replicas."""
         sharded = self.axis(*shard)
         if not replicate:
             return DeviceMesh.from_group(sharded.group, device_type, mesh_dim_names=("fsdp",))
@@ -273,12 +274,12 @@ class Groups:
         return DeviceMesh.from_group(groups, device_type, mesh=own.tolist(), mesh_dim_names=("replicate", "fsdp"))
 
     def devices(self, device_type: str) -> DeviceMesh:
-        """A mesh of all processes with the dimensions in `DIMENSIONS`."""
+        """Return a mesh of all processes with the dimensions in `DIMENSIONS`."""
         groups = [self.axis(name).group for name in DIMENSIONS]
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
 
     def experts(self, device_type: str, expert: int) -> DeviceMesh:
-        """A mesh for the weights of experts, in which `expert` neighbouring ranks hold different experts."""
+        """Return a mesh for the weights of experts, in which `expert` neighbouring ranks hold different experts."""
         table = self.ranks.reshape(len(self.ranks), -1, expert)
         groups = [
             self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
@@ -292,7 +293,7 @@ class Groups:
         return math.prod(self.ranks.shape[DIMENSIONS.index(name)] for name in dimensions)
 
     def _moved(self, dimensions: Sequence[str]) -> NDArray[np.int64]:
-        """The array of ranks, transposed so that these dimensions come last."""
+        """Return the array of ranks, transposed so that `dimensions` come last."""
         chosen = [DIMENSIONS.index(name) for name in dimensions]
         return self.ranks.transpose(*(each for each in range(3) if each not in chosen), *chosen)
 
@@ -352,7 +353,7 @@ def make_mesh(
 
 @contextmanager
 def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> Iterator[torch.device]:
-    """A block with an initialised process group, which is destroyed at the end. Yields the device.
+    """Context manager that initialises the process group, yields the device, and destroys the group at the end.
 
     The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail.
     """

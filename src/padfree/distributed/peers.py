@@ -2,7 +2,7 @@
 
     watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
     raise_together       if any rank has found an error, raise it on all ranks
-    failing_together     a block in which an error on one rank ends all ranks within seconds
+    failing_together     a with block: an error on one rank inside the block ends all ranks within seconds
 
     rank 1   error -> writes its message to the store of the group -> waits LINGER s -> exits, closing its connections
     rank 0   a thread polls the store every POLL s; the current collective fails -> PeerLostError with the message
@@ -55,9 +55,9 @@ class PeerLostError(RuntimeError):
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """A block around one collective. It raises `PeerLostError` if the backend gives up waiting for a peer.
+    """Context manager around one collective that raises `PeerLostError` if the backend gives up waiting for a peer.
 
-    The message names the collective, `what`, and the ranks of the group.
+    The message contains `what`, the name of the collective, and the ranks of the group.
     """
     begin = time.monotonic()
     try:
@@ -74,17 +74,17 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Whether this error of a backend means that a peer is gone."""
+    """Return whether this error of gloo or NCCL means that a peer is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A block in which an error on one rank ends all ranks with the same message.
+    """Context manager: an error on one rank inside its block ends all ranks with the same message.
 
-    Every rank must enter the block the same number of times. If a rank was killed, the other ranks raise an error that
-    names it.
+    Every rank must enter such blocks the same number of times. If a rank was killed, the other ranks raise an error
+    that names the killed rank.
     """
     if dist.get_world_size() == 1:
         yield
@@ -145,7 +145,7 @@ def _rank_names(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 @contextmanager
 def sigterm_ignored() -> Iterator[None]:
-    """A block that ignores SIGTERM from the launcher, so that this rank can report its own error."""
+    """Context manager that ignores SIGTERM from the launcher, so that this rank can report its own error."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -159,7 +159,8 @@ def sigterm_ignored() -> Iterator[None]:
 class _Listener(threading.Thread):
     """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
 
-    The thread exits the process if the block has not ended PATIENCE seconds after the message.
+    The thread exits the process if the main thread is still inside the `failing_together` block PATIENCE seconds after
+    this message.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -178,7 +179,7 @@ class _Listener(threading.Thread):
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
     def publish_cause(self, line: str) -> None:
-        """Write the error message that ends all ranks into the store, unless it already has one."""
+        """Write to the store the error message that ends all ranks, unless another rank has already written one."""
         with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
 
@@ -207,7 +208,7 @@ class _Listener(threading.Thread):
             os._exit(1)
 
     def silent_ranks(self) -> list[int] | None:
-        """The ranks whose counter no longer changes, or None if the store does not answer."""
+        """Return the ranks whose heartbeat counter no longer changes, or None if the store does not answer."""
         found: list[list[int]] = []
         asking = threading.Thread(target=self._find_silent, args=(found,), name="padfree silent ranks", daemon=True)
         asking.start()
@@ -233,9 +234,9 @@ class _Listener(threading.Thread):
 
 
 def raise_together(error: UserError | str | None, group: ProcessGroup | None = None) -> None:
-    """Raise a `UserError` on every rank if any rank has an error. Collective.
+    """Raise a `UserError` on every rank of `group` (by default all ranks) if any of them has an error.
 
-    `error` is a `UserError`, its message, or None. `group` None: all ranks.
+    Every rank of the group must call this. `error` is this rank's `UserError` or its message, or None.
     """
     errors: list[UserError | str | None] = [error]
     if dist.is_initialized():

@@ -10,8 +10,8 @@ attention outputs, summed over the heads.
     attention                   e (q + k + v + o) + 4 heads        with the log-sum-exp; a gate adds e (g + o)
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
-    adapters of experts         k e rank                           for each adapted weight
-    mixer, such as Mamba        e s                                instead of attention; s depends on the mixer
+    adapters of experts         k e r                              for each adapted weight; r is the adapter's rank
+    mixer, such as Mamba        e s                                instead of attention; s is the width of its state
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
                                                                    gate, up and their product
 
@@ -44,17 +44,18 @@ FLOAT32 = 4
 
 
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> int:
-    """The bytes per token that the forward pass keeps for the backward pass, including embeddings and the last norm.
+    """Return the bytes per token that the forward pass keeps on the device, including embeddings and the last norm.
 
-    `size` is the number of bytes per element. Tensors that are offloaded are not counted.
+    `size` is the number of bytes per element. Activations that are offloaded to host memory are not counted.
     """
     return outside_bytes(model, size) + sum(layer_token_bytes(model, size, checkpointing, compiled=compiled))
 
 
 def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
-    """The bytes per feature of an image that the tower and the projector keep for the backward pass.
+    """Return the bytes per image feature that the vision tower and the projector keep for the backward pass.
 
-    0 for a language model, and if tower and projector are frozen. Recomputed blocks keep their input.
+    The result is 0 for a language model, and if tower and projector are frozen. Recomputed blocks of the tower keep
+    their input.
     """
     family = family_of(model)
     if family is None:
@@ -75,12 +76,15 @@ def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
 
 
 def _is_module(model: PreTrainedModel, name: str) -> bool:
-    """Whether the base model has a module, not a parameter, at this path."""
+    """Return whether the path `name` in the base model is that of a module, not of a parameter."""
     return any(own == name for own, _ in model.base_model.named_modules())
 
 
 def _block_bytes(block: nn.Module, size: int) -> int:
-    """The bytes per patch that a block of a tower keeps: of its matmuls and norms, and of a gate in its MLP."""
+    """Return the bytes per image patch that a block of a vision tower keeps for the backward pass.
+
+    The block keeps the tensors of its matmuls and norms. A gate in its MLP adds one tensor.
+    """
     modules = dict(block.named_modules())
     linears = ((name, module) for name, module in modules.items() if isinstance(module, nn.Linear))
     gates = (module.out_features for name, module in linears if "gate" in name)
@@ -93,7 +97,7 @@ def _block_input_bytes(block: nn.Module, size: int) -> int:
 
 
 def _linear_bytes(module: Any, size: int) -> int:
-    """The bytes that a matmul or a norm keeps for one row: its input and its result."""
+    """Return the bytes that a matmul or a norm keeps for the backward pass of one token or patch: input and result."""
     if isinstance(module, nn.Linear):
         return size * (module.in_features + module.out_features)
     if isinstance(module, nn.LayerNorm):
@@ -104,20 +108,23 @@ def _linear_bytes(module: Any, size: int) -> int:
 
 
 def outside_bytes(model: PreTrainedModel, size: int) -> int:
-    """The bytes per token that are kept for the backward pass outside of the decoder layers."""
+    """Return the bytes per token that are kept for the backward pass outside of the decoder layers."""
     sizes = ModelSizes.of(model.config)
     return _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
 
 
 def layer_token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> list[int]:
-    """The bytes per token that each layer keeps on the device."""
+    """Return the bytes per token that each layer keeps on the device for the backward pass."""
     layers = layers_of(model)
     levels = levels_by_layer(checkpointing, len(layers))
     return [level_bytes(model, layer, level, size, compiled) for layer, level in zip(layers, levels, strict=True)]
 
 
 def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ...]:
-    """The level of each layer. With "host" for all layers, the last layers keep their tensors on the device."""
+    """Return the checkpointing level of each layer.
+
+    If `checkpointing` is "host" for all layers, the last layers get "attention": they keep their tensors on the device.
+    """
     if is_by_layer(checkpointing):
         return levels_of(checkpointing, num_layers)
     levels: list[LayerLevel] = [cast(LayerLevel, checkpointing)] * num_layers
@@ -128,10 +135,10 @@ def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ..
 
 
 def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:
-    """The bytes per token that `layer` keeps on the device at this level.
+    """Return the bytes per token that `layer` keeps on the device at the checkpointing level `level`.
 
-    Selective checkpointing keeps the results of matmuls. In a compiled layer, it keeps the output and the log-sum-exp
-    of attention instead.
+    "selective" keeps the results of matmuls. In a compiled layer, "selective" keeps the output and the log-sum-exp of
+    attention instead.
     """
     sizes = ModelSizes.of(model.config)
     if level == "none":
@@ -147,7 +154,7 @@ def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, siz
 
 
 def offloaded_bytes(model: PreTrainedModel, size: int, checkpointing: str = "host") -> int:
-    """The bytes per token that are kept in host memory. `size` is the number of bytes per element."""
+    """Return the bytes of activations per token that are kept in host memory. `size` is the bytes per element."""
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
     offloaded = levels_by_layer(checkpointing, num_layers).count("host")
     input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers) if checkpointing == "host" else 0
@@ -155,7 +162,7 @@ def offloaded_bytes(model: PreTrainedModel, size: int, checkpointing: str = "hos
 
 
 def host_layer_bytes(sizes: ModelSizes, size: int) -> int:
-    """The bytes per token that a layer keeps for backward at the checkpointing levels "host" and "attention".
+    """Return the bytes per token that a layer keeps for backward at the checkpointing levels "host" and "attention".
 
     A layer keeps its input, the results of the matmuls around attention, and attention's output. With "host" they are
     in host memory, with "attention" on the device.
@@ -165,7 +172,7 @@ def host_layer_bytes(sizes: ModelSizes, size: int) -> int:
 
 
 def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """The bytes per token that one layer keeps if all its activations are kept.
+    """Return the bytes per token that one layer keeps without activation checkpointing.
 
     `size` is the number of bytes per element.
     """
@@ -196,7 +203,10 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
 
 
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
-    """The bytes per token that a compiled layer keeps: the inputs of matmuls. Its backward recomputes all else."""
+    """Return the bytes per token that a compiled layer keeps without activation checkpointing.
+
+    It keeps mainly the inputs of matmuls and attention. Its backward recomputes the results of cheap operations.
+    """
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
     if any("experts" in name for name, _ in layer.named_modules()) or mixers_of(layer):
@@ -208,7 +218,7 @@ def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) 
 
 
 def attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
-    """The attention sizes of `layer`, which differ between layers with and without a sliding window."""
+    """Return the attention sizes of `layer`, which differ between layers with and without a sliding window."""
     numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
     number = next((each for each in numbers if isinstance(each, int)), None)
     if number is not None and sizes.layer_types and sizes.layer_types[number] == "sliding_attention":
@@ -217,7 +227,10 @@ def attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
 
 
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
-    """The bytes per token that attention and mixers keep. A layer may have one of them, both or neither."""
+    """Return the bytes per token that the attention and the mixers (such as Mamba) of `layer` keep.
+
+    A layer may have attention, mixers, both or neither.
+    """
     kept = sum(size * kind_of(mixer).state_width(mixer) for mixer in mixers_of(layer))
     if attends(layer):
         heads = attention_of(sizes, layer)
@@ -227,7 +240,7 @@ def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, size: int) -> int:
-    """The bytes of the keys and values of one token in all layers: the size of the KV cache per token."""
+    """Return the bytes of the KV cache per token: the keys and values of one token in all layers."""
     sizes = ModelSizes.of(model.config)
     full, windowed = sizes.attention, sizes.windowed_attention
     widths = sizes.full_layers * (full.key + full.value) + sizes.windowed_layers * (windowed.key + windowed.value)
@@ -235,7 +248,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """The number of elements per token that the norm `name` normalises. The norm's weight has `width` elements.
+    """Return the number of elements per token that the norm `name` normalises. The norm's weight has `width` elements.
 
     A norm of q or k with a weight of one head's size is applied to all heads, so its input is wider.
     """
@@ -252,8 +265,9 @@ def _norm_bytes(width: int, size: int) -> int:
 
 
 def _matmul_width(layer: nn.Module) -> int:
-    """The number of elements per token that selective checkpointing keeps: the outputs of matmuls, except those of
-    experts.
+    """Return the number of elements per token in the outputs of a layer's matmuls, except those of experts.
+
+    Selective checkpointing keeps these outputs.
     """
     return sum(
         module.out_features if isinstance(module, nn.Linear) else int(module.nf)

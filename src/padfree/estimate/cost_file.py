@@ -10,7 +10,7 @@ from padfree.packing import CostModel
 
 
 def read_cost(path: str | Path) -> CostModel:
-    """Read a file written by `padfree plan --calibrate`."""
+    """Read the cost model (seconds of a sample as a function of its length) that `padfree plan --calibrate` wrote."""
     check_regular(path, "batch.cost")
     try:
         cost = CostModel.from_json(path)
@@ -28,7 +28,10 @@ def read_cost(path: str | Path) -> CostModel:
 
 
 def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
-    """Raise `UserError` if the cost does not grow with the number of tokens. Noisy measurements can cause this."""
+    """Raise a `UserError` if the modelled cost of a sample does not grow with its length.
+
+    Noisy measurements can cause this.
+    """
     if not cost.linear and not cost.quadratic:
         subject = "the measured cost" if path is None else f"the cost in {path}"
         raise UserError(setting, f"{subject} does not grow with tokens", "measure again on an idle device")

@@ -60,7 +60,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """The peak of a device in dense bfloat16 TFLOP/s, found by its driver name. None if the device is unknown."""
+    """Return the peak of a device in dense bfloat16 TFLOP/s, or None if its name is unknown."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if "mig" in words:  # a MIG slice is a part of a GPU, so the GPU's peak does not apply
         return None
@@ -71,16 +71,16 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
-    """A cost model in FLOPs of forward and backward, from a Hugging Face config.
+    """Return a cost model in FLOPs of forward and backward, from a Hugging Face config.
 
-    `adapters`: the model's own weights are frozen.
+    If `adapters` is true, the model's own weights are frozen.
     """
     cost = CostModel.from_config(model_config)
     return replace(cost, linear=frozen_flops(cost.linear)) if adapters else cost
 
 
 def frozen_flops(flops: float) -> float:
-    """The FLOPs of a matmul with a frozen weight, forward and backward.
+    """Return the FLOPs of a matmul with a frozen weight, forward and backward.
 
     `flops`: the FLOPs of the same matmul if its weight is trained.
     """
@@ -89,7 +89,10 @@ def frozen_flops(flops: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """The FLOPs that shared prefixes save, as reductions in tokens and in the sum of squared sample lengths."""
+    """What a step saves because samples share prefixes, from which the saved FLOPs follow.
+
+    `tokens`: tokens that are not computed again. `pairs`: reduction of the sum of squared sample lengths.
+    """
 
     tokens: float
     pairs: float
@@ -119,8 +122,8 @@ class Flops:
     ) -> Flops:
         """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype.
 
-        `frozen`: the share of the matmul weights below the head that are frozen. `frozen_head`: whether the head is
-        frozen. With `adapters`, all weights of the model are frozen.
+        `frozen`: the fraction of the matmul weights outside the output head that are frozen. `frozen_head`: whether
+        the output head is frozen. With `adapters`, all of the model's own weights are frozen.
         """
         frozen, frozen_head = (1.0, True) if adapters else (frozen, frozen_head)
         sizes = ModelSizes.of(model_config)
@@ -142,7 +145,7 @@ class Flops:
     def step(
         self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None, image_features: Sequence[int] = ()
     ) -> float:
-        """The FLOPs of a step over samples with these lengths, of which `num_labels` tokens are scored.
+        """Return the FLOPs of a step over samples with these lengths, of which `num_labels` tokens are scored.
 
         `image_features`: the number of features of each image of the step.
         """
@@ -162,7 +165,7 @@ class Flops:
         shared: Shared | None = None,
         image_features: Sequence[int] = (),
     ) -> dict[str, float]:
-        """The metric `tflops_per_device` of a step that took `seconds`, and `mfu` if the device's peak is known."""
+        """Return the metrics `tflops_per_device` and, if the device's peak is known, `mfu` of a step of `seconds`."""
         if seconds <= 0:
             return {}
         reached = self.step(lengths, num_labels, shared, image_features) / seconds / self.devices / 1e12

@@ -5,7 +5,7 @@
 The cost of a level is the work that the backward pass repeats, in FLOPs per token. Memory bandwidth limits the kernels
 between matmuls. Such a kernel costs as many FLOPs as matmuls would compute in its time (`FLOPS_PER_BYTE`).
 
-    level        repeated                                                      by PyTorch, without compiled layers
+    level        repeated in compiled layers                                   repeated in layers that are not compiled
     none         nothing                                                       nothing
     attention    the MLP up to its last matmul, norms, RoPE
     host         as for attention; the copies to host memory overlap with the
@@ -59,7 +59,10 @@ PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")
 def layer_options(
     model: PreTrainedModel, memory: MemoryEstimate, size: int, levels: tuple[LayerLevel, ...]
 ) -> list[list[Option]]:
-    """The options of each layer for a micro-batch of `memory.tokens` tokens. `size`: bytes of an element."""
+    """Return the options of each layer: the bytes and the cost of the layer at each checkpointing level in `levels`.
+
+    The bytes are those of a micro-batch of `memory.tokens` tokens. `size` is the number of bytes per element.
+    """
     offloaded = memory.tokens * host_layer_bytes(ModelSizes.of(model.config), size)
     return [
         [
@@ -77,7 +80,11 @@ def layer_options(
 
 
 def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device: float, host: float) -> Limits:
-    """The limits for the layers, if the run may use `device` bytes on the device and `host` bytes in host memory."""
+    """Return how many bytes the activations of the layers may take.
+
+    The run as a whole may use `device` bytes on the device and `host` bytes in host memory. The limits are what the
+    other parts of the run leave.
+    """
     outside = memory.tokens * outside_bytes(model, size)
     others = memory.device - memory.activations - memory.working + outside
     copied = memory.tokens * host_layer_bytes(ModelSizes.of(model.config), size)
@@ -94,7 +101,10 @@ def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device:
 
 
 def repeated_share(model: PreTrainedModel, memory: MemoryEstimate, size: int, levels: Sequence[LayerLevel]) -> float:
-    """The work that the backward pass repeats at these levels, as a share of all other work of the layers."""
+    """Return the FLOPs that recomputation adds at the checkpointing levels `levels` (one per layer).
+
+    The unit is the FLOPs of the layers' forward and backward pass without recomputation.
+    """
     layers = layers_of(model)
     repeated = sum(
         level_flops(model, layer, level, size, memory.compiled) for layer, level in zip(layers, levels, strict=True)
@@ -103,7 +113,10 @@ def repeated_share(model: PreTrainedModel, memory: MemoryEstimate, size: int, le
 
 
 def level_flops(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:
-    """The FLOPs per token that the backward pass of `layer` repeats at this level."""
+    """Return the cost per token of what the backward pass of `layer` recomputes at the checkpointing level `level`.
+
+    The unit is FLOPs. Kernels that memory bandwidth limits count as the FLOPs of matmuls that take as long.
+    """
     if level == "none":
         return 0
     sizes = ModelSizes.of(model.config)
@@ -126,13 +139,13 @@ def level_flops(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, siz
 
 
 def forward_flops(model: PreTrainedModel, layer: nn.Module) -> int:
-    """The FLOPs per token of the forward pass of `layer`."""
+    """Return the FLOPs per token of the forward pass of `layer`."""
     sizes = ModelSizes.of(model.config)
     return matmul_flops(model, layer) + 4 * attention_of(sizes, layer).output * ATTENDED_KEYS
 
 
 def matmul_flops(model: PreTrainedModel, layer: nn.Module) -> int:
-    """The FLOPs per token of the matmuls of `layer`. Only the experts that process a token count."""
+    """Return the FLOPs per token of the matmuls of `layer`, of its experts only those that process the token."""
     sizes, found = ModelSizes.of(model.config), 0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2 and ".experts." not in f".{name}":

@@ -32,7 +32,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a layer needs at one level. All numbers are for the same number of tokens."""
+    """One checkpointing level for a layer, with the memory and the recomputation that a micro-batch then needs."""
 
     level: LayerLevel
     kept: int  # bytes on the device, from the layer's forward to its backward
@@ -43,7 +43,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of memory and time for all layers of a model together."""
+    """The memory that the activations of all layers may take, and how fast they can be copied to host memory."""
 
     device: int  # bytes
     at_end: int  # bytes that are needed on the device after the forward pass, while all layers keep their activations
@@ -56,9 +56,9 @@ FEW_GROUPS = 256
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
-    """The cheapest options within the limits, one per layer. None if no options meet the limits.
+    """Return the options with the lowest total cost within the limits, one per layer. None if no options fit.
 
-    At equal cost, earlier options of a layer go to earlier layers.
+    If two layers can exchange their levels at the same cost, the earlier layer gets the level that is listed first.
     """
     host = min(limits.host, limits.copied[-1])
     states = _States.start()
@@ -85,9 +85,9 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """The n choices that are still possible, after some layers. A choice is one option for each of these layers.
+    """The n candidates after the search has gone through some of the layers.
 
-    The choices are sorted by the indices of their options.
+    A candidate is a choice of one option for each of these layers. Candidates are sorted by their options' indices.
     """
 
     kept: Indices  # [n] bytes on the device
@@ -101,7 +101,7 @@ class _States:
     def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
         """Extend each choice by each of the `options` of one more layer.
 
-        Returns the new choices and, for each of them, the index of the choice that it extends and of the added option.
+        Return the new choices and, for each of them, the index of the choice that it extends and of the added option.
         """
         added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
         own = (self.kept, self.offloaded, self.cost)
@@ -113,9 +113,10 @@ class _States:
         return _States(self.kept[indices], self.offloaded[indices], self.cost[indices])
 
     def best(self) -> Indices:
-        """The indices of the best choices: no other is at least as good in device bytes, host bytes and cost.
+        """Return the indices of the choices to which no other is at least equal in device bytes, host bytes and cost.
 
-        With many different numbers of host bytes, only choices with equal host bytes are compared.
+        If the choices have more than FEW_GROUPS different numbers of host bytes, a choice is compared only with those
+        that have the same number of host bytes.
         """
         order = np.lexsort((np.arange(len(self.kept)), self.cost, self.kept, self.offloaded))
         sorted_ = self.at(order)

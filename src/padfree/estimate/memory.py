@@ -108,7 +108,7 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """The peak of the device memory in bytes, either in a training step or while the sampler generates."""
+        """Return the peak of the device memory in bytes, either in a training step or while the sampler generates."""
         standing = self.sampler
         standing += 0 if self.offloaded else self.states
         standing += 0 if self.reference_offloaded else self.reference
@@ -225,7 +225,9 @@ def estimate_memory(
 
 
 def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: int, *, device_type: str) -> int:
-    """The bytes of the weights of the last weight sync that a process keeps; 0 if weight syncs send no differences.
+    """Return the bytes of the copy of the last sent weights that a process keeps.
+
+    A process keeps this copy only if weight syncs send differences from it; otherwise the result is 0.
 
     Each shard is a tensor in host memory. With a GPU, this memory is pinned, and torch rounds the size of every pinned
     tensor up to a power of two.
@@ -241,7 +243,7 @@ def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: 
 def _cache(
     config: Config, model: PreTrainedModel, size: int, *, processes: int, device_type: str, prompt_tokens: int
 ) -> int:
-    """The bytes of the KV cache of the in-process sampler; 0 for other samplers.
+    """Return the bytes of the KV cache of the in-process sampler; 0 for other samplers.
 
     On a GPU, all responses to a prompt share the keys and values of the prompt.
     """
@@ -257,22 +259,22 @@ def _cache(
 
 
 def _responses(config: Config, processes: int) -> int:
-    """The number of responses that the sampler of a process generates at the same time."""
+    """Return the number of responses that the sampler of a process generates at the same time."""
     return min(config.rollout.max_concurrent, -(-(config.batch.samples or 1) // processes))
 
 
 def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
-    """The temporary bytes of a response in a decode step.
+    """Return the temporary bytes that one response needs while one token is sampled.
 
-    A response needs its logits. If top-p, top-k or min-p truncates them, a response also needs the scaled logits, their
-    weights, their sort order and masks, and copies of the sort order and the masks.
+    A response needs its logits. If top-p, top-k or min-p truncates the distribution, a response also needs the scaled
+    logits, their weights, their sort order and masks, and copies of the sort order and the masks.
     """
     truncated = FLOAT32 * 6 + 4 if _is_truncated(config) else 0
     return ModelSizes.of(model.config).vocabulary * (size + truncated)
 
 
 def _is_truncated(config: Config) -> bool:
-    """Whether top-p, top-k or min-p truncates sampling, so that every label has a kept set (`padfree.kept_sets`)."""
+    """Return whether top-p, top-k or min-p truncates sampling. If so, each label has a set of allowed token ids."""
     return any(getattr(config.rollout, name) != default for name, default in TRUNCATION.items())
 
 
@@ -293,20 +295,22 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Two numbers: the ranks that shard one set of weights, and the ranks that divide the experts."""
+    """How weights are sharded: over `ranks` ranks, `expert` of which hold different experts."""
 
     ranks: int
     expert: int = 1
 
     def divided(self, model: nn.Module) -> set[nn.Parameter]:
-        """The weights of experts that are divided over `expert` ranks."""
+        """Return the expert weights of `model` that are divided over `expert` ranks, possibly none."""
         if self.expert == 1 or undivided(model, self.expert, self.ranks // self.expert) is not None:
             return set()
         return {parameter for module in stacked_experts(model) for parameter in module.parameters(recurse=False)}
 
     def share(self, parameter: nn.Parameter, divided: set[nn.Parameter]) -> int:
-        """The number of elements in the largest shard. FSDP2 shards a parameter along its first dimension, and its
-        first shards are the largest. Divided experts are sharded evenly.
+        """Return the number of elements in the largest shard of `parameter`.
+
+        FSDP2 shards a parameter along its first dimension, and its first shards are the largest. The parameters in
+        `divided` (weights of experts) are sharded evenly.
         """
         if not parameter.ndim:
             return parameter.numel()
@@ -360,7 +364,7 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
 
 
 def key_copies(config: Config, prompt_tokens: int) -> float:
-    """The number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
+    """Return the number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
 
     If the run generates G responses of R tokens to a prompt of P tokens, the result is (P + G (P + R)) / (P + G R). For
     other data, the estimate assumes groups of eight samples that share the first half of each sample.
@@ -378,7 +382,7 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
-    """The highest temporary memory, on top of the activations of all layers.
+    """Return the peak of temporary memory in bytes, beyond the activations of all layers, over the phases in `parts`.
 
     `kept`: the bytes of activations that each layer keeps on the device. `offloaded`: the bytes of activations that an
     offloaded layer copies to the host. In the backward pass of such a layer, its copied activations and those of the
@@ -392,7 +396,7 @@ def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts,
 
 
 def backward_bytes(level: LayerLevel, parts: WorkingParts, offloaded: int) -> int:
-    """The bytes of temporary memory during the backward pass of a layer at this level."""
+    """Return the bytes of temporary memory during the backward pass of a layer with the checkpointing level `level`."""
     return parts.backward + (0 if level == "none" else parts.recomputed) + (2 * offloaded if level == "host" else 0)
 
 
@@ -440,10 +444,10 @@ def head_bytes(
     weight_gradient: bool,
     masks: bool = False,
 ) -> int:
-    """The bytes that the fused head needs if all tokens are scored.
+    """Return the bytes that the fused head needs if all tokens are scored. It computes logits and loss tile by tile.
 
-    The gradients of the hidden states and of the head's weight are included. `masks`: tokens have kept sets, which take
-    two more bytes for each logit of a tile.
+    The gradients of the hidden states and of the head's weight are included. If `masks` is true, each token has a set
+    of allowed token ids, which takes two more bytes for each logit of a tile.
     """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics if a part of `name` is in capitals: NAME stands for any name."""
+    """One metric, or a family of metrics: `source/NAME/loss` is written for each source, with its name for NAME."""
 
     name: str
     unit: str
@@ -400,7 +400,7 @@ METRIC_GROUPS = (STEP, LOSS, BATCH, TIMES, CRITIC, COLLECTION, EPISODES, EVALUAT
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """Return the names that no table contains. `eval/SOURCE/...` counts as `eval/...`."""
+    """Return those of `names` that no metric in METRIC_GROUPS matches. `eval/SOURCE/...` counts as `eval/...`."""
     known = [metric for group in METRIC_GROUPS for metric in group.metrics]
     return [name for name in names if not any(metric.matches(each) for each in _spellings(name) for metric in known)]
 

@@ -31,7 +31,7 @@ class MetricsFile:
             self._keep_before(step)
 
     def _keep_before(self, step: int) -> None:
-        """Keep only complete lines of steps before `step`. The run will repeat the other steps."""
+        """Keep only the complete lines of steps before `step`, because a resumed run repeats `step` and later steps."""
         kept = []
         if self.path.exists():
             try:
@@ -73,7 +73,7 @@ def line_number(path: Path, number: int, line: str, field: str) -> int:
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples as rollout rows, one per line, which users can read or train on."""
+    """Write samples as JSON Lines in the format of rollout data, which users can read or train on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for sample in samples:

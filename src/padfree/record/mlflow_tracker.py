@@ -10,7 +10,7 @@ MLflow reads its own environment variables: MLFLOW_TRACKING_URI names a server o
 and for `loss/entropy` it would have to be a folder.
 
 MLflow's client waits for each answer, and retries for minutes if the server is unreachable. Therefore a thread sends
-the metrics, and a step only appends to its list. Metrics that could not be sent stay in the list.
+the metrics: a step only appends its metrics to a list of unsent metrics. Metrics that could not be sent stay in it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,16 @@ LONGEST_VALUE = 6000
 
 
 class MlflowTracker:
-    """A run at MLflow. `log` and `close` raise the errors of earlier requests, which the caller catches."""
+    """A run at MLflow, to which a thread sends the metrics.
+
+    If the thread could not send metrics, the next call of `log` or `close` raises its error. The caller catches it.
+    """
 
     def __init__(self, experiment: str, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
-        """`run_id`: the MLflow run to continue. A new run is started if that run was
-        deleted, or belongs to another experiment or store.
+        """Continue the MLflow run `run_id`, or start a new run.
+
+        A new run is started if `run_id` is None, or if that run was deleted, belongs to another experiment, or does
+        not exist on this server or in this database.
         """
         from mlflow import MlflowClient, get_tracking_uri
         from mlflow.exceptions import MlflowException
@@ -82,7 +87,7 @@ class MlflowTracker:
         self._raise_failure()
 
     def close(self) -> None:
-        """Send the values that are left, and mark the run as finished."""
+        """Send the metrics that are not sent yet, and mark the MLflow run as finished."""
         with self._changed:
             self._closing = True
             self._changed.notify()

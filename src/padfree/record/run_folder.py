@@ -175,7 +175,10 @@ def read_identity(folder: Path) -> Identity:
 
 @contextmanager
 def held_run_folder(config: Config) -> Iterator[Identity]:
-    """Context manager that holds the lock of the run folder, and yields the identity of the run. Collective."""
+    """Context manager that holds the lock of the run folder, and yields the identity of the run.
+
+    Every rank must enter it, but only rank 0 takes the lock.
+    """
     first = not dist.is_initialized() or dist.get_rank() == 0
     identity, lock, error = None, None, None
     if first:
@@ -239,7 +242,8 @@ def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> UserErr
     return UserError(
         "run.folder",
         f"{folder} is in use by {who}",
-        f"wait until that run ends, or give another folder (several processes of one run need torchrun){otherwise}",
+        "wait until that run ends, or give another folder "
+        f"(start several processes of one run with torchrun){otherwise}",
     )
 
 

@@ -1,13 +1,13 @@
-"""A small server engine for tests, and an example: a Hugging Face model on the CPU that answers JSON lines over TCP.
+"""A small rollout server for tests, and an example: a Hugging Face model on the CPU that speaks JSON lines over TCP.
 
     python -m padfree.testing.line_server --model FOLDER --port 4000 --name policy
 
     rollout.engine = "padfree.testing.line_server:make_line_sampler"
     rollout.servers = ["tcp://127.0.0.1:4000"]
 
-A connection carries one call, such as `{"call": "complete", "tokens": [7, 8], ...}`. The answer is one line: `{"ok":
-...}` with the result, `{"failed": "why"}` if the server failed, or `{"refused": "why"}` if it would reject the call
-again. There is no KV cache, so the engine suits tiny models only.
+A connection carries one call, such as `{"call": "complete", "tokens": [7, 8], ...}`. The reply is one line: `{"ok":
+...}` with the result, `{"failed": "why"}` if the server failed and a retry may succeed, or `{"refused": "why"}` if the
+server would also reject a retry. There is no KV cache, so the server suits tiny models only.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ LONGEST_LINE = 1 << 28
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """Make the sampler. `rollout.engine` names this function."""
+    """Make the sampler that sends requests for responses to line servers. `rollout.engine` names this function."""
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
 class LineServer(ServerApi):
-    """The trainer's side of the protocol: sends calls to one server."""
+    """The trainer's side of the JSON-lines protocol: sends calls to one server."""
 
     takes_differences = True
 
@@ -146,7 +146,7 @@ class LineServer(ServerApi):
             raise UserError(
                 "rollout.servers",
                 f"{self.url} rejected {name} ({answer['refused']})",
-                "start it with the model of model.path",
+                "start the server with the model of model.path",
             )
         if "ok" not in answer:
             raise FailedError(f"rollout.servers: {self.url} failed in {name} ({answer.get('failed')})")
@@ -154,11 +154,11 @@ class LineServer(ServerApi):
 
 
 class RefusedError(Exception):
-    """Raised inside the server for a call that it always rejects. The answer is `refused`."""
+    """Raised inside the server for a call that a retry would not help. The server replies `{"refused": "why"}`."""
 
 
 class LineService:
-    """The server's side of the protocol. Each `answer_...` coroutine handles one call."""
+    """The server's side of the JSON-lines protocol. The coroutine `answer_NAME` handles the call NAME."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model, self.name = model, name

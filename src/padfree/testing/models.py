@@ -414,8 +414,8 @@ def save_with_tokenizer(
 ) -> Path:
     """Save a small model with tied embeddings, and a tokenizer of single letters, in the format of transformers.
 
-    `writes_back`: decoded text equals the original; otherwise there are spaces between letters. `changes` replaces
-    values of the model's config.
+    If `writes_back` is true, decoding restores the original text; otherwise it writes spaces between the letters.
+    `changes` replaces values of the model's config.
     """
     vocabulary = {letter: index for index, letter in enumerate(["<eos>", "<unk>", *LETTERS])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))

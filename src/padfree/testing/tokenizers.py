@@ -78,9 +78,9 @@ def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **change
     `kind` is one of:
 
         bytes      byte-level BPE
-        trimmed    offsets leave out white space
-        bos        puts the token `<s>` before each text
-        metaspace  like SentencePiece
+        trimmed    byte-level BPE whose character offsets leave out white space
+        bos        byte-level BPE that puts the token `<s>` before each text
+        metaspace  BPE that writes a space as ▁ and puts ▁ before each text, like SentencePiece
     """
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(

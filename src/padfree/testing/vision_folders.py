@@ -21,7 +21,11 @@ from padfree.testing.vision_models import build_vision
 
 
 class _Kind(NamedTuple):
-    """The special tokens of a model, by the fields of its config, and the text of an image in its template."""
+    """The tokenizer and processor settings of one model type.
+
+    `tokens` maps fields of the model's config to special tokens. `written` is the text that the chat template puts in
+    place of an image.
+    """
 
     tokens: dict[str, str]
     written: str

@@ -226,7 +226,7 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **values: Any) -> PreTrainedModel:
-    """A tiny model with large weights, so that a wrong image changes the first digits of later logits."""
+    """Return a tiny model with large weights, so that a wrong image changes the first digits of later logits."""
     prefix, usual = VISION_MODELS[name]
     values = {**usual, "text_config": {**usual["text_config"], "vocab_size": vocabulary}, **values}
     torch.manual_seed(seed)
@@ -253,7 +253,7 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Image `number`, with `rows` x `columns` features. If the model reads tiles, the image has `rows` tiles."""
+    """Return image `number`, with `rows` x `columns` features. If the model reads tiles, the image has `rows` tiles."""
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config
     digest = f"{number}-{rows}-{columns}"
@@ -285,7 +285,7 @@ def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int 
 def shown(
     model: PreTrainedModel, parts: Sequence[int | Picture], *, seed: int = 0, uid: str | None = None, group: Any = None
 ) -> Sample:
-    """A sample of text and images in the order of `parts`. A number n means n random trained text tokens."""
+    """Return a sample of text and images. An integer n in `parts` stands for n random text tokens with a loss."""
     generator = np.random.default_rng(seed)
     tokens: list[int] = []
     images: list[Image] = []
