@@ -11,7 +11,7 @@ attention outputs, summed over the heads.
     MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
     experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
     adapters of experts         k e r                              for each adapted weight; r is the adapter's rank
-    mixer, such as Mamba        e s                                instead of attention; s is the width of its state
+    mixer, such as Mamba        e s                                instead of attention; s depends on the kind of mixer
     compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
                                                                    gate, up and their product
 

@@ -50,7 +50,10 @@ COMPLETED: dict[str, dict[str, Any]] = {
 
 
 def _sections(*sections: int, **others: Any) -> dict[str, Any]:
-    """Return text-config arguments for rotary positions of three dimensions, as released checkpoints have them."""
+    """Return config arguments for rotary positions in three dimensions (M-RoPE), as released checkpoints have them.
+
+    `sections`: the number of rotary frequencies of each dimension. `others`: further entries of `rope_parameters`.
+    """
     return {
         "text_config": {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [*sections], **others}

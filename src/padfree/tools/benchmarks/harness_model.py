@@ -5,7 +5,7 @@
     text                                      loglikelihood_rolling    `packed_scores`, in windows of the context length
     context, {"until": ["\\n"], ...}           generate_until           `Speaker`, the in-process sampler
 
-Texts are encoded, cut and stopped by the same rules as in the package's own backend for transformers models, so that
+Texts are encoded, cut and stopped by the same rules as in the harness's own backend for transformers models, so that
 the metrics are the same.
 """
 
@@ -62,7 +62,10 @@ class HarnessAnswers:
         return ids
 
     def scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """Return the score of each pair (context, continuation). Texts that are too long lose tokens on the left."""
+        """Return the log-likelihood of each pair (context, continuation), and whether the continuation is greedy.
+
+        Texts that are too long for the model lose tokens on the left.
+        """
         found = []
         for context, continuation in pairs:
             ids = [*context, *continuation][-(self.max_length + 1) :]
@@ -112,7 +115,11 @@ class HarnessAnswers:
         max_new_tokens: int,
         first: int,
     ) -> list[str]:
-        """Generate until every text has one of its stop strings in `until`, and cut the texts there."""
+        """Return one generated text per prompt, cut before its first stop string.
+
+        `until` holds the stop strings of each prompt. Generation ends early as soon as every text contains one of its
+        stop strings.
+        """
         written = [""] * len(prompts)
         waiting = set(range(len(prompts)))
 

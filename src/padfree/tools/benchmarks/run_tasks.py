@@ -41,7 +41,7 @@ class TaskOptions:
 
 
 def check_harness() -> None:
-    """Raise a `UserError` if the package is missing, or if padfree does not support its version."""
+    """Raise a `UserError` if the package lm_eval is missing, or if padfree does not support its version."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(
             "--tasks", "needs the package lm_eval, which is not installed", 'pip install "padfree[lm-eval]"'
@@ -60,7 +60,7 @@ def run_tasks(files: ModelFiles, options: TaskOptions, *, dtype: str = "auto", d
     place = device_named(device)
     tokenizer = open_tokenizer(files.tokenizer, "MODEL")
     if options.chat and not tokenizer.chat_template:
-        raise UserError("--apply-chat-template", "the tokenizer has no chat template", "leave it out")
+        raise UserError("--apply-chat-template", "the tokenizer has no chat template", "remove this option")
     model, kind = load_language_model(files, dtype_named(dtype, place), place)
     model = attach(model.to(device=place, dtype=kind).eval())  # type: ignore[call-arg]
 
@@ -120,7 +120,10 @@ def _manager(options: TaskOptions) -> Any:
 
 
 def numbers_of(found: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics by name, e.g. `arc_easy/acc` and `arc_easy/acc_stderr`; a filter is added in brackets."""
+    """Return the metrics by name, e.g. `arc_easy/acc` and `arc_easy/acc_stderr`.
+
+    If a task filters the generated texts, the filter follows in brackets, as in `gsm8k/exact_match (strict-match)`.
+    """
     numbers: dict[str, float] = {}
     for task, metrics in found["results"].items():
         for key, value in metrics.items():

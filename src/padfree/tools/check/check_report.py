@@ -44,7 +44,10 @@ class CheckResult:
 
     @property
     def limit(self) -> float:
-        """The largest difference that passes: the larger of the tolerance and `FACTOR` · noise, if that is finite."""
+        """The largest difference that passes: the larger of the tolerance and `FACTOR` · noise.
+
+        A noise that is not finite is ignored.
+        """
         noise = self.noise if self.noise is not None and math.isfinite(self.noise) else 0.0
         return max(self.tolerance, FACTOR * noise)
 
@@ -146,7 +149,7 @@ class CheckReport:
         return shown
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table as text, without the header."""
+        """Return the cells of the table of comparisons as text, without the header."""
         return [
             (
                 row.title,
@@ -160,7 +163,11 @@ class CheckReport:
         ]
 
     def float8_cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of the table of float8 distances as text, without the header. Empty if not measured."""
+        """Return the cells of the float8 table as text, without the header.
+
+        The table has one row per layer, with the change of its gradient by float8. It is empty if the check did not
+        measure float8.
+        """
         budget = math.inf if self.float8_budget is None else self.float8_budget
         return [
             (
@@ -173,7 +180,7 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return one line that names the layers that a float8 run with this budget keeps in bfloat16."""
+        """Return one line with the layers that a run with `parallel.float8_budget` as checked keeps in bfloat16."""
         if self.float8_budget is None:
             return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]
@@ -204,5 +211,5 @@ def _number(value: float) -> str:
 
 
 def is_report(path: Path) -> bool:
-    """Whether a file holds a report as JSON, so that a new report may overwrite it."""
+    """Return whether a file holds a report as JSON, so that a new report may overwrite it."""
     return {"verdict", "rows", "passed"} <= (read_object(path) or {}).keys()

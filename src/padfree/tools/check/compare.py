@@ -40,14 +40,14 @@ FACTOR = 4.0
 
 
 class Gap(NamedTuple):
-    """The largest difference between two results, and where it is."""
+    """The largest difference between two results, and the token or the parameter that has it."""
 
     difference: float
     where: str
 
 
 class Extent(NamedTuple):
-    """For the gradient of one parameter: the largest difference from the reference, whose largest entry is `size`."""
+    """The largest difference of one parameter's gradient from the reference, and the reference's largest entry."""
 
     difference: float
     size: float

@@ -5,7 +5,8 @@
     pixel_values     patches or tiles of a and b     one after another, as the model's processor returns them
     ...              what else the class reads: grids, sizes of images, types of tokens
 
-padfree never calls the tower this way. It therefore is the reference for the features of a pack, too.
+In training, padfree does not call the tower this way. A check with these arguments therefore also tests the image
+features of a pack.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ IN_SAMPLES = ("smolvlm", "idefics3")
 
 
 def has_images(samples: Sequence[Sample]) -> bool:
-    """Whether any of the samples has an image."""
+    """Return whether any of the samples has an image."""
     return any(sample.images for sample in samples)
 
 
@@ -67,7 +68,7 @@ def image_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
 
 
 def _types(sample: Sample, device: torch.device) -> Tensor:
-    """The types of the tokens [1, n]: 1 for a placeholder of an image, 0 for text."""
+    """Return the types of the tokens [1, n]: 1 for a placeholder of an image, 0 for text."""
     types = np.zeros((1, len(sample)), dtype=np.int64)
     for image in sample.images:
         types[0, image.positions] = 1

@@ -235,7 +235,7 @@ def _reference(
     teachers: list[PreTrainedModel] = []
 
     def load(kind: torch.dtype) -> PreTrainedModel:
-        """Load the model, and a teacher if the loss has one. Collective."""
+        """Load the model, and a teacher if the loss has one. Every rank must call this."""
 
         def loaded(head: ModelHead) -> PreTrainedModel:
             model = load_model(
@@ -307,7 +307,10 @@ def _reference(
 
 
 class _Check:
-    """Runs packed training in all variations, and compares each with the reference. Collective; results on rank 0."""
+    """Runs packed training in all variations, and compares each with the reference.
+
+    Every rank takes part, but only rank 0 has the results.
+    """
 
     def __init__(
         self, path: PackedPath, reference: _Reference, vocabulary: int, tolerance: Tolerance, say: Say
@@ -345,7 +348,7 @@ class _Check:
         return self.path.float8_distances(self.samples)
 
     def _compare(self, variation: Variation) -> Logprobs | None:
-        """Compare loss, gradients and (for "nll") log-probabilities with the reference."""
+        """Compare loss, gradients and (for "nll") log-probabilities of this variation with the reference."""
         samples = list(reversed(self.samples)) if variation.reverse else self.samples
         logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
         if logprobs is not None and variation.reverse:
@@ -355,7 +358,10 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare these values and the gradients in the parameters with the reference, and add the results."""
+        """Compare `logprobs`, `loss` and the gradients in the parameters with the reference.
+
+        Add one result per quantity to the report, under the name `check`.
+        """
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
         if not self.first:
@@ -403,9 +409,9 @@ class _Check:
     def _add_exact(self, check: str, gap: Gap) -> None:
         """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
 
-        A matmul computes each token's result independently, so other tokens cannot change a sample's bits. Experts are
-        an exception: the shapes of their matmuls depend on all tokens, so that rounding can differ. So do the shapes of
-        the tower if samples share an image: a sample that is replaced then has an image of its own.
+        A matmul computes each token's result independently, so other tokens cannot change a sample's bits. There are
+        two exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts,
+        and the vision tower if samples share an image, because a replaced sample gets an image of its own.
         """
         if not self.first:
             return

@@ -1,6 +1,6 @@
 """The code path of training, from samples to gradients, and variations of it that must not change the results.
 
-There is one path to gradients, and one to log-probabilities:
+There is one path to gradients, and one to log-probabilities. (A plan says which samples form which pack.)
 
     samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      by padfree.train.Engine
     samples -> plan -> packs -> attached model -> score -> log-probabilities                     by padfree.train.Scorer
@@ -155,7 +155,7 @@ class PackedPath:
         self._float8.use(())  # no layer uses float8, except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
-        """Use the layout of this variation from now on."""
+        """Use the layout of this variation in all later calls."""
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
@@ -249,7 +249,7 @@ class PackedPath:
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
-    """Return a training engine that computes this loss on the scorer's model."""
+    """Return a training engine that computes the loss `loss` on the model of `scorer`."""
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()

@@ -28,7 +28,7 @@ class PaddedBatch(NamedTuple):
 
     @property
     def labels(self) -> Tensor:
-        """Labels [B, L] for transformers: the token id of a trained token, not shifted; IGNORE for other tokens."""
+        """Return labels [B, L] for transformers, not shifted: the id of a trained token, IGNORE for other tokens."""
         return self.input_ids.where(self.scored.bool(), IGNORE)
 
 

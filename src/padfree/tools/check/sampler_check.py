@@ -134,7 +134,7 @@ def check_sampler(
         raise UserError(
             "--sampler",
             f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ: {obstacle}",
-            "leave it out, and set rollout.exact=false",
+            "remove --sampler, and set rollout.exact=false",
         )
     model.train(False)
     if device.type == "cpu":
@@ -191,7 +191,11 @@ def sampling_model(trained: PreTrainedModel, dtype: torch.dtype, device: torch.d
 def _step_rows(
     model: PreTrainedModel, num_slots: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Sequence[int], str | None]:
-    """Return the row counts of decode steps, and the reason if no row count suits all matmuls (else None)."""
+    """Return the sizes to which the batch of a decode step (a row per response) is padded, and a problem or None.
+
+    The sizes are those for which matmuls give the same bits as in training. The problem is the reason why no size
+    suits all matmuls.
+    """
     choice = trial(layers_of(model), num_slots, device, dtype)
     if choice.problem is None:
         return choice.step_rows, None
@@ -204,7 +208,7 @@ def _sample(request: SamplingRequest, response: Response) -> Sample:
 
 
 def _packed(samples: Sequence[Sample], device: torch.device) -> LocalBatch:
-    """Return one pack of the samples, padded to a number of rows as prefill passes are."""
+    """Return one pack of the samples, padded to the number of tokens to which the sampler pads a prefill."""
     packed = collate(samples)
     return shard(packed.padded_to(prefill_rows(packed.num_tokens)).to(device))
 
@@ -238,7 +242,7 @@ def first_difference(
     """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
     `sampled`: the sampled tokens up to the first one with another log-probability.
-    `rows`: number of slots of a decode step. Only one of the slots is active.
+    `rows`: the batch size of a decode step, of which only one row is a response.
     """
     tokens = np.concatenate([prompt, sampled])
     expected = _trainer_trace(trained, Sample(tokens=tokens))
@@ -293,12 +297,12 @@ def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored:
 
 @contextmanager
 def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[Trace]:
-    """Record the inputs and outputs of all modules without children, and of stacked experts, for the tokens `kept`.
+    """Record the inputs and outputs of all modules without children, and of stacked experts, for the tokens in `kept`.
 
     Modules inside of experts are left out, because they see the tokens in the order of experts.
 
-    `num_tokens`: number of tokens of the pass. Inputs are recorded because an operator that is not a module, such as
-    attention, can run between two modules.
+    `num_tokens`: number of tokens of the forward pass. Inputs are recorded because an operator that is not a module,
+    such as attention, can run between two modules.
     """
     trace: dict[str, list[Tensor]] = defaultdict(list)
     handles: list[Any] = []
@@ -341,7 +345,10 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
 
 
 def _token_dim(value: Tensor, num_tokens: int) -> int | None:
-    """Return the dimension of the tokens: 1 or 2 after a batch dimension, or 0 of a matrix, as around experts."""
+    """Return the dimension of `value` that counts the tokens, or None if none has the size `num_tokens`.
+
+    This is dimension 1 or 2 after a batch dimension, or dimension 0 of a matrix, as around experts.
+    """
     candidates = (0,) if value.ndim == 2 else (1, 2)
     return next((dim for dim in candidates if dim < value.ndim and value.shape[dim] == num_tokens), None)
 

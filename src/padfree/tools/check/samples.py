@@ -98,7 +98,7 @@ def chosen_samples(
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder has a tokenizer. The result is also true for a Hub id, which is not looked up."""
+    """Return whether a folder has a tokenizer. The result is also true for a Hub id, which is not looked up."""
     path = Path(path)
     return not path.exists() or (path.is_dir() and any(path.glob("tokenizer*")))
 
@@ -106,8 +106,8 @@ def has_tokenizer(path: str | Path) -> bool:
 def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
     """Sort the lengths and choose `count` at even distances, including the shortest and the longest.
 
-    Return the indices of the chosen lengths in `lengths`, ascending. At least half of the chosen ones are among those
-    with `preferred` [N], if there are enough.
+    Return the indices of the chosen lengths in `lengths`, ascending. `preferred` [N] marks lengths of which at least
+    half of the result shall consist, if there are enough.
     """
     if preferred is not None and preferred.any() and not preferred.all():
         kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]
@@ -121,10 +121,10 @@ def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
 
 
 def random_samples(vocabulary: int, count: int, *, longest: int = LONGEST, seed: int = 0) -> list[Sample]:
-    """Return `count` samples of random tokens, in random order of length.
+    """Return `count` samples of random tokens.
 
-    Lengths are geometrically spaced from `SHORTEST` to `longest`. The first third of each sample is not trained. The
-    last two samples share a prefix.
+    Lengths are geometrically spaced from `SHORTEST` to `longest`, and shuffled. The first third of each sample is
+    not trained. The last two samples share a prefix.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.geomspace(min(SHORTEST, longest), longest, count).round().astype(np.int64))

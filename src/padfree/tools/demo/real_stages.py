@@ -23,7 +23,7 @@ FORM_REWARD = 0.2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealSizes:
-    """Sizes of the demo with a real model: minutes on a CPU for 100 to 200 million parameters."""
+    """Sizes of the demo with a real model. A model of 100 to 200 million parameters takes minutes on a CPU."""
 
     held_out: int = 12
     samples: int = 8  # samples per step of SFT

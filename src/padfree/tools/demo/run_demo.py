@@ -88,7 +88,7 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _real_model(settings: argparse.Namespace) -> str | None:
-    """Return the model that `--real` or `--model` names; None without `--real`."""
+    """Return the model to train, which is the value of `--real` or `--model`. Return None if `--real` is not given."""
     if settings.real is None:
         for name in ("model", "data"):
             need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "add --real, or remove it")

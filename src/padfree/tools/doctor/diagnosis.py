@@ -74,7 +74,7 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A proposal, and the mean and the largest difference that remain if it is true."""
+    """A proposal, and the mean and largest |observed - predicted| of the log-probabilities that it predicts."""
 
     proposal: Proposal
     after: float
@@ -131,7 +131,10 @@ def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
 def diagnose(
     case: Case, noise: Noise, dtype: torch.dtype, *, hypotheses: Sequence[Hypothesis], say: Callable[[str], None]
 ) -> Finding:
-    """Find the cause of the differences in one piece of evidence. `dtype`: what the server is meant to compute in."""
+    """Find the cause of the differences between the evidence and the model's log-probabilities.
+
+    `dtype`: the dtype in which the server is meant to compute.
+    """
     expected = case.expected
     gaps = difference(case.observed, expected)
     finding = Finding(
@@ -205,7 +208,7 @@ def _explains(each: Measured, before: float, case: Case, noise: Noise) -> bool:
 
 
 def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> bool:
-    """Whether the proposal `each` explains the evidence as well as `best` does, apart from chance and rounding."""
+    """Return whether proposal `each` explains the evidence as well as `best` does, apart from chance and rounding."""
     covered = ~np.isnan(each.proposal.logprobs) & ~np.isnan(best.proposal.logprobs)
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])
@@ -219,7 +222,10 @@ def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:
 
 
 def explained_model(case: Case, finding: Finding) -> PreTrainedModel | None:
-    """Return the model that the server seems to have, with its fault; None if it is unknown."""
+    """Return a model that computes like the server, including its fault.
+
+    Return None if the fault is unknown, or is not a fault of the model.
+    """
     if finding.state == "healthy":
         return case.model
     if finding.best is None or finding.coarse:

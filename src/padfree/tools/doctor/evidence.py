@@ -51,7 +51,9 @@ class Evidence:
         vocabulary: int,
         temperature: float = 1.0,
     ) -> Evidence:
-        """Make evidence of rows: (token ids, start of the response, scored positions, their log-probabilities).
+        """Make evidence from one tuple per sequence.
+
+        A tuple has the token ids, the start of the response, the scored positions and their log-probabilities.
 
         If the logits [E, V] would take more than `MOST_BYTES`, only as many evenly spaced positions are kept as fit.
         """
@@ -83,7 +85,10 @@ class Evidence:
 
     @property
     def resolution(self) -> float:
-        """Return the mean error from rounding to decimals if the values have at most four decimals, otherwise 0."""
+        """Return the mean rounding error of log-probabilities that the server has rounded to decimals.
+
+        The result is 0 if they have more than four decimals.
+        """
         for decimals in range(1, 5):
             if np.abs(self.observed - self.observed.round(decimals)).max() < FLOAT32_ERROR:
                 return float(10.0**-decimals / 4)

@@ -6,7 +6,7 @@
     plain text   the token ids of a text                             in the tokenizer, special tokens
     messages     the token ids of a conversation                     in the chat template
 
-The evidence is examined in this order. Each stage takes a fault that an earlier stage found as given. For example, if
+The evidence is examined in this order. If a stage finds a fault, later stages assume this fault. For example, if
 prompts show a stale layer, responses are compared with those of a model with the same stale layer. A rollout file has
 responses only, for which all hypotheses are tried.
 """
@@ -99,9 +99,9 @@ def open_patient(
     chat_template: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Patient:
-    """Load the model, and the weights in the folders `previous`, which the server may still hold. All are in float32.
+    """Load the model, and the weights in the folders `previous`, which the server may still hold, in float32.
 
-    `dtype`: what the server is meant to compute in; None stands for the dtype of the weight files.
+    `dtype`: the dtype in which the server is meant to compute; None stands for the dtype of the weight files.
     """
     config, stored = open_model(files.weights, init_setting=None)
     model, _ = load_language_model(files, torch.float32, device)
@@ -140,7 +140,7 @@ def _older(folder: str, model: PreTrainedModel, *, setting: str) -> OlderWeights
     tensors, own = {name: tensor.to(model.device) for name, tensor in other.state_dict().items()}, model.state_dict()
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != {name: tensor.shape for name, tensor in own.items()}:
-        raise UserError(setting, f"{folder} is another architecture than the model", "give weights of the same model")
+        raise UserError(setting, f"{folder} has another architecture than the model", "give weights of the same model")
     return OlderWeights(name=folder, tensors=tensors, is_base=False)
 
 
@@ -231,7 +231,10 @@ def examine_server(
     timeout: float = 120.0,
     say: Say = lambda _: None,
 ) -> DoctorReport:
-    """Find out why a server's log-probabilities differ. `name`: the model to ask for; None: the first one it lists."""
+    """Find out why a server's log-probabilities differ from the model's.
+
+    `name`: the model to ask the server for. None stands for the first model that the server lists.
+    """
     say(f"asking {url}")
     probe = ServerProbe.at(url, unique_texts(patient.tokenizer, patient.vocabulary), name, timeout)
     examination = Examination(patient, say)
@@ -265,8 +268,8 @@ def examine_server(
 class _TextReader:
     """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    `model`: a model with the server's log-probabilities, which shows the ids even if the server does not return them.
-    None: no such model is known.
+    If the server does not return the ids, they are inferred from its log-probabilities. This needs `model`, which gives
+    the same log-probabilities as the server. `model` is None if no such model is known.
     """
 
     def __init__(
@@ -336,7 +339,10 @@ class _TextReader:
         return self._by_scores(what, scored, self.model)
 
     def _by_scores(self, what: str, answers: Sequence[TextAnswer], model: PreTrainedModel) -> TextFinding:
-        """Find the prompts that the server read: score its responses after expected ids and after candidates."""
+        """Find the prompt ids that the server read from the log-probabilities of its responses.
+
+        The responses are scored after the expected prompt ids and after those that known faults would give.
+        """
 
         def evidence_of(prompts: Sequence[Sequence[int]]) -> Evidence:
             rows = []

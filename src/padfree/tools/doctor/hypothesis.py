@@ -25,7 +25,7 @@ from padfree.tools.doctor.rescoring import logprobs_of
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OlderWeights:
-    """Weights that the server may hold instead of the model's: those of another folder, or of an adapter's base."""
+    """Weights that the server may hold by mistake: those of another folder, or of the model without its adapter."""
 
     name: str
     tensors: dict[str, Tensor]  # by the names of the model's state

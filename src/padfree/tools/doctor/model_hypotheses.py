@@ -39,7 +39,10 @@ SAME_CONFIG = "start the server with the config.json of the model, without overr
 
 
 class Change(NamedTuple):
-    """Changed values of the config, and a sentence about a server that uses them. `fitted`: see `Proposal`."""
+    """Config values that the server may use instead of the model's, and a sentence that says so.
+
+    `fitted`: the number of values that were fitted to the evidence.
+    """
 
     values: dict[str, Any]
     says: str
@@ -47,7 +50,10 @@ class Change(NamedTuple):
 
 
 def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis:
-    """Return a hypothesis about the config. `changes(case)` yields a `Change` or `Untested` for each proposal."""
+    """Return the hypothesis that the server uses other config values than the model.
+
+    `changes(case)` yields a `Change` for each proposal, or `Untested` if the evidence cannot show the cause.
+    """
 
     def propose(case: Case) -> Proposals:
         for change in changes(case):
@@ -203,9 +209,9 @@ def attention_scale(case: Case) -> Iterator[Change]:
 
 
 def ignored_value(name: str, neutral: Any, what: str) -> Any:
-    """Return a function that proposes that the server ignores a config value: `name` gets the value `neutral`.
+    """Return a function that yields one `Change`: the server ignores the value of the config field `name`.
 
-    `what` describes the value to the user.
+    A server that ignores it computes with `neutral` instead. `what` describes the field to the user.
     """
 
     def changes(case: Case) -> Iterator[Change]:

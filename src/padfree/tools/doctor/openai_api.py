@@ -49,7 +49,7 @@ class ServerAnswer:
 
     @property
     def is_scored(self) -> bool:
-        """Whether each token of the response has a log-probability."""
+        """Return whether each token of the response has a log-probability."""
         return bool(self.tokens) and self.logprobs is not None and len(self.tokens or ()) == len(self.logprobs)
 
 
@@ -130,9 +130,9 @@ class ServerProbe:
         return answer
 
     def _echoed(self, body: dict[str, Any], length: int) -> ServerAnswer | None:
-        """Ask for a completion that begins with the prompt (OpenAI's option `echo`), to get its log-probabilities.
+        """Ask for a completion that begins with the prompt (OpenAI's option `echo`) and its log-probabilities.
 
-        Return None if the server does not support this.
+        Return None if the server does not support `echo`.
         """
         try:
             found = self._asked("/v1/completions", {**body, "echo": True, "prompt_logprobs": None})
@@ -188,7 +188,7 @@ class ServerProbe:
 
 
 def _read(answer: dict[str, Any], token_ids: Mapping[str, int]) -> ServerAnswer:
-    """Read the first choice of an answer of the server."""
+    """Read the first choice in the JSON object that a completion route returned."""
     choice = answer["choices"][0]
     given = choice.get("logprobs") or {}
     logprobs, texts = given.get("token_logprobs"), given.get("tokens")
@@ -225,7 +225,10 @@ def _all(values: Any, kind: Any) -> bool:
 
 
 def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
-    """Read vLLM's `prompt_logprobs`: for each prompt token, {id: {"logprob": ...}}, maybe with a more likely token."""
+    """Return the log-probabilities of the prompt tokens from vLLM's `prompt_logprobs`.
+
+    Its entry for a token is {id: {"logprob": ...}}, and may also contain the most likely token.
+    """
     if not isinstance(entries, list) or len(entries) < 2:
         return None
     found = []

@@ -104,7 +104,7 @@ def chat_candidates(
 
 
 def other_prompts(case: Case) -> Proposals:
-    """Yield proposals that the server changes all prompts in the same way: in special tokens or generation prompt."""
+    """Yield proposals that the server adds or drops special tokens or the generation prompt in every prompt."""
     if case.tokenizer is None:
         return
     prompts = case.evidence.prompts

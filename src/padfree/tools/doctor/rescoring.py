@@ -71,7 +71,7 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Like `logits_of`, but computed by the plain transformers model, one sequence at a time."""
+    """Return the same as `logits_of`, but computed by the plain transformers model, one sequence at a time."""
     found = []
     for number, sequence in enumerate(evidence.sequences):
         rows = torch.from_numpy(evidence.positions[evidence.sequence == number] - 1).to(model.device)

@@ -52,7 +52,10 @@ class Replacements:
         self.score = cache(self._score)
 
     def model(self, names: Collection[str]) -> PreTrainedModel:
-        """Return the model with these tensors replaced. A tied head becomes separate, so that only it can be stale."""
+        """Return the model with the tensors `names` replaced by older ones.
+
+        A head that is tied to the embeddings is untied, so that one can be replaced without the other.
+        """
         changes = {"tie_word_embeddings": False} if self.tied else None
         return variant(self.case.model, changes, tensors={name: self.older.tensors[name] for name in names})
 

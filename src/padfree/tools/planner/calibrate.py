@@ -101,7 +101,7 @@ def calibrate(
     """
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "run.device", "'cuda', but torch finds no GPU on this machine", "leave it out, or set run.device=cpu"
+            "run.device", "'cuda', but torch finds no GPU on this machine", "remove this setting, or set run.device=cpu"
         )
     if config.lora.rank:
         raise UserError(

@@ -47,7 +47,7 @@ class PlanShape:
             raise UserError(
                 "--cp",
                 f"{self.context}{times} does not divide {self.ranks} ranks",
-                "change --cp or --ranks so that --ranks is a multiple",
+                f"set --ranks to a multiple of {self.context * self.replicate}, or change --cp",
             )
 
     @property
@@ -56,12 +56,12 @@ class PlanShape:
 
     @property
     def shards(self) -> int:
-        """The number of devices over which weights and optimizer state are sharded."""
+        """Return the number of devices over which weights and optimizer state are sharded."""
         return self.ranks // self.replicate
 
     @property
     def pack_tokens(self) -> int:
-        """The maximum number of tokens of a pack: that of one rank, times the number of ranks that share the pack."""
+        """Return the maximum number of tokens of a pack: tokens per rank times the ranks that share the pack."""
         return self.max_tokens * self.context
 
 

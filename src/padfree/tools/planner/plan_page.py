@@ -67,7 +67,7 @@ def write_page(
 
 
 def efficiency_figure(scaling: Scaling) -> Figure:
-    """Plot efficiency (throughput per device, relative to few devices) against the number of devices.
+    """Plot efficiency (throughput per device, relative to the fewest devices) against the number of devices.
 
     The figure has two lines: with weights sharded over all ranks, and with one replica of the weights per host.
     """

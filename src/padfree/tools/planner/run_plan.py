@@ -252,7 +252,7 @@ def make_plan(
 ) -> RunPlan:
     """Plan the steps of `data`, and estimate their time, their memory and the balance of the ranks.
 
-    `layout`: how context ranks divide a pack. `need`: estimates memory; without it, the plan has no memory estimate.
+    `layout`: how context ranks divide a pack. `need` estimates memory; if it is None, the plan has no memory estimate.
     `exact_steps`: see `plan_epoch`.
     """
     epoch = plan_epoch(
@@ -289,7 +289,7 @@ def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
     A device holds one context rank's part of a pack. The largest pack has `pack_tokens` tokens, or all tokens of the
-    largest step if that step has fewer. A longer sample makes the pack as long as the sample.
+    largest step if that step has fewer. If a sample is longer than that, the largest pack holds only this sample.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

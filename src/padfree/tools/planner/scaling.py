@@ -74,9 +74,10 @@ class Links:
 
     @staticmethod
     def of(inside: str | None, between: str | None, gpu: str | None) -> Links:
-        """Return the links that are given by name or as a number of GB/s.
+        """Return the bandwidths inside a host and between hosts.
 
-        By default, NVLink of the GPU's generation connects the devices of a host, and InfiniBand NDR connects hosts.
+        `inside` and `between` are the name of a link or a number of GB/s. By default, NVLink of the GPU's generation
+        connects the devices of a host, and InfiniBand NDR connects hosts.
         """
         default = next((link for name, link in LINK_OF.items() if name.lower() in (gpu or "").lower()), "nvlink4")
         return Links(
@@ -241,7 +242,7 @@ def plan_scaling(
 ) -> Scaling:
     """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
 
-    `steps`: sample lengths of each step. `need` estimates the memory that a device needs; each has `memory` bytes.
+    `steps`: sample lengths of each step. `need` estimates the memory that a device needs. A device has `memory` bytes.
     """
     Placement(ranks=shape.ranks, hosts=hosts)  # raises a `UserError` if the hosts cannot have equally many ranks
     if time_model.per_second is None:

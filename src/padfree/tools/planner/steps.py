@@ -209,7 +209,10 @@ def spread(number: int, most: int) -> Lengths:
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """Return the optimizer steps of one pass over rollouts or preference pairs. `parts`: see `rollout_updates`."""
+    """Return the optimizer steps of one pass over rollouts or preference pairs.
+
+    `parts`: number of samples of each source of a mixture.
+    """
     steps = rollout_updates(samples, config, parts)
     shown = distinct([sample for group in _shown(samples, config, parts) for sample in group])
     return StepLengths(lengths=_lengths(shown), steps=steps, shared_tokens=_shared_tokens(shown, config))
@@ -218,8 +221,8 @@ def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> St
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
     """Return the sample lengths of each optimizer step of one pass over rollouts.
 
-    A batch consists of whole groups. Training on a batch takes `loss.epochs` × `loss.mini_batches` steps. `parts`:
-    number of samples of each source.
+    A batch consists of whole groups (all responses to a prompt). Training on a batch takes `loss.epochs` ×
+    `loss.mini_batches` steps. `parts`: number of samples of each source of a mixture.
     """
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
@@ -247,13 +250,16 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 
 
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
-    """Return the groups of the first epoch, in the order of the data. `parts`: number of samples of each source."""
+    """Return the units of the first epoch in the order of the data: data rows, or groups of responses to a prompt.
+
+    `parts`: number of samples of each source of a mixture.
+    """
     groups, sizes = groups_of(config, samples, parts)
     return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]
 
 
 def _shared_tokens(samples: Sequence[Sample], config: Config) -> int:
-    """Return the number of tokens that `batch.share_prefixes` saves if all samples of a group are in one pack."""
+    """Return the number of tokens that `batch.share_prefixes` saves if samples that share prefixes are in one pack."""
     return sum(map(len, samples)) - prefixes_of(samples, config.batch.share_prefixes).num_tokens
 
 

@@ -90,22 +90,22 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """All ranks, in an array of shape [data ranks, context ranks]. The ranks of one row share a pack."""
+        """Return all ranks, in an array of shape [data ranks, context ranks]. The ranks of one row share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """All ranks, in an array of shape [replicas, shards]. The ranks of one row divide the weights among them."""
+        """Return all ranks, in an array of shape [replicas, shards]. The ranks of one row divide the weights."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """All ranks, in an array of shape [shards, replicas]. The ranks of one row hold the same shard of weights."""
+        """Return all ranks, in an array of shape [shards, replicas]. The ranks of one row hold the same shard."""
         return self.shard_groups.T
 
     @property
     def expert_mesh(self) -> Ranks:
-        """All ranks, in an array of shape [replicate, fsdp, expert], as in `padfree.distributed.mesh`.
+        """Return all ranks, in an array of shape [replicate, fsdp, expert], as in `padfree.distributed.mesh`.
 
         Ranks along the last axis divide the experts of a layer. Ranks along the second axis shard the same experts.
         """
@@ -174,7 +174,7 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """Return for each kind: the most bytes that a host sends inside itself, and the most bytes to other hosts."""
+        """Return, for each kind of traffic, the most bytes that any host sends inside itself and to other hosts."""
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:

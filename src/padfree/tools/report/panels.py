@@ -131,7 +131,7 @@ class Panel:
 
 
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
-    """Return the panels under each heading, and the names of the metrics that never change."""
+    """Return the panels (figures before they are drawn) by heading, and the names of the metrics that never change."""
     names = {name for run in runs for name in run.metrics}
     lines: dict[str, dict[str, dict[str, str]]] = {}  # by heading and figure: metrics with their labels
     for name in sorted(names, key=_order):

@@ -259,7 +259,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _is_file(path: Path, notes: list[str]) -> bool:
-    """Whether the path is a regular file. If it is a folder or a pipe, add a note to `notes`."""
+    """Return whether the path is a regular file. If it is a folder or a pipe, add a note to `notes`."""
     if path.exists() and not path.is_file():
         notes.append(f"{path.name} is not a regular file and was skipped")
     return path.is_file()

@@ -7,7 +7,7 @@ A running process holds a lock on the file `run.lock`. The state follows from th
     none                    starting                     ended before its first step
     start                   running                      killed
     stop                    stopped by a signal          stopped by a signal
-    nonfinite, failed       the reason of the failure    the reason of the failure
+    nonfinite, failed       the reason for the failure   the reason for the failure
     end                     writing its model            finished
 
 The lock is a file lock of the operating system. To test it, a shared lock is taken for a moment; nothing is written. If

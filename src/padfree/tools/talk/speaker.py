@@ -92,7 +92,10 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`chat` renders the chat template; without it, prompts are plain text. `decodes`: see `InProcessSampler`."""
+        """`chat` renders the chat template. If it is None, prompts are plain text.
+
+        `decodes`: whether padfree's `Decoder` generates the tokens, as for `InProcessSampler`.
+        """
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, self.limits.vocabulary)
@@ -110,7 +113,7 @@ class Speaker:
 
     @property
     def context(self) -> int | None:
-        """The maximum number of tokens of prompt and answer together; None if the model's limit is not known."""
+        """Return the maximum number of tokens of prompt and answer together; None if the model's limit is not known."""
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:

@@ -16,7 +16,7 @@ INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Collects token ids and returns their text as soon as it is complete."""
+    """Collects token ids, and returns each character of their text as soon as its last byte has arrived."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
