@@ -133,7 +133,7 @@ def hash_of(content: Any) -> str:
 
 
 def check_json(value: Any, where: str) -> None:
-    """Raise an error for values that JSON cannot represent. `where` names the values in the message."""
+    """Raise an error for values that JSON cannot represent. `where` names the values in the error message."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):

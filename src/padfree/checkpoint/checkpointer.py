@@ -192,7 +192,7 @@ class Checkpointer:
             raise failure
 
     def keep(self, path: Path | None) -> None:
-        """Never delete this checkpoint.
+        """Protect the checkpoint in folder `path` from deletion.
 
         Only one checkpoint is protected. A later call replaces it, and `keep(None)` ends the protection.
         """
@@ -382,7 +382,7 @@ class Checkpointer:
         return self._fingerprints[model]
 
     def fingerprint(self, tensors: Mapping[str, Tensor]) -> str:
-        """Return a hash of all `tensors` that does not depend on their sharding. Collective."""
+        """Return a hash of all `tensors` that does not depend on their sharding. Every rank must call this."""
         bits = {name: bits_of(tensor) for name, tensor in tensors.items() if self._writes(tensor)}
         total: Counter[str] = Counter()
         for gathered in self._gather(bits):

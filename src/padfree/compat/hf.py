@@ -45,10 +45,10 @@ class Wrapped(Protocol):
 
 
 class PackedCollator:
-    """Packs feature dicts, and pads the pack to `length` tokens or to a multiple of `multiple_of` tokens.
+    """Data collator: joins the features of a batch into one pack, padded to `length` or to a multiple of `multiple_of`.
 
-    A feature has `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with several sequences
-    gives their lengths in `seq_lengths`, as TRL's packing does.
+    A feature is a dict that has `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with
+    several sequences gives their lengths in `seq_lengths`, as TRL's packing does.
 
     `model` is the model to train. The collator keeps only the model's config, so that workers of a data loader can
     unpickle the collator.
@@ -97,7 +97,7 @@ class PackedCollator:
 
 
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
-    """Return the sequences of one feature as samples. `index` is the feature's number for messages."""
+    """Return the sequences of one feature as samples. `index` names the feature in error messages."""
     if "input_ids" not in feature:
         raise UserError(
             "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"

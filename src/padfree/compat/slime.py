@@ -210,7 +210,10 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 
 
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
-    """Return balanced parts, as arrays of sequence indices. Parts are added until none has more than `cap` tokens."""
+    """Divide the sequences into `num_packs` parts of similar token counts, as arrays of sequence indices.
+
+    There are more parts if a part would have more than `cap` tokens.
+    """
     count = len(lengths)
     if cap is not None:
         need_whole("max_tokens_per_gpu", cap, 1, "give 1 or more")

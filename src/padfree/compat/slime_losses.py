@@ -159,7 +159,7 @@ def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: K
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Concatenate the chunks of all ranks in rank order. Backward returns this rank's part of the gradient."""
+    """Autograd function: concatenates the chunks of all ranks. Backward returns the gradient of this rank's chunk."""
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:

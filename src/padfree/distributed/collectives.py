@@ -50,7 +50,7 @@ def reduce_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def exchange_rows(tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
     """Send the first `send[0]` elements of the tensor to rank 0, the next `send[1]` to rank 1, and so on.
 
-    Returns the elements from all ranks, `receive[r]` of them from rank r.
+    Return the elements from all ranks, `receive[r]` of them from rank r.
     """
     assert tensor.shape[0] == sum(send), (tuple(tensor.shape), send)
     received = tensor.new_empty(sum(receive), *tensor.shape[1:])

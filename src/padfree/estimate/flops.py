@@ -6,9 +6,9 @@
     mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
 
 Only FLOPs that training requires are counted, not all FLOPs that are executed. Not counted are recomputation
-(activation checkpointing), old and reference log-probabilities, and padding. A prefix that samples share counts once,
-and so does an image of a pack. A matmul with a frozen weight needs two thirds of the FLOPs, because it has no weight
-gradient. With adapters, all of the model's own weights are frozen.
+(activation checkpointing), old and reference log-probabilities, and padding. A prefix that samples share counts once.
+An image that occurs several times in a pack counts once. A matmul with a frozen weight needs two thirds of the FLOPs,
+because it has no weight gradient. With adapters, all of the model's own weights are frozen.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def frozen_flops(flops: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What a step saves because samples share prefixes, from which the saved FLOPs follow.
+    """The work that a step saves because samples share prefixes.
 
     `tokens`: tokens that are not computed again. `pairs`: reduction of the sum of squared sample lengths.
     """
@@ -165,7 +165,10 @@ class Flops:
         shared: Shared | None = None,
         image_features: Sequence[int] = (),
     ) -> dict[str, float]:
-        """Return the metrics `tflops_per_device` and, if the device's peak is known, `mfu` of a step of `seconds`."""
+        """Return the metric `tflops_per_device` of a step that took `seconds`.
+
+        If the device's peak is known, also return `mfu`.
+        """
         if seconds <= 0:
             return {}
         reached = self.step(lengths, num_labels, shared, image_features) / seconds / self.devices / 1e12

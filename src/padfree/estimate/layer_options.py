@@ -145,7 +145,10 @@ def forward_flops(model: PreTrainedModel, layer: nn.Module) -> int:
 
 
 def matmul_flops(model: PreTrainedModel, layer: nn.Module) -> int:
-    """Return the FLOPs per token of the matmuls of `layer`, of its experts only those that process the token."""
+    """Return the FLOPs per token of the matmuls of `layer`.
+
+    If the layer has experts, only the experts that process a token count.
+    """
     sizes, found = ModelSizes.of(model.config), 0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2 and ".experts." not in f".{name}":

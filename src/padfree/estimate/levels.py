@@ -85,9 +85,9 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """The n candidates after the search has gone through some of the layers.
+    """The n choices that remain after the search has gone through some of the layers.
 
-    A candidate is a choice of one option for each of these layers. Candidates are sorted by their options' indices.
+    A choice is one option for each of these layers. The choices are sorted by the indices of their options.
     """
 
     kept: Indices  # [n] bytes on the device

@@ -334,7 +334,7 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
-    """Bytes of unsharded weights and gradients while FSDP2 computes. With split weights, only gradients are counted.
+    """Return the bytes of unsharded weights and gradients while FSDP2 computes. If `split`, only gradients are counted.
 
     The unsharded weights are those of the root unit and of two layers: the current one and the next. Without `reshard`,
     they are those of the root unit and of all layers. The unsharded gradients are those of the embeddings and of one

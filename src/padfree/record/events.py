@@ -11,7 +11,7 @@
     start           versions, device, processes and their layout
     resolved_auto   the value of each `auto` setting, and the reason
     resume          the checkpoint, and the settings that have changed
-    note            a note that was shown at the start
+    note            the text of a note that was shown when the run started
     compile         layers were compiled in this step
     float8          how much float8 changes the gradient of each layer, and the layers that stay in bfloat16
     nonfinite       the file with the samples of a step whose loss or gradient was not finite
@@ -56,7 +56,7 @@ class Events:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
-        """Append one event with `fields`. If a killed run left an incomplete last line, end this line first."""
+        """Append one event with `fields`. If a killed run left an incomplete last line, start a new line."""
         if not self._writes:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,6 +1,6 @@
 """Every metric that a run writes: its name, its unit and its meaning.
 
-docs/reference/metrics.md is generated from these tables, and tests compare them with the metrics of runs. A word in
+docs/reference/metrics.md is generated from METRIC_GROUPS, which tests compare with the metrics of runs. A word in
 capitals stands for a name: `source/NAME/loss` is written once for each source of a mixture.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics: `source/NAME/loss` is written for each source, with its name for NAME."""
+    """One metric, or a family of metrics: `source/NAME/loss` is written once per source; NAME is its name."""
 
     name: str
     unit: str
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Whether `name` is this metric or belongs to this family."""
+        """Return whether `name` is this metric, or belongs to this family of metrics."""
         if not any(part.isupper() for part in self.name.split("/")):
             return name == self.name
         parts = ["[^/]+" if part.isupper() else re.escape(part) for part in self.name.split("/")]

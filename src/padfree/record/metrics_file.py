@@ -59,7 +59,7 @@ class MetricsFile:
 def line_number(path: Path, number: int, line: str, field: str) -> int:
     """Return the integer `field` of line `number` of the JSON Lines file `path`. `line` is its text.
 
-    Raise a `UserError` if the field is missing, because then no run wrote the file.
+    Raise a `UserError` if the field is missing, because the file then was not written by a run of padfree.
     """
     try:
         value = json.loads(line)[field]

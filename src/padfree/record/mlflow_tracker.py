@@ -9,8 +9,9 @@ MLflow reads its own environment variables: MLFLOW_TRACKING_URI names a server o
 (`sqlite:////data/mlflow.db`). A folder is refused, because MLflow stores each metric as a file: `loss` would be a file,
 and for `loss/entropy` it would have to be a folder.
 
-MLflow's client waits for each answer, and retries for minutes if the server is unreachable. Therefore a thread sends
-the metrics: a step only appends its metrics to a list of unsent metrics. Metrics that could not be sent stay in it.
+MLflow's client waits for the reply to each request, and retries for minutes if the server is unreachable. Therefore
+a thread sends the metrics: a step only appends its metrics to the list of unsent metrics. Metrics that could not be
+sent stay in this list.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ LONGEST_VALUE = 6000
 class MlflowTracker:
     """A run at MLflow, to which a thread sends the metrics.
 
-    If the thread could not send metrics, the next call of `log` or `close` raises its error. The caller catches it.
+    If the thread could not send metrics, the next call of `log` or `close` raises the error, which the caller
+    catches.
     """
 
     def __init__(self, experiment: str, folder: Path, settings: Mapping[str, Any], run_id: str | None) -> None:
@@ -154,7 +156,10 @@ class MlflowTracker:
 
 
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """`{"optimizer": {"lr": 1e-5}}` -> `("optimizer.lr", "1e-05")`; strings stay as they are, other values are JSON."""
+    """Yield each setting with its dotted name: `{"optimizer": {"lr": 1e-5}}` -> `("optimizer.lr", "1e-05")`.
+
+    Strings stay as they are. Other values become JSON.
+    """
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{name}.")

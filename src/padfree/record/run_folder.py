@@ -268,7 +268,7 @@ def _read_holder(folder: Path) -> Holder | None:
 
 
 def _made_by_older_version(folder: Path) -> bool:
-    """Whether an early version of padfree, which did not write `run.json`, has made this folder."""
+    """Return whether an early version of padfree, which did not write `run.json`, has made this folder."""
     settings = read_json(folder / CONFIG) or {}
     if not all(isinstance(settings.get(section), dict) for section in SECTIONS):
         return False

@@ -64,7 +64,10 @@ class Trackers:
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
     ) -> None:
-        """`settings`: the settings of the run, which the trackers store. `step`: the next step to be logged."""
+        """Start the trackers that `config` names, on rank 0.
+
+        `settings`: the settings of the run, which the trackers store. `step`: the next step to be logged.
+        """
         self._targets: dict[str, tuple[Log, Close]] = {}
         self._failed: set[str] = set()
         if rank:
@@ -96,7 +99,7 @@ class Trackers:
         self._targets.clear()
 
     def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Call a tracker. Any exception of its package becomes a warning, so that the run continues."""
+        """Call a tracker. Its first exception becomes a warning, later ones are ignored, so that the run continues."""
         try:
             call(*arguments)
         except Exception as error:
@@ -161,7 +164,7 @@ def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """Return the name or id of this run at a tracker. The first start of the run stores it for later starts."""
+    """Return the name or id of this run at a tracker. The first start of the run chooses and stores this name."""
     names = _read_names(folder / FILE)
     if tracker not in names:
         # A folder name may contain characters that W&B does not allow in an id.

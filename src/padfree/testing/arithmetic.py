@@ -146,7 +146,7 @@ def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[
 
 
 def sft_config(folder: Path, sizes: Sizes) -> Config:
-    """Return the settings of the fine-tuning run. `write_task` wrote its data to `folder`."""
+    """Return the settings of the fine-tuning run, which trains on the data that `write_task` wrote to `folder`."""
     return config_from_dict(
         {
             "model": {"path": str(folder / "model")},

@@ -124,7 +124,7 @@ class LineServer(ServerApi):
         return [*arguments, *options]
 
     async def call(self, name: str, *, timeout: float | None = None, **arguments: Any) -> Any:
-        """Send a call with its arguments, and return the `ok` value of the answer. `timeout` is in seconds."""
+        """Send a call with its arguments, and return the value of `ok` in the reply. `timeout` is in seconds."""
         seconds = timeout or self.timeout
         try:
             async with asyncio.timeout(seconds):
@@ -145,7 +145,7 @@ class LineServer(ServerApi):
         if "refused" in answer:
             raise UserError(
                 "rollout.servers",
-                f"{self.url} rejected {name} ({answer['refused']})",
+                f"{self.url} rejected the call {name} ({answer['refused']})",
                 "start the server with the model of model.path",
             )
         if "ok" not in answer:
@@ -154,7 +154,7 @@ class LineServer(ServerApi):
 
 
 class RefusedError(Exception):
-    """Raised inside the server for a call that a retry would not help. The server replies `{"refused": "why"}`."""
+    """Raised inside the server for a call that would fail again. The server replies `{"refused": "why"}`."""
 
 
 class LineService:
@@ -238,7 +238,7 @@ class LineService:
     async def _sample(
         self, prompt: list[int], max_new_tokens: int, seed: int, temperature: float, stops: list[int]
     ) -> tuple[list[int], list[float], str]:
-        """Sample a response; return its tokens, their log-probabilities and the reason for its end.
+        """Sample a response; return its tokens, their log-probabilities and the reason why the response ended.
 
         `stops`: token ids that end a response.
         """

@@ -62,7 +62,7 @@ class HarnessAnswers:
         return ids
 
     def scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
-        """Return the log-likelihood of each pair (context, continuation), and whether the continuation is greedy.
+        """Return the log-likelihood of each continuation after its context, and whether greedy decoding generates it.
 
         Texts that are too long for the model lose tokens on the left.
         """
@@ -88,7 +88,7 @@ class HarnessAnswers:
                 raise UserError(
                     "--tasks",
                     f"a task asks for {max_new_tokens} new tokens, but the model has {self.max_length} positions",
-                    "set max_gen_toks of the task to less",
+                    "lower max_gen_toks of the task",
                 )
             prompts = [self._prompt(requests[number][0])[-left:] for number in chosen]
             order = sorted(range(len(chosen)), key=lambda index: (-len(prompts[index]), index))

@@ -94,7 +94,7 @@ def loss_gap(actual: float, expected: float) -> Gap:
 def normaliser_gap(loss: float, logprobs: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
     """Compare the loss with the negative mean log-probability of the trained tokens. Return the relative difference.
 
-    The two are equal if the loss weights are normalised correctly.
+    Loss and mean are equal if the loss weights are normalised correctly.
     """
     trained = [sample.mask & (np.arange(len(sample)) > 0) for sample in samples]
     total = sum(float(values[mask].astype(np.float64).sum()) for values, mask in zip(logprobs, trained, strict=True))

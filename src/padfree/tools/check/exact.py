@@ -82,11 +82,11 @@ def exact(
     load: Callable[[], PreTrainedModel],
     compute: Callable[[PreTrainedModel], Found],
 ) -> tuple[Found | None, str | None]:
-    """Load a model with `load`, convert it to float64, and return the result of `compute` on it. Collective.
+    """Load a model with `load`, convert it to float64, and return the result of `compute` on it.
 
-    Only rank 0 computes; the first result is None on other ranks. The second result is the same on every rank: the
-    reason why there is no float64 reference, or None. Possible reasons are too little memory, and a model that does not
-    run in float64.
+    Every rank must call this, but only rank 0 computes; the first result is None on other ranks. The second result is
+    the same on every rank: the reason why there is no float64 reference, or None. Possible reasons are too little
+    memory, and a model that does not run in float64.
     """
     found, obstacle = None, None
     model = load()

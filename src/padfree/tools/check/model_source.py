@@ -68,8 +68,8 @@ def model_source(
 ) -> Iterator[ModelSource]:
     """Context manager that yields the model to check, or its first `layers` layers. `full`: take all layers.
 
-    `vision`: yield a whole vision-language model, with all layers. Raise an error if the model does not support
-    packing.
+    `vision`: yield a whole vision-language model, with all layers. A model that does not support packing raises a
+    `UserError`, with or without `vision`.
     """
     if layers is not None and layers < 1:
         raise UserError("layers", "is not a positive number", "give 1 or more", value=layers)
@@ -77,7 +77,7 @@ def model_source(
         raise UserError("layers", f"{layers} cannot be combined with full", "give only one of them")
     if vision and layers is not None:
         raise UserError(
-            "layers", f"{layers}, but a vision-language model is checked with all its layers", "leave it out"
+            "layers", f"is {layers}, but a vision-language model is checked with all its layers", "remove layers"
         )
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
     if vision:

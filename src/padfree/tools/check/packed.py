@@ -66,7 +66,7 @@ PAD = 7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variation:
-    """A layout of the samples. Results must be the same with every layout."""
+    """One way to arrange the samples in packs. Results must be the same with every variation."""
 
     name: str
     max_tokens: int  # maximum tokens of a pack per device
@@ -115,7 +115,7 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
 
 
 class PackedPath:
-    """Computes the results of packed training for samples, with a training engine. All methods are collective."""
+    """Computes the results of packed training for samples, with a training engine. Every rank must call each method."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ from padfree.tools.check.samples import LONGEST, random_samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerReport:
-    """The result of `check_sampler`. `operator`: the first operator with other bits, or None if all bits are equal."""
+    """The result of `check_sampler`. `operator`: the first operator whose bits differ, or None."""
 
     model: str
     dtype: str
@@ -241,7 +241,7 @@ def first_difference(
 ) -> str | None:
     """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
-    `sampled`: the sampled tokens up to the first one with another log-probability.
+    `sampled`: the sampled tokens, up to the first one whose log-probability differs between sampler and trainer.
     `rows`: the batch size of a decode step, of which only one row is a response.
     """
     tokens = np.concatenate([prompt, sampled])

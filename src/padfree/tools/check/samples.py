@@ -106,8 +106,8 @@ def has_tokenizer(path: str | Path) -> bool:
 def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
     """Sort the lengths and choose `count` at even distances, including the shortest and the longest.
 
-    Return the indices of the chosen lengths in `lengths`, ascending. `preferred` [N] marks lengths of which at least
-    half of the result shall consist, if there are enough.
+    Return the indices of the chosen lengths in `lengths`, ascending. At least half of the chosen lengths are among
+    those that `preferred` [N] marks, if there are enough.
     """
     if preferred is not None and preferred.any() and not preferred.all():
         kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]

@@ -192,7 +192,7 @@ class Examination:
 
 
 def read_some_rollouts(patient: Patient, path: str, count: int, *, max_length: int) -> list[Sample]:
-    """Read a rollout file, and choose `count` rollouts with log-probabilities that are spread evenly over the file."""
+    """Choose `count` of the rollouts that have log-probabilities, spread evenly over a rollout file."""
     settings = RolloutDataSettings(max_length=max_length, overlong="truncate")
     samples = read_rollouts(path, settings, tokenizer=patient.tokenizer).samples
     kept = [sample for sample in samples if sample.logprobs is not None and sample.num_labels] or list(samples)
@@ -339,7 +339,7 @@ class _TextReader:
         return self._by_scores(what, scored, self.model)
 
     def _by_scores(self, what: str, answers: Sequence[TextAnswer], model: PreTrainedModel) -> TextFinding:
-        """Find the prompt ids that the server read from the log-probabilities of its responses.
+        """Infer, from the log-probabilities of the server's responses, which prompt ids the server read.
 
         The responses are scored after the expected prompt ids and after those that known faults would give.
         """

@@ -54,7 +54,7 @@ class ServerAnswer:
 
 
 class RejectedError(UserError):
-    """The server rejected a request with a status below 500."""
+    """Raised if the server rejects a request with a status below 500."""
 
 
 @dataclass(slots=True)

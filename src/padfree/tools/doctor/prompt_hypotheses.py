@@ -8,8 +8,8 @@ In this example, `s` is the bos token:
                          no generation prompt, no template, ...
 
 If the server returns the ids of a prompt, padfree compares them with the expected ids and with the candidates.
-Otherwise, padfree scores the server's response after each of these prompts: the right one explains the
-log-probabilities that the server reports.
+Otherwise, padfree scores the server's response after each of these prompts. The prompt that the server has read
+explains the log-probabilities that the server reports.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def _packs(sequences: Sequence[Ids]) -> Iterator[list[int]]:
-    """Yield the indices of consecutive sequences that fit into one pack, until all sequences are in a pack."""
+    """Divide the sequences into packs. Yield the indices of the consecutive sequences of each pack."""
     pack: list[int] = []
     for number, sequence in enumerate(sequences):
         if pack and sum(len(sequences[each]) for each in pack) + len(sequence) > PACK_TOKENS:
@@ -195,7 +195,7 @@ def fp8_inputs(model: PreTrainedModel) -> Iterator[None]:
 
 
 def with_cache(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with keys and values rounded to the dtype of a KV cache, with scales of 1."""
+    """Return a variant of the model that rounds keys and values to `dtype`, like a KV cache without scales."""
     name = f"padfree_cache_{str(dtype).removeprefix('torch.')}"
     limit = torch.finfo(dtype).max
 

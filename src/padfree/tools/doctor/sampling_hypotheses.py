@@ -1,13 +1,13 @@
 """Hypotheses about how a server samples and what it then reports: temperature, truncation, penalties.
 
-These hypotheses need no new forward pass, because each is a function of the model's logits [E, V]. With p the
-probability that the model gives a token:
+These hypotheses need no new forward pass, because each is a function of the model's logits [E, V]:
 
-    temperature   a server at temperature t reports log p(logits / t)    t: fitted, or the one that the server ignored
-    truncation    a server that keeps only likely tokens reports log p   d follows from the evidence. The kept mass
-                  + d, with d = -log(kept mass)                          tells how many tokens were kept at each
-                                                                         position; the proposal is the k, p or min_p
-                                                                         that agrees with most positions
+    temperature   A server at temperature t reports log softmax(logits / t). The proposal is the t that fits best, or
+                  the one that the server ignored.
+    truncation    A server that keeps only likely tokens reports log p + d, where p is the probability that the model
+                  gives a token, and d = -log(probability of all kept tokens). The evidence shows d, and therefore how
+                  many tokens the server kept at each position. The proposal is the k, p or min_p that agrees with most
+                  positions.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The search uses this approximation, in which a unit u is a tensor or, in a large
 
     observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
 
-It stops at the first of these steps that explains the evidence:
+The search stops at the first of these steps that explains the evidence:
 1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
    the embeddings.
 2. Replace all tensors except one group.
@@ -111,7 +111,7 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """Return the units of the search: single tensors or, above `MOST_UNITS` tensors, layers and outer tensors."""
+    """Return the units of the search: single tensors or, above `MOST_UNITS` tensors, whole layers and other tensors."""
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]
     return [members for label, members in groups.items() if not label.endswith(" of all layers")]

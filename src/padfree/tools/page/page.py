@@ -47,7 +47,7 @@ BEGINNING = TEMPLATES.get_template("beginning.html").render()
 
 
 def refuse_foreign(path: Path, setting: str = "output") -> None:
-    """Raise a `UserError` if the file exists and is not a page of padfree. `setting`: the option that named it."""
+    """Raise a `UserError` if the file exists and is not a page of padfree. `setting`: the option with its path."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(len(BEGINNING))

@@ -167,7 +167,7 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """Return the numbers of layers to measure: all layers, or two smaller numbers from which to extrapolate.
+    """Return how many layers the measured models have: all layers, or two smaller numbers for an extrapolation.
 
     All layers are measured if a token uses at most `whole` weights, or if the model has too few layers to extrapolate.
     Otherwise there are two numbers. The smaller one covers the layers before the layer types begin to repeat, and one

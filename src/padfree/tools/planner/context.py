@@ -45,7 +45,7 @@ class ContextBalance:
 
 
 def context_balance(packs: Sequence[Lengths], world: int, kind: LayoutKind) -> ContextBalance:
-    """Return how evenly the layout `kind` divides packs over `world` ranks. `packs`: the document lengths of each."""
+    """Return how evenly the layout `kind` divides packs over `world` ranks. `packs`: document lengths of each pack."""
     ratios, reads, shares, longest = [], [], np.ones(world), -1
     for lengths in packs:
         segments = Segments.from_lengths(lengths, pad_length=-int(lengths.sum()) % world)

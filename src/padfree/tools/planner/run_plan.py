@@ -253,7 +253,7 @@ def make_plan(
     """Plan the steps of `data`, and estimate their time, their memory and the balance of the ranks.
 
     `layout`: how context ranks divide a pack. `need` estimates memory; if it is None, the plan has no memory estimate.
-    `exact_steps`: see `plan_epoch`.
+    `exact_steps`: the number of steps that are planned in full; None: all steps.
     """
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes

@@ -76,7 +76,7 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """Return the steps of the data of `config` or, if `lengths` names a file of sample lengths, of that file.
+    """Return the optimizer steps of a run with `config`. `lengths`: a file of sample lengths that replaces the data.
 
     Raise the same errors about the data as a run with this config. `on_note` is called with notes about how each file
     is read. `processes`: the number of processes of the planned run.
@@ -166,8 +166,8 @@ def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple
 def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrainedModel) -> StepLengths:
     """Return the steps of the first epoch of text data. All samples of a data row are in the same step.
 
-    `parts`: number of samples of each source of a mixture. `model`: the model without weights, to compute what sharing
-    prefixes costs.
+    `parts`: number of samples of each source of a mixture. `model`: the model without weights, from which the cost of
+    sharing prefixes is computed.
     """
     lengths, starts = lengths_of(samples), row_starts(config.loss, config.rollout, samples)
     several = rows_with_several(config.batch, config.loss, config.rollout, samples)

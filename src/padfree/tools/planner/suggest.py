@@ -34,7 +34,7 @@ FASTER_FACTOR = 1.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """Suggested settings and the reasons. All settings are None if the run does not fit in memory with any of them."""
+    """Suggested settings and the reasons. All settings are None if no settings let the run fit in memory."""
 
     max_tokens: int | None
     context: int | None

@@ -144,7 +144,7 @@ class Traffic:
     between: dict[str, Floats] = field(default_factory=dict)  # [ranks]
 
     def send(self, kind: str, source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
-        """Add `size[i]` bytes from rank `source[i]` to rank `target[i]`."""
+        """Count `size[i]` bytes that rank `source[i]` sends to rank `target[i]`."""
         source, target, size = np.broadcast_arrays(source, target, np.asarray(size, dtype=np.float64))
         near = self.placement.host(source) == self.placement.host(target)
         for links, chosen in ((self.inside, near), (self.between, ~near)):
@@ -152,7 +152,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add a collective over `size` bytes in each ring. `groups` [rings, P]: the P ranks of each ring.
+        """Count a collective over `size` bytes in each ring. `groups` [rings, P]: the P ranks of each ring.
 
         Each rank sends (P - 1)/P · `size` bytes to the next rank.
         """

@@ -300,7 +300,7 @@ def _last_start(run: Run) -> Record:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted names: `{"loss": {"kind": "sft"}}` -> `{"loss.kind": "sft"}`."""
+    """Flatten nested dicts to dotted names: `{"loss": {"kind": "sft"}}` -> `{"loss.kind": "sft"}`."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -249,9 +249,10 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
-    """Return a figure with stacked bars for all steps of a run that have one of the panel's metrics.
+    """Return a figure with a stack of bars per step of a run: one bar per metric of the panel.
 
-    A metric that a step does not have counts as 0.
+    A step that has none of the metrics gets no stack. If a step has only some of them, the other metrics count as 0.
+    If there are many steps, a stack shows the means of several steps.
     """
     used = [name for name in panel.metrics if name in run.metrics]
     steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))

@@ -52,7 +52,7 @@ raises `StopAnswer`."""
 
 
 class FullContextError(UserError):
-    """The prompt fills the model's context and leaves no room for an answer."""
+    """Raised if the prompt fills the model's context and leaves no room for an answer."""
 
 
 class StopAnswer(Exception):  # noqa: N818  not an error
