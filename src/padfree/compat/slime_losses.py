@@ -181,7 +181,7 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a mask to a tensor; a mask that is a tensor stays on its device. Messages call the mask `name`."""
+    """Convert a mask to a tensor; a mask that is a tensor stays on its device. Error messages call it `name`."""
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))

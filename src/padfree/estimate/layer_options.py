@@ -101,9 +101,9 @@ def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device:
 
 
 def repeated_share(model: PreTrainedModel, memory: MemoryEstimate, size: int, levels: Sequence[LayerLevel]) -> float:
-    """Return the FLOPs that recomputation adds at the checkpointing levels `levels` (one per layer).
+    """Return the fraction by which recomputation increases the FLOPs of the layers.
 
-    The unit is the FLOPs of the layers' forward and backward pass without recomputation.
+    `levels`: the checkpointing level of each layer.
     """
     layers = layers_of(model)
     repeated = sum(

@@ -274,7 +274,7 @@ def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
 
 
 def _is_truncated(config: Config) -> bool:
-    """Return whether top-p, top-k or min-p truncates sampling. If so, each label has a set of allowed token ids."""
+    """Return whether top-p, top-k or min-p truncates sampling. If so, each sampled token has a set of allowed ids."""
     return any(getattr(config.rollout, name) != default for name, default in TRUNCATION.items())
 
 
@@ -334,7 +334,7 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
-    """Return the bytes of unsharded weights and gradients while FSDP2 computes. If `split`, only gradients are counted.
+    """Return the bytes of unsharded weights and gradients while FSDP2 computes. If `split`, weights are not gathered.
 
     The unsharded weights are those of the root unit and of two layers: the current one and the next. Without `reshard`,
     they are those of the root unit and of all layers. The unsharded gradients are those of the embeddings and of one

@@ -1,7 +1,7 @@
 """Tiny models, tokenizers and data for the tests, the benchmarks, the documentation and `padfree demo`.
 
 arithmetic     a task that two CPU cores can learn: problems with answers, a tokenizer, a model, training settings
-line_server    a small server that samples rollouts: an implementation of `ServerApi` besides those for SGLang and vLLM
+line_server    a small server that samples rollouts: the second implementation of `ServerApi`, besides vLLM
 models         small random models of many architectures, and packs of random tokens
 vision_models  small random vision-language models, and samples with random images
 vision_folders folders of tiny vision-language models, with processors

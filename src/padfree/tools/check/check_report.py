@@ -165,8 +165,8 @@ class CheckReport:
     def float8_cells(self) -> list[tuple[str, ...]]:
         """Return the cells of the float8 table as text, without the header.
 
-        The table has one row per layer, with the change of its gradient by float8. It is empty if the check did not
-        measure float8.
+        Each row says how much float8 changes the gradient of one layer. The table is empty if the check did not measure
+        float8.
         """
         budget = math.inf if self.float8_budget is None else self.float8_budget
         return [

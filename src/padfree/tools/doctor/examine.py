@@ -268,8 +268,8 @@ def examine_server(
 class _TextReader:
     """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    If the server does not return the ids, they are inferred from its log-probabilities. This needs `model`, which gives
-    the same log-probabilities as the server. `model` is None if no such model is known.
+    If the server does not return the ids, they are inferred from its log-probabilities. For this,
+    `model` must give the same log-probabilities as the server. It is None if no such model is known.
     """
 
     def __init__(

@@ -192,7 +192,7 @@ def _kind(column: Sequence[Cell | None]) -> str:
 
 
 def _jsonable(value: Any) -> Any:
-    """Return the value as plain lists, dicts and numbers. NaN and infinity become null, which leaves a gap."""
+    """Return the value as plain lists, dicts and numbers. NaN and infinity become null: a gap in the plot."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, str) or value is None or isinstance(value, int):

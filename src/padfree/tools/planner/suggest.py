@@ -127,7 +127,7 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the candidate with the largest max_tokens of those that are about as fast as the fastest one."""
+    """Return the largest max_tokens, with its plan, among those that are about as fast as the fastest."""
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)
 
