@@ -48,7 +48,7 @@ def shutdown_seconds() -> float:
 
 
 def source_digest() -> str:
-    """Return a digest of padfree's source files, because installations of the same version may differ in them."""
+    """Return a digest of padfree's source files. Two installations of the same version can have different files."""
     digest, root = hashlib.sha256(), Path(padfree.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -77,9 +77,9 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_recipe(words: list[str]) -> str:
-    """Return the digest of the recipe file that a command names. `words`: the words of the command.
+    """Check the settings of a command, and return the digest of its recipe file ("" for a command without recipe).
 
-    Raise a `UserError` for wrong settings and missing models or files.
+    Raise a `UserError` for wrong settings and missing models or files. `words`: the words of the command.
     """
     settings = parsed(words)
     if not hasattr(settings, "recipe"):

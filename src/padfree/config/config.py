@@ -91,7 +91,7 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check `[reference]`. If the task needs a reference, its default is `model.path`."""
+        """Check the settings of the reference model. If the task needs one, its default path is `model.path`."""
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
@@ -156,7 +156,7 @@ class Config:
             not given,
             "loss.advantage",
             advantage,
-            "set loss.advantage=grpo: sampled responses have no given advantages",
+            "set loss.advantage=grpo: only rollout files can give advantages, and this run samples its responses",
         )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
         fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"

@@ -136,7 +136,7 @@ class UserFunction:
 
 @contextmanager
 def current_folder() -> Iterator[str]:
-    """A block with the current folder in `sys.path`, as with `python -m`. Yields this folder."""
+    """Context manager that yields the current folder, and has this folder in `sys.path`, as with `python -m`."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

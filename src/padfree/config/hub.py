@@ -34,7 +34,7 @@ GIVEN_TEXT = ("rollout.reward", "eval.reward")
 
 
 def named_models(config: Config) -> dict[str, str]:
-    """Return the folder or Hub id of every model in the settings, by setting."""
+    """Map each setting that names a model, such as `teacher.path`, to the folder or Hub id of this model."""
     named = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,

@@ -1,8 +1,8 @@
 """The settings of every loss except policy losses: plain data, without torch.
 
 Each training command (sft, dpo, ...) is a task, and a `TaskSettings` holds the settings of its loss. Its class
-variables describe the command: the help text, the samples per row, the metrics, and the other models. The file of the
-same name in `padfree.tasks` implements the command.
+variables describe the command: the help text, the samples per row, the metrics, and the models besides the trained one.
+The file of the same name in `padfree.tasks` implements the command.
 
 Recipes use the same names, such as `loss.dpo.beta`. The formulas are in `padfree.losses`.
 """

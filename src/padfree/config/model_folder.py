@@ -80,7 +80,7 @@ def check_config(folder: Path) -> None:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], Any]:
-    """Read an index file: the file of each tensor, and the metadata."""
+    """Read the index of the weight files. Return the file name of each tensor, and the metadata of the index."""
     index = _read_json(path)
     mapping = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):

@@ -35,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings(Objective):
-    """Clipped ratio (PPO, GRPO), in [1 - low, 1 + high]. `dual` is the upper bound for negative advantages."""
+    """Ratio π / π_old clipped to [1 - low, 1 + high] (PPO, GRPO). `dual`: its upper bound for negative advantages."""
 
     kind: ClassVar[str] = "clip"
     low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
@@ -165,7 +165,7 @@ class IcePopSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskSettings(BandCorrection):
-    """Mask a sequence whose importance ratio is outside [low, high]."""
+    """Mask a sequence, i.e. leave it out of the loss, if its importance weight is outside [low, high]."""
 
     kind: ClassVar[str] = "sequence_mask"
     low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)
@@ -264,7 +264,7 @@ class PolicySettings(TaskSettings):
         check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
-        """Return the objective and the corrections as `object`, because they may have any type."""
+        """Return the objective and the corrections with the type `object`, because a caller can pass anything."""
         return self.objective, self.corrections
 
     @property

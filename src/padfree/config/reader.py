@@ -93,8 +93,8 @@ def _check_bounds_are_meant(
 ) -> None:
     """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
 
-    `kind` is `loss.kind` in the file, `values` are the settings with the overrides, and `said` the names in the
-    overrides.
+    Such a bound was meant for the kind of loss in the file. `kind` is `loss.kind` in the file `path`, `values` are the
+    settings after the overrides, and `said` holds the names of the settings in the overrides.
     """
     loss = _loss_of(values)
     for name in BOUNDS:

@@ -40,7 +40,7 @@ STAYS: Resume = "must stay"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number with both ends, and the fix in the error message."""
+    """The range [low, high] of a number, ends included, and the fix in the error message."""
 
     low: float
     high: float
@@ -105,8 +105,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field with its meaning and its rules.
 
-    A number must be finite unless `most` is infinity. None is accepted if the field's type includes None. `filled` is
-    the fix for an empty string, which is otherwise accepted.
+    A number must be finite unless `most` is infinity. None is accepted if the field's type includes None. An empty
+    string is accepted unless `filled` is given, which is the fix in the error message for it.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
@@ -177,7 +177,7 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` for unmet `needs` of other tables."""
+    """Raise a `UserError` if a setting needs a value of a setting in another table, and this value differs."""
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:

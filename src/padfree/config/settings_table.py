@@ -92,7 +92,10 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """Return the fix for an unknown name: the new name, names with the same last part, or the closest one."""
+    """Return the fix in the error message for an unknown setting: it suggests the most likely names.
+
+    These are the new name of a renamed setting, or settings with the same last part, or the most similar name.
+    """
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]
     names = [name for entry in entries for name in (entry.name.partition(".")[0], entry.section, entry.name)]

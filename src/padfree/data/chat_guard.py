@@ -51,9 +51,10 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a shape's twin, i.e. of the conversation in which every text is a marker.
+    """Check the rendered text `shown` of a twin: a copy of a conversation in which every text is a marker.
 
-    `keep_thoughts`: whether the reasoning of all turns must appear in the text.
+    `shape` has the twin and what all conversations like it have in common. `keep_thoughts`: whether the reasoning of
+    all turns must appear in the rendered text.
     """
 
     def found(text: str) -> set[int]:
@@ -67,9 +68,10 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a conversation that the template renders differently from its twin.
+    """Check the rendered text `shown` of the conversation of one row.
 
-    The twin is the conversation of the same shape in which every text is a marker.
+    Usually, `check_twin` checks a copy of the conversation in which every text is a marker (the twin). This function is
+    for a row that the template renders differently from its twin.
     """
 
     def found(text: str) -> set[int]:
@@ -142,7 +144,10 @@ def _named(conversation: Conversation, index: int) -> str:
 
 
 def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> None:
-    """Raise an error if a message without text is dropped, i.e. if the rendered text is the same without it."""
+    """Raise a `RowError` if the template drops a message, i.e. if removing it does not change the rendered text.
+
+    `traced`: the indices of messages whose texts were found in the rendered text. They need no check.
+    """
     messages = conversation.messages
     for index in range(len(messages)):
         if index in traced or len(messages) == 1:
@@ -217,10 +222,10 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
+    """Return whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
 
-    `text` is rendered with `value`, and `changed` with `not value`. Where the two texts first differ, `text` must have
-    the JSON of `value`, and `changed` the JSON of `not value`.
+    The template rendered `text` from a conversation with `value`, and `changed` from the same conversation with `not
+    value`. At the first character that differs, `text` must have the JSON of `value`, and `changed` that of the other.
     """
     if changed is None:
         return False

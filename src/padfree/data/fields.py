@@ -102,7 +102,10 @@ class Fields:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The columns that must be read from a Parquet file: the used ones, and those that `check` must look at."""
+        """The columns that must be read from a Parquet file.
+
+        They are the used columns, and the unused ones in which `check` refuses values.
+        """
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:
@@ -157,8 +160,8 @@ def setting(mapping: Mapping[str, str]) -> str:
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
     """Return the arguments that add the mapping `more` to a command line that already sets `mapping`.
 
-    If `more` can only be written as `data.columns={...}`, the setting would replace `mapping`. The result then also
-    contains the entries of `mapping`.
+    An argument like `data.columns.question=prompt` adds one column. A column name with special characters needs
+    `data.columns={...}`, which replaces the whole mapping. The result then also has the entries of `mapping`.
     """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words
@@ -307,7 +310,7 @@ def _takes_input(reading: _Reading) -> bool:
 
 
 def _may_follow(column: str, reading: _Reading) -> bool:
-    """Whether an unused column may hold text to append to the prompt."""
+    """Return whether an unused column may hold text that belongs to the prompt, such as Alpaca's `input`."""
     possible = "input" in reading.format.may and "input" not in reading.columns
     return possible and column.lower() in CONTEXT
 

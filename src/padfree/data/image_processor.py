@@ -4,11 +4,12 @@
     expansion      <|image_pad|><|image_pad|><|image_pad|><|image_pad|>    of the marker, for an image of 4 features
     tower          {"pixel_values": [16, 96], "image_grid_thw": [1, 3]}
 
-The model's own processor (of transformers) computes both. It is called with one image at a time, because padfree packs
-the images of many samples. The text that the processor gives its tokenizer is recorded: it is the expansion.
+The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. It is called with
+one image at a time, because padfree packs the images of many samples. The expansion is the text that the processor
+passes to its tokenizer.
 
-Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. The two give
-slightly different pixels, and the data of a run must not depend on the packages of a machine.
+Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. Pillow and
+torchvision give slightly different pixels, and the data of a run must not depend on the packages of a machine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ImageSettings:
     prepare: Callable[[Sample], Sample] | None = None
 
     def for_rows(self) -> ImageSettings:
-        """The settings for a process that tokenises rows, which needs no model."""
+        """Return the settings without `prepare`, which needs the model. Processes that tokenise rows have no model."""
         return replace(self, prepare=None)
 
     @property
@@ -193,12 +194,15 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def _checked_part(self: Any, name: str, part: Any) -> Any:
-    """Accept a processor without a part for videos."""
+    """Replace a method of transformers' processors that refuses a part of the wrong class: accept None as a part.
+
+    The part for videos is None.
+    """
     return None if part is None else super(type(self), self).check_argument_for_proper_class(name, part)
 
 
 def _identity(processor: Any) -> dict[str, Any]:
-    """Everything that the expansions and inputs of an image depend on."""
+    """Return everything that a processor's output for an image depends on: its class, settings and library version."""
     from transformers import __version__
 
     plain = {

@@ -306,7 +306,10 @@ def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
 def _kept(
     row: dict[str, Any], column: str, response_start: int, tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_]
 ) -> KeptSets | None:
-    """Return the kept sets [n] of a row. None if the row does not have the column."""
+    """Return the kept sets [n] of a row: for each token, the token ids among which the sampler chose.
+
+    Return None if the row does not have the column.
+    """
     if row.get(column) is None:
         return None
     values = items(row, column, "a list of lists of token ids")

@@ -51,7 +51,7 @@ class RowReader:
             raise UserError(
                 "data.system",
                 "has no effect, because prompts are not rendered with a chat template",
-                "remove it, or set data.chat_template to a file and data.prompt_format=chat",
+                "remove data.system, or set data.chat_template to a file and data.prompt_format=chat",
                 value=settings.system,
             )
         self._system = settings.system

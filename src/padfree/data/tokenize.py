@@ -109,7 +109,10 @@ class RowTokenizer:
         )
 
     def expanded(self, conversation: Conversation, sample: RenderedSample, folder: str | None) -> RenderedSample:
-        """Return a rendered sample with its image markers expanded. `folder`: the folder of relative paths."""
+        """Return a rendered sample in which placeholder tokens replace each image marker.
+
+        `folder`: the folder to which relative paths of images refer.
+        """
         if self._images is None:
             return sample
         passage, images = self._images.expanded(passage_of(conversation, sample), folder)
@@ -127,7 +130,10 @@ class RowTokenizer:
         return replace(sample, text=text, spans=spans, messages=messages)
 
     def _shown(self, sample: Passage | Encoded, folder: str | None) -> _WithImages:
-        """Return a sample with its images read and expanded. `folder`: the folder of relative paths."""
+        """Read the images of a sample. Return the sample with placeholder tokens for each image, and its images.
+
+        `folder`: the folder to which relative paths of images refer.
+        """
         if self._images is None or isinstance(sample, Encoded):
             return sample, ()
         return self._images.expanded(sample, folder)
@@ -149,7 +155,7 @@ class RowTokenizer:
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
-        """The samples of a row, one or more."""
+        """Return one or more samples of a row, as texts to tokenise or as the token ids that the row holds."""
         if fields.kind == "text":
             return [Passage(pieces=(Piece(string(row, fields["text"]), True),))]
         if fields.kind == "tokens":

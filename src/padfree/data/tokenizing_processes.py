@@ -44,7 +44,7 @@ _Task = tuple[int, Chunk, Fields | None]
 def in_order(
     tasks: Iterator[_Task], tokenize: RowTokenizer, num_workers: int
 ) -> Generator[tuple[int, Chunk, TokenizedChunk], None, None]:
-    """Yield (number of the source, chunk, tokens) of each task, in the order of the tasks."""
+    """Yield (index of the source, chunk of rows, tokens of the chunk) for each task, in the order of the tasks."""
     if num_workers == 0:
         for number, chunk, fields in tasks:
             yield number, chunk, tokenize(chunk, fields)
