@@ -165,7 +165,7 @@ class IcePopSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskSettings(BandCorrection):
-    """Mask a sequence, i.e. leave it out of the loss, if its importance weight is outside [low, high]."""
+    """The policy objective of a sequence is multiplied by 0 if its importance ratio is outside [low, high]."""
 
     kind: ClassVar[str] = "sequence_mask"
     low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)

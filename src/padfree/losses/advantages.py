@@ -76,7 +76,7 @@ def token_rewards(
 ) -> Tensor:
     """Turn the rewards [B] of the samples into rewards [T] of the tokens.
 
-    The last scored token of a sample gets the reward of the sample, and all others get 0. If `kl` is given,
+    The last scored token of a sample gets the reward of the sample, and all other tokens get 0. If `kl` is given,
     kl_coefficient · kl is subtracted at every scored token.
     """
     pack = _PackTokens(mask, sample_index, max_length)

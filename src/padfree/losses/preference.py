@@ -64,7 +64,10 @@ def dpo_loss(
 
 
 def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses [P] of the pairs, and their derivatives [P] with respect to `chosen` and `rejected`."""
+    """Return the losses [P] of P pairs, and their derivatives [P] with respect to `chosen` and `rejected`.
+
+    `chosen`, `rejected` [P]: for each answer the number that the loss compares, e.g. its sum of log π - log π_ref.
+    """
     beta, smoothing = settings.beta, settings.label_smoothing
     difference = chosen - rejected
     if settings.variant == "hinge":

@@ -114,7 +114,10 @@ class CostModel:
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:
-    """The non-negative coefficients with the smallest squared error, found by trying every subset of the columns."""
+    """Return the non-negative coefficients c that minimise the squared error of `features` @ c against `target`.
+
+    Every subset of the columns of `features` is tried; there are few columns.
+    """
     scale: Floats = np.maximum(np.abs(features).max(0), np.finfo(np.float64).tiny)
     scaled = features / scale
     width = features.shape[1]

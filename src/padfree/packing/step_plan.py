@@ -49,7 +49,8 @@ class StepPlan:
     """The plan of one step, made by `plan_step`: `micro_batches[rank][j]` holds ascending sample indices.
 
     Every rank runs J micro-batches. If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of
-    micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank.
+    micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank: one process, or all context
+    ranks that share the same packs.
 
     If there are fewer samples than slots, some micro-batches are empty arrays. Every rank still runs the same number of
     backward passes.
@@ -214,7 +215,11 @@ def _plan_groups(
     contexts: Sequence[int],
     extra: Floats | None = None,
 ) -> StepPlan:
-    """Plan whole groups as if each were one sample. Its length and cost are the sums over its samples."""
+    """Plan a step in which samples with equal entries in `groups` stay in one micro-batch.
+
+    Each group is planned like one sample, whose length and cost are the sums over the samples of the group.
+    `extra` [n]: costs in addition to those of the cost model.
+    """
     if len(groups) != len(length):
         raise UserError("groups", f"has {len(groups)} entries for {len(length)} samples", "give one group per sample")
     if overlong == "truncate":
@@ -295,7 +300,8 @@ def _slots(
 ) -> tuple[MicroBatches, Floats]:
     """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J].
 
-    `length`, `cost` [n] describe all samples. Each of the samples `alone` gets a slot for itself.
+    `length`, `cost` [n] describe all samples. `alone`: the indices of samples that get a micro-batch of their own.
+    `rest`: the indices of the other samples.
     """
     problem = PartitionProblem(cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
