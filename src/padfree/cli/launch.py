@@ -199,14 +199,14 @@ def run(settings: argparse.Namespace) -> None:
         )
     if settings.slurm is not None:
         if settings.address is not None or settings.ssh != SSH:
-            raise UserError("--slurm", "uses neither --address nor --ssh", "remove these options", value=settings.slurm)
+            raise UserError("--slurm", "writes a script that uses neither --address nor --ssh", "remove these options")
         if settings.restarts < 0:
             raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
         write_script(settings, _words(settings.words))
         return
     for name, given in (("--nodes", settings.nodes), ("--sbatch", settings.sbatch), ("--dry-run", settings.dry_run)):
         if given:
-            raise UserError(name, "has no effect with --hosts", "remove it, or use --slurm")
+            raise UserError(name, "has no effect with --hosts", f"remove {name}, or use --slurm instead of --hosts")
     launch, events = Launch.of(settings), Events()
     with signals_as_events(events), connected(launch, events) as connections:
         answers = gather_answers(connections, events, launch)

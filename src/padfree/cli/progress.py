@@ -45,7 +45,7 @@ class Heartbeat:
         return self._clock() - self.begin
 
     def doing(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Set the current activity and its progress, `done` of `total`. A `total` of 0 means that it is not known."""
+        """Set the current activity and its progress, `done` of `total`. A `total` of 0 means an unknown total."""
         with self._changed:
             if name != self._doing:
                 self._doing, self._since = name, self._clock()

@@ -95,7 +95,12 @@ class Config:
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
-            need(used, "reference.path", path, "leave it out, or give loss.kl_coefficient a value above 0")
+            need(
+                used,
+                "reference.path",
+                path,
+                "leave it out, or give loss.kl_coefficient a value above 0: only the KL term uses this model",
+            )
             return
         refresh = self.reference.refresh
         fix = f"leave it out: the reference of {task.title} never changes"

@@ -35,7 +35,10 @@ MODEL = "model:"
 
 
 def model_of(reward: str | None) -> str | None:
-    """Return the folder or Hub id if `reward` names a reward model, as in `model:folder`; None if it is a function."""
+    """Return the folder or Hub id of a reward model: `folder` for the reward `model:folder`.
+
+    Return None if `reward` names a reward function.
+    """
     return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
 
 
@@ -100,8 +103,8 @@ class UserFunction:
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
         """Raise a `UserError` if `function`, imported from `path`, cannot be used.
 
-        The function may not be a class or a function of the standard library. It must be a coroutine function or a
-        plain one, as the setting requires, and accept the arguments that padfree passes.
+        Classes, and functions of Python's standard library, are refused. Some settings require a coroutine function
+        (`async def`), others a plain function. The function must accept the arguments that padfree passes.
         """
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]

@@ -175,7 +175,7 @@ class DPOSettings(TaskSettings):
     def means(self) -> bool:
         """Whether the log-probability of an answer is the mean over its tokens (the sum otherwise).
 
-        `normalise` decides. If it is None, the variant of the loss decides.
+        The setting `normalise` decides. If `normalise` is None, the variant of the loss decides.
         """
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 

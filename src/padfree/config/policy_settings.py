@@ -5,8 +5,8 @@
                                        differ between sampler and trainer
                       kl_*, entropy_*  terms that are added to the loss
 
-The formulas are in `padfree.losses`. That of an objective is in the file of the same name in
-`padfree.losses.objectives`.
+The formulas are in `padfree.losses`. The formula of an objective such as `clip` is in
+`padfree.losses.objectives.clip`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
    twice.
 
 Conversations that differ only in their texts and numbers have the same shape (`chat_shape`). The checks run once per
-shape, on a conversation of that shape in which every text is a marker. If the template renders a row in another way
-apart from the texts, the checks run on that row too.
+shape, on a conversation of that shape in which every text is a marker. If the rendered text of a row differs from the
+rendered text of this conversation in more than the texts, the checks run on that row too.
 
 The following parts of a conversation may be missing from the rendered text:
 
@@ -53,8 +53,8 @@ class Shown:
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
     """Check the rendered text `shown` of a twin: a copy of a conversation in which every text is a marker.
 
-    `shape` has the twin and what all conversations like it have in common. `keep_thoughts`: whether the reasoning of
-    all turns must appear in the rendered text.
+    `shape` has the twin and the texts that the markers replace. `keep_thoughts`: whether the reasoning of all turns
+    must appear in the rendered text.
     """
 
     def found(text: str) -> set[int]:
@@ -146,7 +146,7 @@ def _named(conversation: Conversation, index: int) -> str:
 def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> None:
     """Raise a `RowError` if the template drops a message, i.e. if removing it does not change the rendered text.
 
-    `traced`: the indices of messages whose texts were found in the rendered text. They need no check.
+    `traced`: the indices of messages whose texts were found in the rendered text. These messages need no check.
     """
     messages = conversation.messages
     for index in range(len(messages)):
@@ -190,7 +190,7 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check arguments that the template does not render as one JSON object.
+    """Check the arguments of tool call `at` of message `index`, which are not rendered as one JSON object.
 
     Some templates render each argument by itself: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`.
     """
@@ -225,7 +225,8 @@ def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
     """Return whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
 
     The template rendered `text` from a conversation with `value`, and `changed` from the same conversation with `not
-    value`. At the first character that differs, `text` must have the JSON of `value`, and `changed` that of the other.
+    value` instead. At the first difference of the two texts, `text` must have the JSON of `value`, and `changed` the
+    JSON of `not value`.
     """
     if changed is None:
         return False

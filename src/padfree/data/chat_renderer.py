@@ -221,7 +221,8 @@ class ChatRenderer:
     ) -> list[RenderedSample] | None:
         """Return the samples of a row, or None if its rendered text is not the one that `plan` predicts.
 
-        The prediction is the rendered text of another conversation of the same `shape`, with the texts of this row.
+        The prediction is the rendered text of another conversation of the same `shape`, in which the texts and numbers
+        of this row are filled in.
         """
         made = []
         messages, tools = formed(conversation, plan.form)

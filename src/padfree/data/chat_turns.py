@@ -128,7 +128,7 @@ class TurnCutter:
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
         """Return the index in `text` where message `turn` begins. `{% generation %}` spans before it are not trained.
 
-        Return 0 if all assistant messages are trained, because then every span is.
+        Return 0 if all assistant messages are trained, because then all spans are trained.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:

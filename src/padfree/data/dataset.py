@@ -340,8 +340,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. This name is put in front of the sample's `uid` and
-    `group`, unless they already begin with the name because the source is named after its file.
+    The field `source` of a sample is the name of its source. This name is also put in front of the sample's `uid` and
+    `group`. If a source is named after its file, `uid` and `group` already begin with the name and stay as they are.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

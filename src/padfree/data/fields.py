@@ -241,7 +241,11 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """Return the readings whose formats require the most fields. Among these, prefer formats in `schema.preferred`."""
+    """Return the best of several ways to read a file (readings).
+
+    A reading is dropped if another reading requires the same fields and more. If several formats are left, those in
+    `schema.preferred` win.
+    """
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
     # rejected only.

@@ -37,8 +37,8 @@ MARKERS = ("boi_token", "image_token")
 class ImageSettings:
     """Settings for turning the images of rows into tokens and tower inputs.
 
-    `prepare` adds to a sample what the model needs besides its images, such as rotary positions. It is None in the
-    processes that tokenise.
+    `prepare` is a function that adds to a sample what the model needs besides images, such as rotary positions. In
+    processes that tokenise, `prepare` is None.
     """
 
     path: str  # the folder or Hub id of the model

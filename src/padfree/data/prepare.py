@@ -198,7 +198,7 @@ def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[
 
 
 def _intact(images: ImageSettings | None, folder: Path) -> bool:
-    """Whether a cache folder is complete, and no image file has changed since it was built."""
+    """Whether a cache folder is complete, and no image file has changed since the folder was built."""
     if not is_whole(folder):
         return False
     if images is None:

@@ -332,8 +332,8 @@ def _whole(
 ) -> tuple[tuple[Message, ...], int]:
     """Join a prompt and an answer that is a whole conversation, which contains the prompt.
 
-    `asked` are the messages of the prompt, and `said` the messages of the answer. A `RowError` is raised if `said`
-    neither begins with `asked` nor has it as its last user turn.
+    `asked` are the messages of the prompt, and `said` the messages of the answer. Raise a `RowError` unless `asked`
+    equals the first messages of `said`, or the last user turn of `said`.
     """
     own, rest = _split(asked)
     system, turns = _split(said)

@@ -139,7 +139,7 @@ class RowTokenizer:
         return self._images.expanded(sample, folder)
 
     def _problem(self, encoded: Encoded | RowError, images: tuple[ReadImage, ...]) -> str | None:
-        """Return the reason why a row cannot be used, or None if it can."""
+        """Return why a row cannot be used, e.g. because no token is trained; None if the row can be used."""
         if isinstance(encoded, RowError):
             return str(encoded)
         if self._images is not None and (problem := self._images.problem(encoded, images)) is not None:

@@ -63,7 +63,7 @@ def open_verifiers(name: str, setting: str = "data.path") -> VerifiersRows:
         dataset = environment.get_eval_dataset() if held_out else environment.get_dataset()
     except Exception as error:  # the data set is made by code of the environment
         raise UserError(
-            setting, f": the data of the environment raised {shown_error(error)}", "correct the environment", value=name
+            setting, f": loading the rows raised {shown_error(error)}", "correct the environment", value=name
         ) from error
     return VerifiersRows([_with_tools(row, environment) for row in dataset.to_list()], name)
 
@@ -140,7 +140,12 @@ def check_verifiers_module(own: str, name: str, setting: str) -> None:
     if not module.isidentifier():
         raise UserError(setting, "is not the name of an environment", "give a name such as wordle", value=name)
     if module in sys.stdlib_module_names:
-        raise UserError(setting, f": {module} is part of Python's standard library", "give an environment", value=name)
+        raise UserError(
+            setting,
+            f": {module} is part of Python's standard library",
+            "give the name of a verifiers environment",
+            value=name,
+        )
     with current_folder() as folder:
         if module not in sys.modules and importlib.util.find_spec(module) is None:
             raise UserError(

@@ -59,13 +59,13 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The product of all corrections that depend on whole sequences, [T].
+    """Return the product of the factors of all corrections that depend on whole sequences, [T].
 
-    The log-probabilities [T] without gradient come from three sources:
+    Three arguments are log-probabilities [T] without gradient:
 
-    - `trainer`: the trainer, before the update.
-    - `sampler`: the sampler. None if no correction needs it.
-    - `current`: the policy being trained. None unless the correction OPSM is used.
+    - `trainer`: computed by the trainer before the update.
+    - `sampler`: reported by the sampler. None if no correction needs them.
+    - `current`: those of the policy being trained. None unless the correction OPSM is used.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)

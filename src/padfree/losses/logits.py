@@ -89,7 +89,7 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the logits in chunks of c tokens, [c, V], each with the same tokens of the tensors `others`, as views."""
+    """Yield chunks of c tokens, as views: the logits [c, V], and the entries [c] of each tensor in `others`."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:

@@ -21,7 +21,8 @@ loss of a pair is
     reward model          -log σ(Δ - margin)
 
 A context rank holds some of the tokens of a pair. `reduce` sums each x over the ranks. Each rank then returns its share
-of the pair's loss, in proportion to its number of tokens. The gradient of its own tokens is that of the whole loss.
+of the pair's loss, in proportion to its number of tokens. For its own tokens, it returns the gradient of the whole
+loss.
 """
 
 from __future__ import annotations

@@ -160,9 +160,10 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to packs that several ranks share, the costliest first, up to the cost per rank `level`.
+    """Fill packs that several ranks share with short samples, up to the cost per rank `level`.
 
-    `narrow`: the indices of the short samples. Returns the indices of those that were not added.
+    The costliest short sample that fits is added first. `narrow`: the indices of the short samples. Return the indices
+    of the short samples that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()

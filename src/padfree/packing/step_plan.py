@@ -108,7 +108,10 @@ class StepPlan:
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """For each of the J packs of a rank: its samples, and how many ranks share it (None without `widths`)."""
+        """Return, for each of the J packs of a rank, its samples and the number of ranks that share the pack.
+
+        The number is None in a plan without `widths`.
+        """
         widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
@@ -322,8 +325,8 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
     """Divide the samples of `problem` into few slots. A slot is one micro-batch of one rank.
 
     The number of slots, together with `num_alone` slots of overlong samples, is a multiple of `ranks`. A binary search
-    finds it. The lower limit is the number that the tokens need at least. The upper limit is the number of bins of
-    `fill`, which always suffices.
+    finds the number of slots. At least as many slots are needed as hold all tokens. The number of bins that `fill`
+    makes always suffices.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):

@@ -394,7 +394,7 @@ def _num_tokens(sample: Any) -> int:
 
 
 def _cut(sample: T, length: int) -> T:
-    """Cut a sample to its first `length` tokens, with its method `truncated` if it has one, else with a slice."""
+    """Cut a sample to its first `length` tokens: with `sample.truncated(length)` if it has this method, or a slice."""
     truncated = getattr(sample, "truncated", None)
     cut: T = truncated(length) if truncated is not None else sample[:length]  # type: ignore[index]
     return cut

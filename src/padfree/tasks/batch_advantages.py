@@ -190,7 +190,7 @@ def _given(sample: Sample) -> NDArray[Any]:
         raise UserError(
             "advantages",
             f"is missing in sample {sample.uid!r}",
-            "give advantages, or set loss.advantage to another choice",
+            "give advantages, or set loss.advantage to another value",
         )
     return sample.advantages
 

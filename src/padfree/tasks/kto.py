@@ -171,7 +171,7 @@ class KTOMicroBatchLoss(MicroBatchLoss):
     """The KTO loss of the answers of a pack.
 
     Under context parallelism, a rank holds only some tokens of an answer. The rank returns its share of the answer's
-    loss. The gradient of its tokens is that of the whole loss.
+    loss, and for its own tokens the gradient of the whole loss.
     """
 
     settings: KTOSettings
@@ -224,7 +224,7 @@ class AnswerMeasure:
     """Measures the loss, the accuracy, the KL divergence and the mean reward of each label on held-out answers.
 
     A desirable answer is correct if its log-ratio log π − log π_ref is above z₀, an estimate of KL(π ‖ π_ref). An
-    undesirable answer is correct if it is below z₀.
+    undesirable answer is correct if its log-ratio is below z₀.
     """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")
