@@ -206,7 +206,7 @@ def run(settings: argparse.Namespace) -> None:
         return
     for name, given in (("--nodes", settings.nodes), ("--sbatch", settings.sbatch), ("--dry-run", settings.dry_run)):
         if given:
-            raise UserError(name, "has no effect with --hosts", f"remove {name}, or use --slurm instead of --hosts")
+            raise UserError(name, "has no effect with --hosts", f"remove {name}, or use --slurm")
     launch, events = Launch.of(settings), Events()
     with signals_as_events(events), connected(launch, events) as connections:
         answers = gather_answers(connections, events, launch)

@@ -47,7 +47,7 @@ def forms_of(conversation: Conversation) -> Iterator[Form]:
 
 
 def formed(conversation: Conversation, form: Form) -> tuple[list[Message], list[Any] | None]:
-    """Convert a conversation to `form`. Return its messages and its tools."""
+    """Return the messages and the tools of a conversation, converted to `form`."""
     tools = conversation.tools
     if tools is not None and form.bare_tools:
         tools = [tool.get("function", tool) for tool in tools]

@@ -160,7 +160,7 @@ def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> 
 
 
 def _check_roles(conversation: Conversation, shown: Shown) -> None:
-    """Raise an error if the template renders another role, such as a tool, exactly like the assistant."""
+    """Raise a `RowError` if the template renders another role, such as `tool`, exactly like the role `assistant`."""
     roles = [message["role"] for message in conversation.messages]
     for role in set(roles) - {"assistant", "user"}:
         changed = tuple(

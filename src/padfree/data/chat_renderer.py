@@ -111,7 +111,7 @@ class _RaisedError(RowError):
 
 
 class ChatRenderer:
-    """A chat template with its arguments.
+    """Renders conversations with a chat template and its arguments.
 
     `template` replaces the tokenizer's own template. `day` is the date that the template gets as the current date.
     """

@@ -61,7 +61,8 @@ class ConversationShape:
     - `key` is equal for all conversations of the shape.
     - `leaves` are the texts and numbers of this conversation.
     - `twin` is the conversation with markers in place of its leaves.
-    - `shuffled` is the index of the first tool result that does not follow the order of the tool calls, or None.
+    - `shuffled` is the index of the first message that is not the result of the next tool call but of a later one, or
+      None if all results come in the order of their calls.
     """
 
     key: Hashable

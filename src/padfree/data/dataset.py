@@ -216,7 +216,7 @@ class TokenizedDataset(StoredSamples):
 
     @property
     def images(self) -> str | None:
-        """A description of the number of images and their tokens; None if the data has no images."""
+        """A description such as `15 images, 4 distinct, 130 tokens`; None if the data has no images."""
         return None if self._images is None else self._images.summary(self._kept)
 
     @property

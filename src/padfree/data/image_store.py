@@ -190,7 +190,7 @@ class StoredImages:
         return unchanged_file(path, self._digest(number)), path
 
     def about(self, number: int) -> str:
-        """Describe an image: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
+        """Describe the distinct image with index `number`: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
         path = self._written(number).decode() if self._value(number, "is_path") else None
         return described(self._value(number, "width"), self._value(number, "height"), path, self._digest(number))
 

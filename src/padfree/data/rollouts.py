@@ -254,7 +254,10 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
-    """Return the loss mask [length] of a row: the one in `column`, or else 1 for all tokens of the response."""
+    """Return the loss mask [length] of a row, read from `column`.
+
+    If the row does not have this column, all tokens of the response are trained.
+    """
     mask = np.zeros(length, dtype=np.bool_)
     if row.get(column) is None:
         mask[response_start:] = True

@@ -104,7 +104,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` that the `with` block raises into a `UserError`."""
+    """Turn an `OSError` that the `with` block raises into a `UserError` that names the file or `folder`."""
     try:
         yield
     except OSError as error:

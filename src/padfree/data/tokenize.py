@@ -151,7 +151,7 @@ class RowTokenizer:
         return None
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """Return the number that is stored with a row (a margin or a label), or 0 if the schema has none."""
+        """Return the number that is stored with a row: its margin or its label. Tasks without such a number get 0."""
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:

@@ -30,7 +30,11 @@ its path."""
 
 
 def worker_count(asked: int | None, size: int, *, images: bool = False) -> int:
-    """Return the number of tokenising processes for `size` bytes; 0: tokenise in this process."""
+    """Return the number of processes that tokenise data of `size` bytes. 0 means: tokenise in this process.
+
+    `asked`: the number that the caller gave, or None for an automatic choice. `images`: whether rows may have images,
+    which take more time.
+    """
     if asked is not None:
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

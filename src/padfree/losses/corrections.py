@@ -38,7 +38,10 @@ from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """The product of all corrections for single tokens, [T], from the log-probabilities [T]."""
+    """Return, for each token, the product of the factors of all corrections that depend on single tokens, [T].
+
+    `trainer`, `sampler` [T]: the log-probabilities that the trainer computed and the sampler reported.
+    """
     ratio = _ratio(trainer - sampler)
     factor = torch.ones_like(ratio)
     for correction in corrections:

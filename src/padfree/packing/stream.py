@@ -162,7 +162,10 @@ class EpochReader(Generic[T]):
 
 
 class _Batcher(Generic[T]):
-    """The base class of both batchers: the source, the counters, and the settings that a saved state must match."""
+    """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`.
+
+    It holds the source, the counters, and the settings that must equal those in a saved state.
+    """
 
     SETTINGS: ClassVar[tuple[str, ...]]
 

@@ -107,7 +107,7 @@ def reverse_kl(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """The number of groups, and how many of them have no learning signal."""
+    """The number of groups, and how many of them have no learning signal, i.e. give only advantages of 0."""
 
     groups: int
     alone: int  # groups of one sample
@@ -122,9 +122,11 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count all groups, and the groups without a learning signal. `samples` must contain whole groups.
+    """Count all groups, and the groups without a learning signal: those of equal rewards or of one sample.
 
-    With `reinforce++`, all samples form one group.
+    `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
+    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. It has no signal if all its advantages
+    are 0.
     """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
@@ -140,9 +142,12 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
-    """Raise a `UserError` if no group has a learning signal; return a note if only some have one.
+    """Raise a `UserError` if no group has a learning signal, because all advantages are then 0.
 
-    `path`: the file of the rollouts, for the message. `kind`: see `with_advantages`.
+    Return a note for the user if only some groups have a signal, and None if all groups have one. With the advantages
+    `teacher` and `gae`, which are not known yet, nothing is checked.
+
+    `path`: the file of the rollouts, for the message. `kind`: the value of `loss.advantage`.
     """
     if kind in ("teacher", "gae"):  # these advantages are not known yet
         return None

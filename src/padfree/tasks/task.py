@@ -66,7 +66,7 @@ class Task(ABC):
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Whether `prepare` must wait for the updates of the previous batch.
+        """Whether `prepare` must wait until the updates of the previous batch are done, because it runs models.
 
         `asks`: whether the run has a reference, a teacher or a critic.
         """
