@@ -56,7 +56,10 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Return this host's answer to an order: its versions, the recipe's digest and the number of GPUs, or an error."""
+    """Return this host's answer to the launcher: its versions, the recipe's digest and number of GPUs, or an error.
+
+    `order`: the first message of the launcher, which holds the command, the folder and the environment variables.
+    """
     os.environ.update(order["environment"])
     found = {"version": padfree.__version__, "source": source_digest(), "torch": version("torch")}
     try:
@@ -111,7 +114,7 @@ def torchrun(arguments: list[str]) -> int:
 
 
 def stop_at_end(orders: FileIO) -> None:
-    """Wait for "stop" or the end of `orders` (standard input), then stop torchrun, even if it hangs."""
+    """Wait for "stop" or the end of `orders` (standard input), then stop torchrun, even if torchrun hangs."""
     orders.readline()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(shutdown_seconds() + RELEASE)

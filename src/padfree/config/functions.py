@@ -44,7 +44,7 @@ def model_of(reward: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A setting that takes the import path of a user's function, and what this function must look like."""
+    """Describes a setting that takes the import path of a user's function, and the function that it expects."""
 
     setting: str
     noun: str  # name of the function in messages, e.g. "reward"

@@ -316,7 +316,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Name the given settings that this run does not use, in sentences such as the following.
+    """Return a sentence for each setting that the user gave but that this run does not use, for example:
 
     "loss.clip.low has no effect with loss.kind=sft"
     """

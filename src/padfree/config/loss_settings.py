@@ -255,13 +255,13 @@ def check_sampled_images(config: Any) -> None:
 
 
 def check_answers(config: Any) -> None:
-    """Refuse settings that a loss on whole answers does not support."""
+    """Refuse settings that a loss on whole answers, such as KTO, does not support."""
     aggregation = config.loss.aggregation
     need(aggregation == "token-mean", "loss.aggregation", aggregation, "leave it out: all answers have equal weight")
 
 
 def check_pairs(config: Any) -> None:
-    """Refuse settings that pairs of answers do not support."""
+    """Refuse settings that a loss on pairs of answers, such as DPO, does not support."""
     fix = "give an even number: it counts answers, two per pair"
     for name, count in (("batch.samples", config.batch.samples), ("eval.samples", config.eval.samples)):
         need(count is None or count % 2 == 0, name, count, fix)

@@ -33,7 +33,7 @@ class Form:
 def forms_of(conversation: Conversation) -> Iterator[Form]:
     """Yield the forms to try: first the form that `read_conversation` produces, then the other forms.
 
-    A form is left out if this conversation is the same in it.
+    A form that would not change this conversation is left out.
     """
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)

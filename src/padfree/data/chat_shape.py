@@ -61,8 +61,8 @@ class ConversationShape:
     - `key` is equal for all conversations of the shape.
     - `leaves` are the texts and numbers of this conversation.
     - `twin` is the conversation with markers in place of its leaves.
-    - `shuffled` is the index of the first message that is not the result of the next tool call but of a later one, or
-      None if all results come in the order of their calls.
+    - `shuffled` is the index of the first message with a tool result that comes too early, before the result of an
+      earlier call. It is None if all results come in the order of their calls.
     """
 
     key: Hashable

@@ -7,7 +7,7 @@
 
 A format is a set of fields that together make a sample. A field is recognised by its own name or by another usual name
 (`question` for `prompt`), ignoring case. `data.columns` maps a column to a field, or to `unused`. If a file can be
-read in several ways, an error lists the `data.columns` setting that selects each of them.
+read in several ways, the error message lists a `data.columns` setting for each way.
 
 Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
 a column raises an error, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
@@ -326,7 +326,8 @@ def _all_names(schema: Schema) -> set[str]:
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
     """Return the `data.columns` setting that selects one of several readings of a file.
 
-    The setting maps the columns of the required fields, and marks guarded columns that the reading ignores as unused.
+    The setting maps the columns of the required fields. If the reading ignores a guarded column (a column that would
+    change the meaning of a row), the setting maps this column to `unused`.
     """
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]

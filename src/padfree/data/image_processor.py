@@ -60,7 +60,7 @@ class ImageSettings:
 
 
 class Expansion(NamedTuple):
-    """The text that stands for an image, and what the model needs to know about the image."""
+    """The text that stands for an image, the number of placeholder tokens in this text, and the grid of patches."""
 
     text: str
     num_tokens: int  # number of placeholder tokens
@@ -128,7 +128,10 @@ class ImageProcessor:
 
 
 class _CallRecorder:
-    """A tokenizer that remembers the last text that each thread called it with."""
+    """Wraps a tokenizer, and remembers for each thread the last text that was passed to the tokenizer.
+
+    This is how the text that a processor makes for an image is found.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
@@ -147,7 +150,7 @@ class _CallRecorder:
 def opened_processor(
     path: str, placeholder: int, inputs: tuple[str, ...], trust_remote_code: bool = False
 ) -> ImageProcessor:
-    """Open the processor of a model. Each process opens a processor once."""
+    """Open the processor of a model. In one process, later calls with the same arguments return the same object."""
     try:
         found = load_processor(path, trust_remote_code)
     except UserError:

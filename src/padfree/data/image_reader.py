@@ -36,8 +36,8 @@ class ImageReader:
     def expanded(self, passage: Passage, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
         """Read the images of a passage (a rendered conversation), and replace each marker by the text of its image.
 
-        The text of an image consists of as many placeholders as the image has features. Return the changed passage and
-        its images. `folder`: the folder to which relative paths of images refer.
+        The text of an image has one placeholder token for each feature of the image. Return the changed passage and its
+        images. `folder`: the folder to which relative paths of images refer.
         """
         processor = self.settings.processor
         marker = processor.marker

@@ -157,7 +157,7 @@ class StoredImages:
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
         """Whether the sample can be cut after `length` tokens without cutting an image.
 
-        `stored` is the number of the sample, and `tokens` [n] are all of its tokens.
+        `stored` is the index of the sample, and `tokens` [n] are all tokens of the sample.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))
@@ -244,7 +244,10 @@ class PromptImage:
 
 
 def images_of(read: Sequence[ReadImage], tokens: NDArray[Any], settings: ImageSettings) -> tuple[Image, ...]:
-    """Return the images `read` of a prompt, each with the positions of its placeholders in `tokens` [n]."""
+    """Return the images of a prompt, each with the positions of its placeholders in the prompt's `tokens` [n].
+
+    `read`: the images as the row or its files hold them.
+    """
     places = np.flatnonzero(tokens == settings.placeholder)
     ends = np.cumsum([one.expansion.num_tokens for one in read])
     return tuple(

@@ -263,7 +263,7 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """Determine how a file is read. Return its fields and a description for the user.
+    """Determine how a file is read. Return the column of each field, and a description for the user.
 
     Return None if no row of the file can be parsed.
     """

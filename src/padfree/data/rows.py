@@ -152,7 +152,7 @@ class RowReader:
         return string(row, column)
 
     def _finished(self, found: Conversation, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """Add the default system prompt and the images of the row to its conversation."""
+        """Add the default system prompt and the images of the row to the conversation `found` in the row."""
         if self._system is not None and not found.has_system:
             found = found.with_system(self._system)
         if not self._reads_images:

@@ -268,7 +268,7 @@ class PairTokenizer(RowTokenizer):
         return passage_of(conversation, samples[0])
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Encode pairs (prompt, answer) in the same way as the two samples of a data row are encoded.
+        """Encode pairs (prompt, answer) in the same way as the chosen and the rejected answer of a data row.
 
         A prompt is a text, a list of messages or a conversation.
         """

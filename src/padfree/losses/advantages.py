@@ -153,7 +153,8 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """The REINFORCE++ advantages [T], from the rewards [B] of the samples.
 
-    The KL penalty is subtracted from the token rewards. Their discounted returns are whitened over the global batch.
+    The KL penalty is subtracted from the token rewards. The discounted returns of these token rewards are whitened
+    over the global batch.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)

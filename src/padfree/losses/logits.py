@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 1 << 24
 def score_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label, and its entropy if `entropy` is True (else None).
+    """Return the log-probability of each label, and, if `entropy` is True, the entropy at each position (else None).
 
     `logits` [..., V] and `labels` [...] give results [...] in float32, or in float64 for float64 logits. Differentiable
     in the logits.

@@ -68,7 +68,10 @@ class LossInputs:
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
-        """The loss inputs of a batch: its rollout arrays, and values that the trainer has computed."""
+        """Return the loss inputs of a batch: the arrays of its samples, such as advantages, and the given arguments.
+
+        The arguments are values that the trainer has computed.
+        """
         rollout = batch.rollout
         return LossInputs(
             mask=batch.labels != IGNORE,

@@ -274,8 +274,8 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
     """Split each part into the samples that the exchange phase may move, and the samples that stay.
 
-    In a large part only every i-th sample is movable, so that a round compares at most 2 million pairs of samples. With
-    `equal`, every part has the same number of movable samples.
+    In a large part only every i-th sample is movable, so that a round of exchanges compares at most 2 million pairs of
+    samples. With `equal`, every part has the same number of movable samples.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

@@ -329,7 +329,9 @@ def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
 
 
 def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
-    """The rotary positions [P, T] of a pack, P for each token. None if no sample has `rotary_positions`.
+    """Return the rotary positions [P, T] of a pack: P positions (e.g. time, height, width) for each of T tokens.
+
+    Return None if no sample has `rotary_positions`.
 
     In a sample without `rotary_positions`, all P positions of token i are i.
     """

@@ -84,8 +84,8 @@ class CostModel:
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
         """Fit a cost model to measured times, by least squares of the relative error. Coefficients are at least 0.
 
-        `lengths[i]`: the lengths of the samples of micro-batch i, or the length of its only sample. `seconds[i]`: its
-        time.
+        `lengths[i]`: the lengths of the samples of micro-batch i, or the length of its only sample. `seconds[i]`: the
+        time of micro-batch i.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):

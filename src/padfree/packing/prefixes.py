@@ -132,7 +132,10 @@ class PrefixTree:
         return _tree(nodes, [new_index[node] for node in last])
 
     def token_positions(self) -> Indices:
-        """For each of the T tokens of all samples laid end to end, its index in the pack, [T]."""
+        """Return the index in the pack of each of the T tokens of all samples laid end to end, [T].
+
+        The pack stores a shared token once, so that several tokens can have the same index.
+        """
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         positions = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
         return np.concatenate([np.zeros(0, dtype=np.int64), *positions])
@@ -215,7 +218,7 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """Add a node and return its index. A node without tokens is not added; its parent is returned."""
+        """Add a node and return its index. A node without tokens is not added; then the index `parent` is returned."""
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))

@@ -96,7 +96,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
     """Group the samples into families: samples that share a prefix.
 
     The samples of a family are in tree order, so that neighbours share the most. A sample without a shared prefix is a
-    family.
+    family of its own.
     """
     order = np.argsort(prefixes.last, kind="stable")
     root = prefixes.roots[order]

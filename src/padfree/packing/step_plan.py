@@ -16,8 +16,8 @@ micro-batches j. The plan consists of slots, one for each (rank, j). It is made 
 If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
 
 A single sample may cost more than an average slot. The slots that run at the same time as this sample then get as much
-work, up to `max_tokens`, and the slots of other micro-batches get less. The plan depends only on lengths, ranks,
-max_tokens and the cost model.
+work as this sample, up to `max_tokens`, and the slots of other micro-batches get less. The plan depends only on
+lengths, ranks, max_tokens and the cost model.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class StepPlan:
     micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank: one process, or all context
     ranks that share the same packs.
 
-    If there are fewer samples than slots, some micro-batches are empty arrays. Every rank still runs the same number of
-    backward passes.
+    If there are fewer samples than micro-batches on all ranks, some micro-batches are empty arrays. Every rank still
+    runs the same number of backward passes.
     """
 
     micro_batches: MicroBatches  # [ranks][J]

@@ -58,7 +58,10 @@ from padfree.sample import Sample
 
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
-    """Return the samples with advantages [n] of the given kind. `samples` must contain whole groups."""
+    """Return the samples with advantages [n], computed as `kind` says. `samples` must contain whole groups.
+
+    `kind`: a value of `loss.advantage`, such as "grpo".
+    """
     assert kind not in ("teacher", "gae"), "see teacher_advantages, and padfree.train.critic"
     if kind == "given":
         for sample in samples:

@@ -125,7 +125,7 @@ def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) ->
 
 
 def _outside_images(sample: Sample, length: int) -> int:
-    """Return `length`, or less if a cut there would divide an image: then the index at which the image begins."""
+    """Return the largest number of tokens, at most `length`, after which a cut does not divide an image."""
     divided = (int(image.positions[0]) for image in sample.images if image.positions[0] < length <= image.positions[-1])
     return next(divided, length)
 

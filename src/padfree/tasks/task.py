@@ -73,7 +73,7 @@ class Task(ABC):
         return False
 
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
-        """Return a function that returns the samples of an evaluation, with what the measure needs.
+        """Return a function that returns the samples of an evaluation, with the values that the measure needs.
 
         The function is called before each evaluation. The frozen reference scores the samples only the first time.
         """
