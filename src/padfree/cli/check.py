@@ -160,7 +160,7 @@ def run(settings: argparse.Namespace) -> None:
 
 def _check_sampler_options(settings: argparse.Namespace, processes: int) -> None:
     if processes > 1:
-        raise UserError("--sampler", f"cannot run in {processes} processes", "start it without torchrun")
+        raise UserError("--sampler", f"cannot run in {processes} processes", "start padfree check without torchrun")
     for name, given in (("--layout", settings.layout is not None), ("--loss", settings.loss != "nll")):
         if given:
             raise UserError(name, "cannot be combined with --sampler", "leave one of them out")
@@ -206,9 +206,9 @@ def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, 
 
 
 def data_settings(settings: argparse.Namespace) -> tuple[DataConfig | None, bool]:
-    """Build the `[data]` section from --data and the settings `data.*` on the command line. None without --data.
+    """Return the `[data]` section and the value of `model.vision` that a command line gives.
 
-    Also return the value of `model.vision`.
+    The section is built from --data and the settings `data.*`. It is None on a command line without --data.
     """
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]
@@ -229,7 +229,7 @@ def data_settings(settings: argparse.Namespace) -> tuple[DataConfig | None, bool
 
 
 def context_ranks(layout: str | None, processes: int) -> int:
-    """Return the number of context ranks in a layout, e.g. 2 for `dp=2,cp=2`.
+    """Return the number of context ranks (ranks that share each sequence) in a layout, e.g. 2 for `dp=2,cp=2`.
 
     Raise a `UserError` if dp times cp is not the number of processes.
     """
@@ -246,7 +246,7 @@ def context_ranks(layout: str | None, processes: int) -> int:
         raise UserError(
             "--layout",
             f"needs {wanted} processes, but there are {processes}",
-            f"start it with torchrun --nproc-per-node {wanted} -m padfree check ...",
+            f"use torchrun --nproc-per-node {wanted} -m padfree check ...",
             value=layout,
         )
     return sizes["cp"]

@@ -76,7 +76,7 @@ def run(settings: argparse.Namespace) -> None:
         return
     for option, given in _TASK_OPTIONS.items():
         if getattr(settings, option) != given:
-            raise UserError(f"--{option.replace('_', '-')}", "is an option of --tasks", "give --tasks, or leave it out")
+            raise UserError(f"--{option.replace('_', '-')}", "needs --tasks", "remove this option, or add --tasks")
     config = load_config(settings.recipe, settings.overrides)
     held_out = config.with_held_out_data()
     first = processes_of().is_first

@@ -29,7 +29,7 @@ def run(settings: argparse.Namespace) -> None:
     if path.suffix != ".gguf":
         raise UserError("FILE", "is not a name of a GGUF file", "give a name that ends in .gguf", value=settings.file)
     if path.exists():
-        raise UserError("FILE", f"{path} exists", "give another name, or remove it")
+        raise UserError("FILE", f"{path} exists", "give another name, or remove this file")
     if not path.absolute().parent.is_dir():
         raise UserError("FILE", f"the folder {path.parent} does not exist", "create the folder, or give another name")
     if find_spec("gguf") is None:

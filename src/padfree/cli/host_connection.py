@@ -148,7 +148,7 @@ class HostConnection:
             return UserError(
                 "--python",
                 f"{python} cannot be run on {self.host} ({last})",
-                "install it on the host, or give its path",
+                "install Python on the host, or give the path of a Python there",
             )
         if "No module named" in last:
             return UserError(

@@ -12,7 +12,11 @@ from padfree.errors import UserError
 
 
 def json_target(given: str | None, *, writes: bool = True) -> Path | None:
-    """Return the path that `--json` gives, or None. `writes`: whether this process will write the file."""
+    """Return the path that `--json` gives, or None.
+
+    Raise a `UserError` if the file cannot be written. `writes`: whether this process will write the file; other
+    processes skip this check.
+    """
     if given is not None and writes:
         check_output(given, "--json")
     return None if given is None else Path(given)

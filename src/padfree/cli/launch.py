@@ -178,7 +178,7 @@ def _address(given: str | None, first: str) -> tuple[str, int]:
 
 @contextmanager
 def connected(launch: Launch, events: Events) -> Iterator[list[HostConnection]]:
-    """Context manager that connects to all hosts, yields the connections, and closes them at its end."""
+    """Context manager that connects to all hosts, yields the connections, and closes them at the end of the block."""
     found: list[HostConnection] = []
     try:
         for host in launch.hosts:
@@ -199,14 +199,14 @@ def run(settings: argparse.Namespace) -> None:
         )
     if settings.slurm is not None:
         if settings.address is not None or settings.ssh != SSH:
-            raise UserError("--slurm", "uses neither --address nor --ssh", "remove these options", value=settings.slurm)
+            raise UserError("--slurm", "writes a script that uses neither --address nor --ssh", "remove these options")
         if settings.restarts < 0:
             raise UserError("--restarts", "", "give 0 or more", value=settings.restarts)
         write_script(settings, _words(settings.words))
         return
     for name, given in (("--nodes", settings.nodes), ("--sbatch", settings.sbatch), ("--dry-run", settings.dry_run)):
         if given:
-            raise UserError(name, "has no effect with --hosts", "remove it, or use --slurm")
+            raise UserError(name, "has no effect with --hosts", f"remove {name}, or use --slurm")
     launch, events = Launch.of(settings), Events()
     with signals_as_events(events), connected(launch, events) as connections:
         answers = gather_answers(connections, events, launch)
@@ -219,7 +219,10 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
-    """Wait for the answer of every host, and return the answers by host. Raise an error if a host reports one."""
+    """Wait until every host has reported its versions, recipe and GPUs. Return these answers by host.
+
+    Raise a `UserError` if a host reports an error or cannot be reached, or if the versions of the hosts differ.
+    """
     answers: dict[str, dict[str, Any]] = {}
     by_name = {connection.host: connection for connection in connections}
     while len(answers) < len(connections):

@@ -48,7 +48,7 @@ def shutdown_seconds() -> float:
 
 
 def source_digest() -> str:
-    """Return a digest of padfree's source files, because installations of the same version may differ in them."""
+    """Return a digest of padfree's source files. Two installations of the same version can have different files."""
     digest, root = hashlib.sha256(), Path(padfree.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -56,7 +56,10 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Return this host's answer to an order: its versions, the recipe's digest and the number of GPUs, or an error."""
+    """Return this host's answer to the launcher: its versions, the recipe's digest and number of GPUs, or an error.
+
+    `order`: the first message of the launcher, which holds the command, the folder and the environment variables.
+    """
     os.environ.update(order["environment"])
     found = {"version": padfree.__version__, "source": source_digest(), "torch": version("torch")}
     try:
@@ -77,9 +80,9 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_recipe(words: list[str]) -> str:
-    """Return the digest of the recipe file that a command names. `words`: the words of the command.
+    """Check the settings of a command, and return the digest of its recipe file ("" for a command without recipe).
 
-    Raise a `UserError` for wrong settings and missing models or files.
+    Raise a `UserError` for wrong settings and missing models or files. `words`: the words of the command.
     """
     settings = parsed(words)
     if not hasattr(settings, "recipe"):
@@ -111,7 +114,7 @@ def torchrun(arguments: list[str]) -> int:
 
 
 def stop_at_end(orders: FileIO) -> None:
-    """Wait for "stop" or the end of `orders` (standard input), then stop torchrun, even if it hangs."""
+    """Wait for "stop" or the end of `orders` (standard input), then stop torchrun, even if torchrun hangs."""
     orders.readline()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(shutdown_seconds() + RELEASE)

@@ -35,7 +35,7 @@ FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
 
 
 class SurvivingStream(io.TextIOBase):
-    """A text stream that never blocks or fails: a thread writes its text to another stream."""
+    """A text stream whose writes never block or fail: a background thread passes the text on to `stream`."""
 
     def __init__(self, stream: TextIO, on_failure: Callable[[OSError | ValueError], None]) -> None:
         self.stream = stream
@@ -210,7 +210,7 @@ def open_closed_descriptors() -> None:
 
 
 class ErrorRecordingStream:
-    """A text stream that keeps the error of a failed write, so that callers can tell it from other `OSError`s."""
+    """A text stream that keeps the error of a failed write, so that callers can recognise this error later."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -385,7 +385,7 @@ def _is_terminal() -> bool:
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """Context manager that shows a progress bar named `what` on stderr, and yields the function that updates it.
 
-    If stderr is not a terminal, it yields None. Stdout stays free for results.
+    If stderr is not a terminal, the context manager shows nothing and yields None. Stdout stays free for results.
     """
     if not _is_terminal():
         yield None

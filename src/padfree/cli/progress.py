@@ -45,7 +45,7 @@ class Heartbeat:
         return self._clock() - self.begin
 
     def doing(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Set the current activity and its progress, `done` of `total`. A `total` of 0 means that it is not known."""
+        """Set the current activity and its progress, `done` of `total`. A `total` of 0 means an unknown total."""
         with self._changed:
             if name != self._doing:
                 self._doing, self._since = name, self._clock()
@@ -57,7 +57,10 @@ class Heartbeat:
             self._step = count
 
     def spoke(self, *, step: bool = False) -> None:
-        """Record that another line has been written. `step`: whether it is the line of a step."""
+        """Record that some line was just written, which delays the next status line.
+
+        `step`: whether it was the line of a step.
+        """
         with self._changed:
             now = self._clock()
             if step:
@@ -108,7 +111,7 @@ def shown_time(seconds: float) -> str:
 
 
 class Lines:
-    """Shows progress in a log file: one line per step, and one for every tenth of the tokenisation."""
+    """Shows progress in a log file: one line per step, and one line whenever another 10 % of the data is tokenised."""
 
     def __init__(self, *, shown: bool, write: Callable[[str], None] | None = None) -> None:
         self._shown, self._tenths = shown, 0

@@ -54,7 +54,7 @@ def write_script(settings: argparse.Namespace, words: Sequence[str]) -> None:
         print(text, end="")
         return
     if path.exists():
-        raise UserError("--slurm", f"{path} exists", "give another name, or remove it")
+        raise UserError("--slurm", f"{path} exists", "give another name, or remove this file")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

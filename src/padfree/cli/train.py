@@ -252,7 +252,10 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """Return text such as " (900 computed, the rest shared)"; an empty string if samples share no prefixes."""
+    """Return how many tokens of a step are computed, e.g. " (900 computed, the rest shared)".
+
+    Return an empty string if samples share no prefixes.
+    """
     computed = int(plan.computed_tokens.sum())
     return "" if plan.prefixes is None or plan.sharing == 1.0 else f" ({computed:,} computed, the rest shared)"
 

@@ -1,10 +1,10 @@
 """The setting `parallel.checkpointing`: which activations each layer keeps for its backward pass.
 
-    none                       the same level for all layers
-    6 host, 30 none            the first 6 layers offload, the other 30 keep everything
+    none                       all layers have the level `none`, i.e. keep all activations
+    6 host, 30 none            the first 6 layers offload activations to host memory, the other 30 keep all
 
-A level says which activations a layer keeps. With the value `auto`, `padfree.estimate.levels` chooses a level for each
-layer, and the result has the form of the second line.
+A level says which activations a layer keeps. If the setting is `auto`, `padfree.estimate.levels` chooses a level for
+each layer, and writes them as in the second example.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def needs_compiled_layers(value: str) -> bool:
 
 
 def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
-    """The level of each of `num_layers` layers, for a value that names them."""
+    """Return the level of each layer, for a value that lists levels, such as `6 host, 30 none`.
+
+    Raise a `UserError` if the value does not have levels for exactly `num_layers` layers.
+    """
     levels = tuple(level for count, level in _parts(value) or () for _ in range(count))
     if len(levels) != num_layers:
         raise UserError(
@@ -60,7 +63,10 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """Adapt the value to a model with `num_layers` layers: each layer gets the level at the same relative depth."""
+    """Adapt a value such as `6 host, 30 none` to a model with `num_layers` layers: `2 host, 10 none` for 12 layers.
+
+    Each layer gets the level at the same relative depth. A value without numbers of layers is returned unchanged.
+    """
     if not is_by_layer(value):
         return value
     levels = [level for count, level in _parts(value) or () for _ in range(count)]

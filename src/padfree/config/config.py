@@ -91,11 +91,16 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check `[reference]`. If the task needs a reference, its default is `model.path`."""
+        """Check the settings of the reference model. If the task needs a reference, `model.path` is the default."""
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
-            need(used, "reference.path", path, "leave it out, or give loss.kl_coefficient a value above 0")
+            need(
+                used,
+                "reference.path",
+                path,
+                "leave it out, or give loss.kl_coefficient a value above 0: only the KL term uses this model",
+            )
             return
         refresh = self.reference.refresh
         fix = f"leave it out: the reference of {task.title} never changes"
@@ -132,7 +137,7 @@ class Config:
         )
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check a run that samples its responses because of `setting`, such as `rollout.reward`."""
+        """Check the settings of a run that samples responses, because `setting` (e.g. `rollout.reward`) is set."""
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
@@ -156,7 +161,7 @@ class Config:
             not given,
             "loss.advantage",
             advantage,
-            "set loss.advantage=grpo: sampled responses have no given advantages",
+            "set loss.advantage=grpo: only rollout files can give advantages, and this run samples its responses",
         )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
         fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"

@@ -35,13 +35,16 @@ MODEL = "model:"
 
 
 def model_of(reward: str | None) -> str | None:
-    """Return the folder or Hub id if `reward` names a reward model, as in `model:folder`; None if it is a function."""
+    """Return the folder or Hub id of a reward model: `folder` for the reward `model:folder`.
+
+    Return None if `reward` names a reward function.
+    """
     return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """A setting that takes the import path of a user's function, and what this function must look like."""
+    """Describes a setting that takes the import path of a user's function, and the function that it expects."""
 
     setting: str
     noun: str  # name of the function in messages, e.g. "reward"
@@ -100,8 +103,8 @@ class UserFunction:
     def _check_function(self, path: str, function: Callable[..., Any]) -> None:
         """Raise a `UserError` if `function`, imported from `path`, cannot be used.
 
-        The function may not be a class or a function of the standard library. It must be a coroutine function or a
-        plain one, as the setting requires, and accept the arguments that padfree passes.
+        Classes, and functions of Python's standard library, are refused. Some settings require a coroutine function
+        (`async def`), others a plain function. The function must accept the arguments that padfree passes.
         """
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
@@ -136,7 +139,7 @@ class UserFunction:
 
 @contextmanager
 def current_folder() -> Iterator[str]:
-    """A block with the current folder in `sys.path`, as with `python -m`. Yields this folder."""
+    """Context manager that yields the current folder, and has this folder in `sys.path`, as with `python -m`."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

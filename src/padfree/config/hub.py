@@ -34,7 +34,7 @@ GIVEN_TEXT = ("rollout.reward", "eval.reward")
 
 
 def named_models(config: Config) -> dict[str, str]:
-    """Return the folder or Hub id of every model in the settings, by setting."""
+    """Map each setting that names a model, such as `teacher.path`, to the folder or Hub id of this model."""
     named = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
@@ -63,7 +63,7 @@ def shortened(name: str) -> str:
 
 
 def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise a `UserError` if `name` is neither on disk nor on the Hub. `setting` gave the name."""
+    """Raise a `UserError` if `name` is neither on disk nor on the Hub. `setting`: the setting that has this name."""
     try:
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)
@@ -81,7 +81,10 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return why neither the Hub nor its cache has this name, or None if one has it (or the Hub does not answer)."""
+    """Return None if the Hub or its local cache has this name. Otherwise, return the reason for an error message.
+
+    If the Hub gives no clear answer, for example because of a timeout, return None as well.
+    """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 

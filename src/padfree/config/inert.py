@@ -44,7 +44,10 @@ def _correction(name: str) -> Reason:
 
 
 def _first(*reasons: Reason) -> Reason:
-    """Combine rules into one that returns the first reason."""
+    """Combine rules into one. A rule returns the reason why a run does not read a setting, or None if the run does.
+
+    The combined rule returns the first reason that any of the rules gives.
+    """
     return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
 
 
@@ -301,7 +304,10 @@ The rule of a table holds for the settings of the table that have no rule of the
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule that says whether a run reads a setting: its own, or that of the innermost table around it."""
+    """Return the rule that says whether a run reads a setting.
+
+    If the setting `name` has no rule of its own, the rule of the innermost table around the setting applies.
+    """
     while name not in READ_BY:
         name, _, last = name.rpartition(".")
         if not last or not name:
@@ -310,7 +316,7 @@ def rule_of(name: str) -> Reason | None:
 
 
 def inert_settings(config: Config) -> list[str]:
-    """Name the given settings that this run does not use, in sentences such as the following.
+    """Return a sentence for each setting that the user gave but that this run does not use, for example:
 
     "loss.clip.low has no effect with loss.kind=sft"
     """

@@ -36,7 +36,10 @@ def special_kind(path: str | Path, *, once: bool = True) -> str | None:
 
 
 def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
-    """Raise a `UserError` if reading `path` could block. `once`: the caller reads it only once."""
+    """Raise a `UserError` if reading `path` could block, because `path` is a FIFO, a socket or a device.
+
+    `once`: the caller reads the path only once. An open file descriptor such as `/dev/stdin` is then allowed.
+    """
     if (kind := special_kind(path, once=once)) is not None:
         raise UserError(setting, f"{path} is {kind}, not a file", "give a file")
     if os.path.isdir(path):

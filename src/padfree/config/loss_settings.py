@@ -1,8 +1,8 @@
 """The settings of every loss except policy losses: plain data, without torch.
 
 Each training command (sft, dpo, ...) is a task, and a `TaskSettings` holds the settings of its loss. Its class
-variables describe the command: the help text, the samples per row, the metrics, and the other models. The file of the
-same name in `padfree.tasks` implements the command.
+variables describe the command: the help text, the samples per row, the metrics, and the models besides the trained one.
+The file of the same name in `padfree.tasks` implements the command.
 
 Recipes use the same names, such as `loss.dpo.beta`. The formulas are in `padfree.losses`.
 """
@@ -175,7 +175,7 @@ class DPOSettings(TaskSettings):
     def means(self) -> bool:
         """Whether the log-probability of an answer is the mean over its tokens (the sum otherwise).
 
-        `normalise` decides. If it is None, the variant of the loss decides.
+        The setting `normalise` decides. If `normalise` is None, the variant of the loss decides.
         """
         return self.variant in ("ipo", "simpo", "orpo") if self.normalise is None else self.normalise
 
@@ -255,13 +255,13 @@ def check_sampled_images(config: Any) -> None:
 
 
 def check_answers(config: Any) -> None:
-    """Refuse settings that a loss on whole answers does not support."""
+    """Refuse settings that a loss on whole answers, such as KTO, does not support."""
     aggregation = config.loss.aggregation
     need(aggregation == "token-mean", "loss.aggregation", aggregation, "leave it out: all answers have equal weight")
 
 
 def check_pairs(config: Any) -> None:
-    """Refuse settings that pairs of answers do not support."""
+    """Refuse settings that a loss on pairs of answers, such as DPO, does not support."""
     fix = "give an even number: it counts answers, two per pair"
     for name, count in (("batch.samples", config.batch.samples), ("eval.samples", config.eval.samples)):
         need(count is None or count % 2 == 0, name, count, fix)

@@ -78,7 +78,10 @@ def check_sources(sources: Sequence[DataSource]) -> None:
 
 
 def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
-    """Raise a `UserError` if the sources named `where` and `there` read the same data."""
+    """Raise a `UserError` if two sources read the same data.
+
+    `where`, `there`: the names of `source` and `other` in messages, such as `data.sources.0`.
+    """
     if (source.columns, source.split, source.subset) != (other.columns, other.split, other.subset):
         return
     for path in source.path:

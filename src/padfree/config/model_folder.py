@@ -80,7 +80,7 @@ def check_config(folder: Path) -> None:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], Any]:
-    """Read an index file: the file of each tensor, and the metadata."""
+    """Read the index of the weight files. Return the file name of each tensor, and the metadata of the index."""
     index = _read_json(path)
     mapping = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(mapping, dict) or not mapping or not all(isinstance(file, str) for file in mapping.values()):
@@ -132,10 +132,10 @@ def _read_json(path: Path) -> Any:
 
 
 def check_tokenizer_files(config: Config) -> bool:
-    """Whether the run has a tokenizer. A run that needs one and has none is refused.
+    """Return whether the run has a tokenizer. Raise a `UserError` if the run needs a tokenizer and has none.
 
-    A run on rollout files may contain token ids only, so it may do without a tokenizer. `read_rollouts` asks for one if
-    the files contain text.
+    A run on rollout files may have no tokenizer, because the files may contain token ids only. If the files contain
+    text, `read_rollouts` raises an error later.
     """
     path = Path(config.model.tokenizer or config.model.path)
     if not path.exists() or has_tokenizer(path):

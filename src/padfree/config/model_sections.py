@@ -20,7 +20,7 @@ GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=
 
 
 def expand_home(section: Any, *names: str) -> None:
-    """Expand `~` in the paths of the fields `names` of `section`, because a shell does not."""
+    """Expand `~` in the fields `names` of `section`, because a shell does not expand `~` in `model.path=~/model`."""
     for name in names:
         value = getattr(section, name)
         if isinstance(value, str):

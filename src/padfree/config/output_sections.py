@@ -46,7 +46,7 @@ def check_output(path: str | Path, name: str, *, makes_folder: bool = False) -> 
 
 
 def check_folder(path: str | Path, name: str) -> None:
-    """Raise a `UserError` if a folder cannot be created or written to. `name` is its setting."""
+    """Raise a `UserError` if the folder `path` cannot be created or written to. `name`: the setting with this path."""
     path = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):

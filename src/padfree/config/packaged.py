@@ -44,7 +44,7 @@ def is_packaged(name: str) -> bool:
 
 
 def packaged_environment(name: str, setting: str) -> PackagedEnvironment:
-    """Parse the name of an environment. `setting` gave the name, for error messages."""
+    """Parse the name of an environment. `setting`: the setting that has this name, for error messages."""
     package, _, rest = name.partition(":")
     rest, mark, part = rest.partition("#")
     own, _, query = rest.partition("?")

@@ -5,8 +5,8 @@
                                        differ between sampler and trainer
                       kl_*, entropy_*  terms that are added to the loss
 
-The formulas are in `padfree.losses`. That of an objective is in the file of the same name in
-`padfree.losses.objectives`.
+The formulas are in `padfree.losses`. The formula of an objective such as `clip` is in
+`padfree.losses.objectives.clip`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings(Objective):
-    """Clipped ratio (PPO, GRPO), in [1 - low, 1 + high]. `dual` is the upper bound for negative advantages."""
+    """Ratio π / π_old clipped to [1 - low, 1 + high] (PPO, GRPO). `dual`: its upper bound for negative advantages."""
 
     kind: ClassVar[str] = "clip"
     low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
@@ -165,7 +165,7 @@ class IcePopSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceMaskSettings(BandCorrection):
-    """Mask a sequence whose importance ratio is outside [low, high]."""
+    """The policy objective of a sequence is multiplied by 0 if its importance ratio is outside [low, high]."""
 
     kind: ClassVar[str] = "sequence_mask"
     low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)
@@ -264,7 +264,7 @@ class PolicySettings(TaskSettings):
         check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
-        """Return the objective and the corrections as `object`, because they may have any type."""
+        """Return the objective and the corrections with the type `object`, because a caller can pass anything."""
         return self.objective, self.corrections
 
     @property

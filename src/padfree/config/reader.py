@@ -93,8 +93,8 @@ def _check_bounds_are_meant(
 ) -> None:
     """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
 
-    `kind` is `loss.kind` in the file, `values` are the settings with the overrides, and `said` the names in the
-    overrides.
+    Such a bound was meant for the kind of loss in the file. `kind` is `loss.kind` in the file `path`, `values` are the
+    settings after the overrides, and `said` holds the names of the settings in the overrides.
     """
     loss = _loss_of(values)
     for name in BOUNDS:
@@ -163,7 +163,7 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """Parse the value of an override as TOML. Other text is a string, and `none` is None."""
+    """Parse the value of an override as TOML. Text that is not TOML is a string, and `none` is None."""
     if text.lower() in ("none", "null"):
         return None
     try:
@@ -221,7 +221,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
-    """Build the dataclass `kind` from each table of a list. A single table is a list of one."""
+    """Build the dataclass `kind` from each table of a list. A single table counts as a list with one table."""
     entries = list(values) if isinstance(values, (list, tuple)) else [values]
     for entry in entries:
         if not isinstance(entry, Mapping):

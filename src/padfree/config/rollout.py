@@ -264,9 +264,10 @@ class RolloutConfig:
         return bool(self.servers or self.launch.command)
 
     def keeps_sent_weights(self, dtype: str) -> bool:
-        """Whether a run in this dtype keeps the weights of the last weight sync, to send only their differences.
+        """Whether a run keeps the weights of the last weight sync, so that the next sync sends only the differences.
 
-        In float32, nearly every element changes in a training step.
+        With `weight_sync="auto"`, this depends on `dtype`: in float32, nearly every element changes in a training step,
+        so that differences would save nothing.
         """
         return self.has_servers and self.weight_sync in (
             ("auto", "difference") if dtype == "bfloat16" else ("difference",)

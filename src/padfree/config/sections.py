@@ -369,7 +369,10 @@ class ParallelConfig:
         return int(self.head_memory * 2**30) if isinstance(self.head_memory, float) else self.head_memory
 
     def most_context(self, processes: int) -> int:
-        """Return the maximum number of ranks that share a pack: all ranks of a replica for "auto"."""
+        """Return the maximum number of ranks that share the tokens of a micro-batch (context parallelism).
+
+        With `context="auto"`, they are all ranks of a replica.
+        """
         return max(1, processes // self.replicate) if self.context == "auto" else self.context
 
     def __post_init__(self) -> None:

@@ -40,7 +40,7 @@ STAYS: Resume = "must stay"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range of a number with both ends, and the fix in the error message."""
+    """The range [low, high] of a number, ends included, and the fix in the error message."""
 
     low: float
     high: float
@@ -105,8 +105,8 @@ def setting(
 ) -> Any:
     """Return a dataclass field with its meaning and its rules.
 
-    A number must be finite unless `most` is infinity. None is accepted if the field's type includes None. `filled` is
-    the fix for an empty string, which is otherwise accepted.
+    A number must be finite unless `most` is infinity. None is accepted if the field's type includes None. An empty
+    string is accepted unless `filled` is given. `filled` is the fix in the error message for an empty string.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
@@ -154,7 +154,7 @@ def rules_of(entry: Field[Any]) -> Rules:
 
 
 def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> None:
-    """Raise a `UserError` about `setting` if the field `name` does not accept `value`."""
+    """Raise a `UserError` about `setting` if the field `name` of the dataclass `kind` does not accept `value`."""
     entry: Field[Any] = kind.__dataclass_fields__[name]
     rules, written = rules_of(entry), str(entry.type)
     if rules.filled is not None:
@@ -177,7 +177,10 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` for unmet `needs` of other tables."""
+    """Raise a `UserError` if a setting was changed that needs another setting, and the other setting does not fit.
+
+    This function checks needs across tables, e.g. of a setting of `rollout` that needs a certain `loss.kind`.
+    """
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
             if "." in one.name:

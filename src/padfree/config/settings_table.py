@@ -67,7 +67,7 @@ def setting_entries() -> list[SettingEntry]:
 
 
 def section_entries() -> dict[str, SectionEntry]:
-    """Return every table of settings by name. Its meaning is the first paragraph of the class docstring."""
+    """Return every table of settings by name. The meaning of a table is the first paragraph of the class docstring."""
     found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")
@@ -92,7 +92,11 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """Return the fix for an unknown name: the new name, names with the same last part, or the closest one."""
+    """Return the fix in the error message for an unknown setting, which suggests the most likely names.
+
+    The suggestion is the new name of a renamed setting, or else settings with the same last part, or else the most
+    similar name.
+    """
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]
     names = [name for entry in entries for name in (entry.name.partition(".")[0], entry.section, entry.name)]
@@ -189,7 +193,7 @@ def _need_words(need: Needs, prefix: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], widest: int = 36) -> str:
-    """Format rows of cells as aligned columns; a cell longer than `widest` moves the rest of its line."""
+    """Format rows of cells as aligned columns. A cell longer than `widest` moves the cells after it to the right."""
     columns = range(len(rows[0]) - 1)
     widths = [max((len(row[column]) for row in rows if len(row[column]) <= widest), default=0) for column in columns]
     return "".join(

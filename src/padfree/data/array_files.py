@@ -57,7 +57,7 @@ class ArrayWriter:
 
 
 def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Open one array of a cache folder, memory-mapped. Raise a `UserError` if it does not have this shape."""
+    """Open one array of a cache folder, memory-mapped. Raise a `UserError` if the array does not have this shape."""
     path = folder / f"{name}.npy"
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -19,7 +19,10 @@ from padfree.data.conversation import Conversation, Message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """A form of conversations, described by its differences from the form that `read_conversation` produces."""
+    """A form of conversations that a chat template may expect, such as null content next to tool calls.
+
+    The fields are the differences from the form that `read_conversation` produces.
+    """
 
     arguments_as_text: bool = False  # arguments of tool calls as JSON text
     null_content: bool = False  # null instead of "" as the content of a message with tool calls
@@ -28,7 +31,10 @@ class Form:
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """Yield the usual form (that of `read_conversation`), then each other form that changes this conversation."""
+    """Yield the forms to try: first the form that `read_conversation` produces, then the other forms.
+
+    A form that would not change this conversation is left out.
+    """
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)
     for parts, bare, text, null in product(
@@ -41,7 +47,7 @@ def forms_of(conversation: Conversation) -> Iterator[Form]:
 
 
 def formed(conversation: Conversation, form: Form) -> tuple[list[Message], list[Any] | None]:
-    """Convert a conversation to `form`. Return its messages and its tools."""
+    """Return the messages and the tools of a conversation, converted to `form`."""
     tools = conversation.tools
     if tools is not None and form.bare_tools:
         tools = [tool.get("function", tool) for tool in tools]

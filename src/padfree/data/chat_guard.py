@@ -6,8 +6,8 @@
    twice.
 
 Conversations that differ only in their texts and numbers have the same shape (`chat_shape`). The checks run once per
-shape, on a conversation of that shape in which every text is a marker. If the template renders a row in another way
-apart from the texts, the checks run on that row too.
+shape, on a conversation of that shape in which every text is a marker. If the rendered text of a row differs from the
+rendered text of this conversation in more than the texts, the checks run on that row too.
 
 The following parts of a conversation may be missing from the rendered text:
 
@@ -51,9 +51,10 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a shape's twin, i.e. of the conversation in which every text is a marker.
+    """Check the rendered text `shown` of a twin: a copy of a conversation in which every text is a marker.
 
-    `keep_thoughts`: whether the reasoning of all turns must appear in the text.
+    `shape` has the twin and the texts that the markers replace. `keep_thoughts`: whether the reasoning of all turns
+    must appear in the rendered text.
     """
 
     def found(text: str) -> set[int]:
@@ -67,9 +68,10 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text of a conversation that the template renders differently from its twin.
+    """Check the rendered text `shown` of the conversation of one row.
 
-    The twin is the conversation of the same shape in which every text is a marker.
+    Usually, `check_twin` checks a copy of the conversation in which every text is a marker (the twin). This function is
+    for a row that the template renders differently from its twin.
     """
 
     def found(text: str) -> set[int]:
@@ -142,7 +144,10 @@ def _named(conversation: Conversation, index: int) -> str:
 
 
 def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> None:
-    """Raise an error if a message without text is dropped, i.e. if the rendered text is the same without it."""
+    """Raise a `RowError` if the template drops a message, i.e. if removing it does not change the rendered text.
+
+    `traced`: the indices of messages whose texts were found in the rendered text. These messages need no check.
+    """
     messages = conversation.messages
     for index in range(len(messages)):
         if index in traced or len(messages) == 1:
@@ -155,7 +160,7 @@ def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> 
 
 
 def _check_roles(conversation: Conversation, shown: Shown) -> None:
-    """Raise an error if the template renders another role, such as a tool, exactly like the assistant."""
+    """Raise a `RowError` if the template renders another role, such as `tool`, exactly like the role `assistant`."""
     roles = [message["role"] for message in conversation.messages]
     for role in set(roles) - {"assistant", "user"}:
         changed = tuple(
@@ -185,7 +190,7 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check arguments that the template does not render as one JSON object.
+    """Check the arguments of tool call `at` of message `index`, which are not rendered as one JSON object.
 
     Some templates render each argument by itself: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`.
     """
@@ -217,10 +222,11 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
+    """Return whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
 
-    `text` is rendered with `value`, and `changed` with `not value`. Where the two texts first differ, `text` must have
-    the JSON of `value`, and `changed` the JSON of `not value`.
+    The template rendered `text` from a conversation with `value`, and `changed` from the same conversation with `not
+    value` instead. At the first difference of the two texts, `text` must have the JSON of `value`, and `changed` the
+    JSON of `not value`.
     """
     if changed is None:
         return False

@@ -88,7 +88,7 @@ class RenderedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What to render from a conversation: a prompt, or training samples with the settings `loss_on` and `turns`."""
+    """Says what to render from a conversation: a prompt, or training samples (settings `loss_on` and `turns`)."""
 
     prompt: bool = False
     loss_on: LossOn = "assistant"
@@ -97,7 +97,10 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """How all conversations of one shape (`chat_shape`) are rendered: the form of messages, and the ranges of turns."""
+    """Says how to render all conversations of one shape, i.e. those that differ only in their texts and numbers.
+
+    `form` is the form of the messages that the template expects. `cuts` has one entry per sample.
+    """
 
     form: Form
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
@@ -108,7 +111,7 @@ class _RaisedError(RowError):
 
 
 class ChatRenderer:
-    """A chat template with its arguments.
+    """Renders conversations with a chat template and its arguments.
 
     `template` replaces the tokenizer's own template. `day` is the date that the template gets as the current date.
     """
@@ -216,9 +219,10 @@ class ChatRenderer:
     def _predicted(
         self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
     ) -> list[RenderedSample] | None:
-        """Return the samples of a row, as predicted by the `plan` for the row's shape (`chat_shape`).
+        """Return the samples of a row, or None if its rendered text is not the one that `plan` predicts.
 
-        Return None if the template renders the row differently from the prediction.
+        The prediction is the rendered text of another conversation of the same `shape`, in which the texts and numbers
+        of this row are filled in.
         """
         made = []
         messages, tools = formed(conversation, plan.form)
@@ -249,11 +253,11 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """Call `work` with each form of the messages (`chat_forms`), and return the first result.
+        """Call `work` with one form of the messages (`chat_forms`) after the other, until one call succeeds.
 
-        `work` raises a `RowError` if the rendered text fails a check. If every form fails, the error of the usual form
-        is raised. But if the usual form failed because of tool calls or because the template raised an error, the error
-        of the form that got furthest in the conversation is raised.
+        Return its result. A call fails with a `RowError` if the rendered text does not pass a check. If every form
+        fails, the error of the usual form is raised. There is one exception: if the usual form failed because of tool
+        calls or because the template raised an error, the error that names the latest message is raised.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -403,8 +407,8 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
     """Return (index of the message, span) for each message in the rendered text of a sample.
 
-    The messages' leaves (texts and numbers) are searched for in the text, in order. This is needed for a row that the
-    template renders differently from the prediction.
+    The messages' leaves (texts and numbers) are searched for in the text, in order. This is needed only for a row whose
+    rendered text could not be predicted from other rows with the same roles and keys.
     """
     message_spans: dict[int, Span] = {}
     done = 0

@@ -61,7 +61,8 @@ class ConversationShape:
     - `key` is equal for all conversations of the shape.
     - `leaves` are the texts and numbers of this conversation.
     - `twin` is the conversation with markers in place of its leaves.
-    - `shuffled` is the index of the first tool result that does not follow the order of the tool calls, or None.
+    - `shuffled` is the index of the first message with a tool result that comes too early, before the result of an
+      earlier call. It is None if all results come in the order of their calls.
     """
 
     key: Hashable
@@ -143,7 +144,10 @@ class _Dissection:
         return "".join(twin)
 
     def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
-        """The parts of a message with images. Their types are part of the shape; their texts are leaves."""
+        """Return the parts of a message with images for the twin, in which a marker replaces each text.
+
+        The types of the parts belong to the shape of the conversation.
+        """
         twins: list[Message] = []
         for part in parts:
             self._key.append(part["type"])
@@ -204,7 +208,8 @@ class _Dissection:
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
     """Split `value` into tuples (white space and tags, the text after them, whether this text is reasoning).
 
-    In the last tuple, the text may be empty.
+    The tags are those around reasoning, such as `<think>`. If `tags` is False, tags count as text. In the last tuple,
+    the text may be empty.
     """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
@@ -243,9 +248,9 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """A range of a twin's rendered text that shows a leaf, i.e. the marker of a text or number.
+    """A range of a rendered text that shows a marker in place of a leaf (a text or number of the conversation).
 
-    `form` is empty if the leaf is shown neither as plain text nor as JSON.
+    `leaf` is the index of the leaf. `form` is "plain" or "json", and empty if the marker is written in another way.
     """
 
     leaf: int
@@ -269,7 +274,7 @@ def slots_of(text: str) -> list[Slot]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """The rendered text of a twin, split into literal texts and slots for leaves (texts and numbers of a row)."""
+    """A rendered text with slots for the leaves (texts and numbers) of a row, and literal texts between the slots."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
     slots: tuple[tuple[int, str], ...]  # (index of the leaf, how its value is written: "plain" or "json")
@@ -277,9 +282,9 @@ class Skeleton:
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
-        """Return the skeleton of a twin's rendered `text` with these trained `spans`.
+        """Split a rendered `text` with markers at its markers, and remember its trained `spans`.
 
-        Return None if a span begins or ends inside a leaf.
+        Return None if a span begins or ends inside a marker.
         """
         literals, slots, done = [], [], 0
         starts = []
@@ -301,9 +306,10 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """Fill the slots with the `leaves` of another conversation of the same shape.
+        """Fill the slots with the `leaves` (texts and numbers) of another conversation of the same shape.
 
-        Return the predicted text, its trained spans, and (index, span) of each message.
+        Return the text that the template is expected to render for this conversation, its trained spans, and a pair
+        (index, span) for each message.
         """
         parts = [self.literals[0]]
         starts = [0]

@@ -4,9 +4,9 @@
     up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
                                                                                    [----------)
 
-The text of the turn is what the second text has in addition to the first. The first text must therefore be a prefix of
-the second. All turns are trained in one sample ("together") if the second text of every turn is a prefix of the whole
-rendered conversation. Otherwise each turn is trained in its own sample ("apart").
+The template renders both texts. The text of the turn is what the second text has in addition to the first. The first
+text must therefore be a prefix of the second. All turns are trained in one sample ("together") if the second text of
+every turn is a prefix of the whole rendered conversation. Otherwise each turn is trained in its own sample ("apart").
 
 Some templates render the earlier messages differently once the turn is added. For example, Mistral-Nemo's template
 shows the system message only if the last message is from the user. The sample of a turn then joins two parts: the whole
@@ -126,9 +126,9 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Return the index of the first character at which a `{% generation %}` span of message `turn` can begin.
+        """Return the index in `text` where message `turn` begins. `{% generation %}` spans before it are not trained.
 
-        Return 0 if all assistant messages are trained, because then no span has to be left out.
+        Return 0 if all assistant messages are trained, because then all spans are trained.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:

@@ -134,7 +134,7 @@ def read_conversation(
 
 
 def need_no_images(conversation: Conversation) -> Conversation:
-    """Return the conversation, or raise a `RowError` if it has images, for models that read text only."""
+    """Return the conversation if it has no images, else raise a `RowError`. Used for models that read only text."""
     for index, message in enumerate(conversation.messages):
         if image_parts(message):
             raise RowError(

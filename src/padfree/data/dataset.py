@@ -120,7 +120,7 @@ class TokenizedDataset(StoredSamples):
         if (about := metadata.get("image_counts")) is not None:
             if images is None:
                 raise UserError(
-                    "images", f"are missing, but {self.folder} has images", "give padfree.data.ImageSettings"
+                    "images", f"is None, but samples in {self.folder} show images", "pass padfree.data.ImageSettings"
                 )
             self._images = StoredImages(self.folder, about, num_samples, images)
         self._digests: list[str] = metadata["digests"]
@@ -160,8 +160,8 @@ class TokenizedDataset(StoredSamples):
         """Apply `max_length`. Return the truncated rows and the dropped rows.
 
         - `overlong="drop"` drops a whole row if one of its samples is too long.
-        - `overlong="truncate"` cuts the sample, and drops it if no trained token is left. The other samples of the row
-          are kept.
+        - `overlong="truncate"` cuts each sample that is too long, and drops this sample if no trained token is left or
+          if the cut would be inside an image. The other samples of the row are kept.
         """
         if self.max_length is None:
             return [], []
@@ -216,7 +216,7 @@ class TokenizedDataset(StoredSamples):
 
     @property
     def images(self) -> str | None:
-        """A description of the number of images and their tokens; None if the data has no images."""
+        """A description such as `15 images, 4 distinct, 130 tokens`; None if the data has no images."""
         return None if self._images is None else self._images.summary(self._kept)
 
     @property
@@ -225,7 +225,7 @@ class TokenizedDataset(StoredSamples):
         return np.zeros(len(self), dtype=np.int64) if self._images is None else self._images.counts(self._kept)
 
     def _cuts_image(self, stored: int) -> bool:
-        """Whether `max_length` cuts a sample inside an image."""
+        """Return whether `max_length` cuts a sample inside an image. `stored`: the sample's index in the folder."""
         if self._images is None:
             return False
         start = self._starts[stored]
@@ -240,7 +240,10 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """Return the number of a sample in its row, counted from 1, or None if the row has only this sample."""
+        """Return which sample of its row a sample is, counted from 1; None if the row has only one sample.
+
+        `stored`: the index of the sample in the folder.
+        """
         row = self._row_of[stored]
         first, end = self._first_of_row[row], self._first_of_row[row + 1]
         return None if self.samples_per_row is not None or end - first == 1 else int(stored - first) + 1
@@ -337,8 +340,8 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. This name is put in front of the sample's `uid` and
-    `group`, unless they already begin with the name because the source is named after its file.
+    The field `source` of a sample is the name of its source. This name is also put in front of the sample's `uid` and
+    `group`. If a source is named after its file, `uid` and `group` already begin with the name and stay as they are.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

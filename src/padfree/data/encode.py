@@ -163,7 +163,10 @@ class Encoder:
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 
     def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
-        """Return the index of the first token after each border between pieces, or None if a token spans a border."""
+        """Return the index of the first token after each border between pieces of text `index` of the batch.
+
+        Return None if a token spans a border.
+        """
         if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
             return None
         found: list[int] = []

@@ -7,7 +7,7 @@
 
 A format is a set of fields that together make a sample. A field is recognised by its own name or by another usual name
 (`question` for `prompt`), ignoring case. `data.columns` maps a column to a field, or to `unused`. If a file can be
-read in several ways, an error lists the `data.columns` setting that selects each of them.
+read in several ways, the error message lists a `data.columns` setting for each way.
 
 Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
 a column raises an error, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
@@ -102,7 +102,10 @@ class Fields:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The columns that must be read from a Parquet file: the used ones, and those that `check` must look at."""
+        """The columns that must be read from a Parquet file.
+
+        They are the used columns, and the unused ones in which `check` refuses values.
+        """
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
     def __getitem__(self, name: str) -> str:
@@ -157,8 +160,8 @@ def setting(mapping: Mapping[str, str]) -> str:
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
     """Return the arguments that add the mapping `more` to a command line that already sets `mapping`.
 
-    If `more` can only be written as `data.columns={...}`, the setting would replace `mapping`. The result then also
-    contains the entries of `mapping`.
+    An argument like `data.columns.question=prompt` adds one column. A column name with special characters needs
+    `data.columns={...}`, which replaces the whole mapping. The result then also has the entries of `mapping`.
     """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words
@@ -238,7 +241,11 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """Return the readings whose formats require the most fields. Among these, prefer formats in `schema.preferred`."""
+    """Return the best of several ways to read a file (readings).
+
+    A reading is dropped if another reading requires the same fields and more. If several formats are left, those in
+    `schema.preferred` win.
+    """
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
     # rejected only.
@@ -307,7 +314,7 @@ def _takes_input(reading: _Reading) -> bool:
 
 
 def _may_follow(column: str, reading: _Reading) -> bool:
-    """Whether an unused column may hold text to append to the prompt."""
+    """Return whether an unused column may hold text that belongs to the prompt, such as Alpaca's `input`."""
     possible = "input" in reading.format.may and "input" not in reading.columns
     return possible and column.lower() in CONTEXT
 
@@ -319,7 +326,8 @@ def _all_names(schema: Schema) -> set[str]:
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
     """Return the `data.columns` setting that selects one of several readings of a file.
 
-    The setting maps the columns of the required fields, and marks guarded columns that the reading ignores as unused.
+    The setting maps the columns of the required fields. If the reading ignores a guarded column (a column that would
+    change the meaning of a row), the setting maps this column to `unused`.
     """
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]

@@ -90,7 +90,11 @@ def read_file(path: str, name: str) -> bytes:
 
 
 def decode(content: bytes, name: str, max_pixels: int, path: str | None = None) -> Any:
-    """Decode an image file as a Pillow image in RGB."""
+    """Decode the `content` of an image file as a Pillow image in RGB.
+
+    Raise an `ImageFileError` if the image cannot be used, for example because it has more than `max_pixels` pixels.
+    `name` and `path` are for error messages.
+    """
     pillow, operations = pillow_modules()
     if len(content) > MOST_BYTES:
         raise ImageFileError(f"{name} has {len(content):,} bytes; expected at most {MOST_BYTES:,}", path)

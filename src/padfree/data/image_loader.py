@@ -1,4 +1,4 @@
-"""Load the images of packs in threads, ahead of the packs that are built.
+"""Load images in threads, ahead of the packs (concatenated samples of a micro-batch) that show them.
 
     main thread    build pack 1 | build pack 2 | build pack 3 ...
     threads        images of packs 1, 2, 3 | images of pack 4 | images of pack 5 ...
@@ -61,7 +61,7 @@ class ImageLoader:
 
 
 class PacksAhead:
-    """Loads the images of a sequence of packs, a few packs ahead. `packs[k]`: the samples of pack k."""
+    """Loads the images of a sequence of packs, a few packs ahead of the one in use. `packs[k]`: samples of pack k."""
 
     def __init__(self, loader: ImageLoader, packs: Sequence[Sequence[Sample]]) -> None:
         self._loader, self._packs = loader, packs
@@ -69,7 +69,7 @@ class PacksAhead:
         self._begin()
 
     def take(self) -> list[Sample]:
-        """Return the samples of the next pack with loaded images, and begin to load the images of a later pack."""
+        """Return the samples of the next pack, with loaded images. Keep threads loading the images of later packs."""
         samples = self._packs[self._taken]
         self._taken += 1
         self._begin()

@@ -4,11 +4,12 @@
     expansion      <|image_pad|><|image_pad|><|image_pad|><|image_pad|>    of the marker, for an image of 4 features
     tower          {"pixel_values": [16, 96], "image_grid_thw": [1, 3]}
 
-The model's own processor (of transformers) computes both. It is called with one image at a time, because padfree packs
-the images of many samples. The text that the processor gives its tokenizer is recorded: it is the expansion.
+The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. It is called with
+one image at a time, because padfree packs the images of many samples. The expansion is the text that the processor
+passes to its tokenizer.
 
-Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. The two give
-slightly different pixels, and the data of a run must not depend on the packages of a machine.
+Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. Pillow and
+torchvision give slightly different pixels, and the data of a run must not depend on the packages of a machine.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ MARKERS = ("boi_token", "image_token")
 class ImageSettings:
     """Settings for turning the images of rows into tokens and tower inputs.
 
-    `prepare` adds to a sample what the model needs besides its images, such as rotary positions. It is None in the
-    processes that tokenise.
+    `prepare` is a function that adds to a sample what the model needs besides images, such as rotary positions. In
+    processes that tokenise, `prepare` is None.
     """
 
     path: str  # the folder or Hub id of the model
@@ -50,7 +51,7 @@ class ImageSettings:
     prepare: Callable[[Sample], Sample] | None = None
 
     def for_rows(self) -> ImageSettings:
-        """The settings for a process that tokenises rows, which needs no model."""
+        """Return the settings without `prepare`, which needs the model. Processes that tokenise rows have no model."""
         return replace(self, prepare=None)
 
     @property
@@ -59,7 +60,7 @@ class ImageSettings:
 
 
 class Expansion(NamedTuple):
-    """The text that stands for an image, and what the model needs to know about the image."""
+    """The text that stands for an image, the number of placeholder tokens in this text, and the grid of patches."""
 
     text: str
     num_tokens: int  # number of placeholder tokens
@@ -127,7 +128,10 @@ class ImageProcessor:
 
 
 class _CallRecorder:
-    """A tokenizer that remembers the last text that each thread called it with."""
+    """Wraps a tokenizer, and remembers for each thread the last text that was passed to the tokenizer.
+
+    This is how the text that a processor makes for an image is found.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._lock = tokenizer, threading.Lock()
@@ -146,7 +150,7 @@ class _CallRecorder:
 def opened_processor(
     path: str, placeholder: int, inputs: tuple[str, ...], trust_remote_code: bool = False
 ) -> ImageProcessor:
-    """Open the processor of a model. Each process opens a processor once."""
+    """Open the processor of a model. In one process, later calls with the same arguments return the same object."""
     try:
         found = load_processor(path, trust_remote_code)
     except UserError:
@@ -193,12 +197,15 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def _checked_part(self: Any, name: str, part: Any) -> Any:
-    """Accept a processor without a part for videos."""
+    """Replace a method of transformers' processors that refuses a part of the wrong class: accept None as a part.
+
+    The part for videos is None.
+    """
     return None if part is None else super(type(self), self).check_argument_for_proper_class(name, part)
 
 
 def _identity(processor: Any) -> dict[str, Any]:
-    """Everything that the expansions and inputs of an image depend on."""
+    """Return everything that a processor's output for an image depends on: its class, settings and library version."""
     from transformers import __version__
 
     plain = {

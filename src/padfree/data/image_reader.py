@@ -3,8 +3,8 @@
     rendered    <|vision_start|><|image_pad|><|vision_end|>What is this?           one marker per image
     expanded    <|vision_start|><|image_pad|> * 6<|vision_end|>What is this?       as the model's processor writes it
 
-The marker of an image is in one piece of the text, trained or untrained, and so is its expansion. Loss masks therefore
-stay exact.
+The text consists of pieces, each of which is trained or untrained. A marker and its expansion are in the same piece.
+Loss masks therefore stay exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_REMEMBERED = 4096
 
 
 class ImageReader:
-    """Reads the images of rows, and expands their markers. Each tokenising process has one."""
+    """Reads the images of rows, and replaces their markers in the text. Each tokenising process has one reader."""
 
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings.for_rows()
@@ -34,9 +34,10 @@ class ImageReader:
         self.bad_files: list[BadFile] = []  # the files of images that could not be used
 
     def expanded(self, passage: Passage, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
-        """Read the images of a passage (a rendered conversation), and replace each placeholder by its image's tokens.
+        """Read the images of a passage (a rendered conversation), and replace each marker by the text of its image.
 
-        `folder`: the folder to which relative paths of images refer.
+        The text of an image has one placeholder token for each feature of the image. Return the changed passage and its
+        images. `folder`: the folder to which relative paths of images refer.
         """
         processor = self.settings.processor
         marker = processor.marker

@@ -54,7 +54,10 @@ def is_image_part(part: Mapping[str, Any]) -> bool:
 
 
 def read_part(part: Mapping[str, Any], name: str) -> ImageReference | None:
-    """Read a content part with an image. Return None if it has no image of its own: `{"type": "image"}`."""
+    """Read a content part with an image.
+
+    Return None for `{"type": "image"}` without an image, which stands for the next image of the column `images`.
+    """
     given = {key: value for key, value in part.items() if value is not None and key not in ("type", *IGNORED_KEYS)}
     unknown = sorted(given.keys() - set(CONTENT_KEYS))
     if unknown:

@@ -1,8 +1,8 @@
 """The images of a cache folder (`store`): which samples show which images, and where the image files are.
 
     image_offsets.npy   int64 [N+1]     sample i shows the images image_index[image_offsets[i] : image_offsets[i+1]]
-    image_index.npy     int64 [K]       numbers of distinct images, in the order of their placeholder tokens
-    image_numbers.npy   int64 [D, 11]   of each distinct image: see `_NUMBERS`
+    image_index.npy     int64 [K]       indices of distinct images, in the order in which the samples show them
+    image_numbers.npy   int64 [D, 11]   size, height and so on of each distinct image (`_NUMBERS` lists the columns)
     image_digests.npy   uint8 [D, 32]   SHA-256 of each image file
     image_contents.bin                  the paths of image files and, for images inside of rows, the files themselves
 
@@ -34,7 +34,7 @@ _NUMBERS = ("start", "length", "is_path", "size", "time", "width", "height", "co
 
 
 class ReadImage(NamedTuple):
-    """An image of a sample. `path` is its file; without a file, `content` has the bytes of the image file."""
+    """An image of a sample. Either `path` names its file, or `content` has the bytes that the row itself holds."""
 
     digest: str  # SHA-256 of the bytes, in hexadecimal digits
     path: str | None
@@ -92,7 +92,7 @@ class ImageWriter:
         return number
 
     def finish(self) -> dict[str, Any]:
-        """Finish the files. Return the entries of metadata.json."""
+        """Flush the image contents. Return what metadata.json records about images, such as their number."""
         self._contents.flush()
         length = self._contents.tell()
         counts = {"shown": self._index.length, "distinct": self._rows.length, "bytes": length}
@@ -109,7 +109,7 @@ class ImageWriter:
 
 
 class StoredImages:
-    """The images of one cache folder, read on access. Any number of threads may use it."""
+    """The images of one cache folder, read on access. Any number of threads may use the same object."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], num_samples: int, settings: ImageSettings) -> None:
         self.folder, self._about, self._num_samples, self.settings = folder, about, num_samples, settings
@@ -133,9 +133,9 @@ class StoredImages:
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def of_sample(self, stored: int, tokens: NDArray[np.int32]) -> tuple[Image, ...]:
-        """Return the images of the sample number `stored`, as far as all placeholders are in `tokens` [n].
+        """Return the images of the sample with index `stored`, without images whose placeholders are cut off.
 
-        `tokens`: all tokens of the sample, or its first tokens if it is truncated.
+        `tokens` [n]: all tokens of the sample, or its first tokens if it is truncated.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         if not numbers:
@@ -151,13 +151,13 @@ class StoredImages:
         return tuple(images)
 
     def counts(self, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many images each of the samples `kept` [N] shows."""
+        """Return the number of images [N] that each sample shows. `kept` [N]: the indices of the samples."""
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
         """Whether the sample can be cut after `length` tokens without cutting an image.
 
-        `stored` is the number of the sample, and `tokens` [n] are all of its tokens.
+        `stored` is the index of the sample, and `tokens` [n] are all tokens of the sample.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))
@@ -183,19 +183,19 @@ class StoredImages:
         return bytes(self._contents[start : start + length])
 
     def content(self, number: int) -> tuple[bytes, str]:
-        """Return the bytes of an image file, and its name for messages."""
+        """Return the bytes of the distinct image with index `number`, and the image's name for messages."""
         if not self._value(number, "is_path"):
             return self._written(number), f"image {number} of {self.folder}"
         path = self._written(number).decode()
         return unchanged_file(path, self._digest(number)), path
 
     def about(self, number: int) -> str:
-        """Describe an image: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
+        """Describe the distinct image with index `number`: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
         path = self._written(number).decode() if self._value(number, "is_path") else None
         return described(self._value(number, "width"), self._value(number, "height"), path, self._digest(number))
 
     def summary(self, kept: NDArray[np.int64]) -> str:
-        """Describe the images of the samples `kept`: `15 images, 4 distinct, 130 tokens`."""
+        """Describe the images of some samples: `15 images, 4 distinct, 130 tokens`. `kept`: the samples' indices."""
         chosen = np.zeros(self._num_samples, dtype=np.bool_)
         chosen[kept] = True
         numbers = self._index[np.repeat(chosen, np.diff(self._offsets))]
@@ -228,7 +228,7 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """Loads one image of a prompt, which is in no cache folder."""
+    """Loads one image of a prompt. Prompts and their images are not stored in a cache folder."""
 
     read: ReadImage
     settings: ImageSettings
@@ -244,7 +244,10 @@ class PromptImage:
 
 
 def images_of(read: Sequence[ReadImage], tokens: NDArray[Any], settings: ImageSettings) -> tuple[Image, ...]:
-    """Return the images of a prompt with the tokens [n]."""
+    """Return the images of a prompt, each with the positions of its placeholders in the prompt's `tokens` [n].
+
+    `read`: the images as the row or its files hold them.
+    """
     places = np.flatnonzero(tokens == settings.placeholder)
     ends = np.cumsum([one.expansion.num_tokens for one in read])
     return tuple(
@@ -259,7 +262,7 @@ def images_of(read: Sequence[ReadImage], tokens: NDArray[Any], settings: ImageSe
 
 
 def image_digest(file_digest: str, settings: ImageSettings) -> str:
-    """Identify the tower's inputs by the file of the image and the settings of the processor."""
+    """Return a name for the tower inputs of an image: the hash of its file, and a hash of the processor's settings."""
     return f"{file_digest}-{settings.processor.digest[:16]}"
 
 
@@ -268,7 +271,7 @@ def unchanged_file(path: str, digest: str) -> bytes:
     try:
         content = read_file(path, "an image of the data")
     except RowError as error:
-        raise UserError("data", error.problem, "restore the file, or start again without it") from None
+        raise UserError("data", error.problem, "restore the file, or remove the rows that show it") from None
     if content_hash(content) != digest:
         raise UserError(
             "data", f"{path} has changed since the data was read", "restore the file, or start the run again"

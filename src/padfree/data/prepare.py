@@ -198,7 +198,7 @@ def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[
 
 
 def _intact(images: ImageSettings | None, folder: Path) -> bool:
-    """Whether a cache folder is complete, and no image file has changed since it was built."""
+    """Whether a cache folder is complete, and no image file has changed since the folder was built."""
     if not is_whole(folder):
         return False
     if images is None:
@@ -263,7 +263,7 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """Determine how a file is read. Return its fields and a description for the user.
+    """Determine how a file is read. Return the column of each field, and a description for the user.
 
     Return None if no row of the file can be parsed.
     """

@@ -145,7 +145,7 @@ def bad_row(row: SkippedRow, unit: str) -> UserError:
 
 
 def no_usable_row(files: Iterable[str], num_rows: int, rejected: Sequence[SkippedRow]) -> UserError:
-    """Return the error for files without a sample. `rejected`: the rows that cannot be used."""
+    """Return the error for files from which no sample can be made. `rejected`: the rows that cannot be used."""
     if not num_rows:
         return UserError("data", f"{', '.join(files)} has no rows", "give a file with rows")
     first = rejected[0]

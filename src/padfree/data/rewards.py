@@ -50,7 +50,7 @@ def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
     answer = str(_answer(row))
     expected = hashed_number(answer) if "####" in answer else leading_number(answer)
     if expected is None:
-        raise UserError("answer", f"{shown(answer)} has no number", "give a number, alone or after '####'")
+        raise UserError("answer", f"{shown(answer)} has no number", "begin it with a number, or put one after '####'")
     return float(hashed_number(response) == expected)
 
 
@@ -80,7 +80,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise UserError(
-            "answer", f"is {shown(answer)} in the row", "give the row a string or a number to compare the response with"
+            "answer", f"is {shown(answer)} in the row", "give a string or a number, with which the response is compared"
         )
     return answer
 

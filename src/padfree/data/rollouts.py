@@ -254,7 +254,10 @@ def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, li
 
 
 def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: int) -> NDArray[np.bool_]:
-    """Return the loss mask [length] of a row: the one in `column`, or else 1 for all tokens of the response."""
+    """Return the loss mask [length] of a row, read from `column`.
+
+    If the row does not have this column, all tokens of the response are trained.
+    """
     mask = np.zeros(length, dtype=np.bool_)
     if row.get(column) is None:
         mask[response_start:] = True
@@ -306,7 +309,10 @@ def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
 def _kept(
     row: dict[str, Any], column: str, response_start: int, tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_]
 ) -> KeptSets | None:
-    """Return the kept sets [n] of a row. None if the row does not have the column."""
+    """Return the kept sets [n] of a row: for each token, the token ids among which the sampler chose.
+
+    Return None if the row does not have the column.
+    """
     if row.get(column) is None:
         return None
     values = items(row, column, "a list of lists of token ids")

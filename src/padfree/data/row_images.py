@@ -85,7 +85,11 @@ def _without_images(message: Message) -> Message:
 
 
 def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Message, ...]:
-    """Return the messages with `count` empty image parts: in place of the texts `<image>`, or at the beginning."""
+    """Return the messages with `count` image parts, whose images are filled in later.
+
+    An image part replaces each text `<image>`. Without such texts, all image parts are put at the beginning of the
+    first user message.
+    """
     places = sum(text_of(message["content"]).count(PLACE) for message in messages)
     if places:
         if places != count:

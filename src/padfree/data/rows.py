@@ -51,7 +51,7 @@ class RowReader:
             raise UserError(
                 "data.system",
                 "has no effect, because prompts are not rendered with a chat template",
-                "remove it, or set data.chat_template to a file and data.prompt_format=chat",
+                "remove data.system, or set data.chat_template to a file and data.prompt_format=chat",
                 value=settings.system,
             )
         self._system = settings.system
@@ -152,7 +152,7 @@ class RowReader:
         return string(row, column)
 
     def _finished(self, found: Conversation, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """Add the default system prompt and the images of the row to its conversation."""
+        """Add the default system prompt and the images of the row to the conversation `found` in the row."""
         if self._system is not None and not found.has_system:
             found = found.with_system(self._system)
         if not self._reads_images:
@@ -332,8 +332,8 @@ def _whole(
 ) -> tuple[tuple[Message, ...], int]:
     """Join a prompt and an answer that is a whole conversation, which contains the prompt.
 
-    `asked` are the messages of the prompt, and `said` the messages of the answer. A `RowError` is raised if `said`
-    neither begins with `asked` nor has it as its last user turn.
+    `asked` are the messages of the prompt, and `said` the messages of the answer. Raise a `RowError` unless `asked`
+    equals the first messages of `said`, or the last user turn of `said`.
     """
     own, rest = _split(asked)
     system, turns = _split(said)

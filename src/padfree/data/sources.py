@@ -182,7 +182,7 @@ class HubSource(RecordSource):
         return str(self.dataset._fingerprint)
 
     def check_unchanged(self) -> None:
-        """Nothing to check: a loaded data set does not change."""
+        """Do nothing, because a loaded data set does not change."""
 
     def first_row(self) -> dict[str, Any] | None:
         if not len(self.dataset):
@@ -255,7 +255,7 @@ def open_sources(
 def _packaged_rows(name: str) -> RecordSource:
     if name.startswith(VERIFIERS):
         return open_verifiers(name)
-    raise UserError("data.path", "has no rows", "give a file of prompts: OpenEnv environments have none", value=name)
+    raise UserError("data.path", "is an OpenEnv environment, which has no rows", "give a file of prompts", value=name)
 
 
 def _files_below(folder: Path) -> list[Path]:

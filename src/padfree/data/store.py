@@ -104,7 +104,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` that the `with` block raises into a `UserError`."""
+    """Turn an `OSError` that the `with` block raises into a `UserError` that names the file or `folder`."""
     try:
         yield
     except OSError as error:
@@ -224,7 +224,7 @@ def find_or_build(
         raise UserError(
             "num_workers",
             "the main script loads its data when it is imported, and every worker process imports it",
-            "put the call under if __name__ == '__main__', or set num_workers=0",
+            "put the call that loads data under if __name__ == '__main__', or set num_workers=0",
         )
     with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)

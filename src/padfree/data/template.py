@@ -138,7 +138,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateBoundError(f"rendering takes more than {MAX_SECONDS:.0f} seconds")
 
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
-        """Return the iterable of a loop. If it is long, the time is checked while the loop runs."""
+        """Return the iterable of a loop. A long iterable is wrapped, so that the time limit is checked in the loop."""
         self._check_time()
         if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
@@ -178,7 +178,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Insert filters into a template's syntax tree that check values.
+    """Insert filters that enforce limits into the syntax tree of a template.
 
     The inserted filters check the results of `~`, the iterables of loops, and list, tuple and object literals.
     """
@@ -232,9 +232,9 @@ def _sized(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value, or raise an error if it has too many values inside.
+    """Return `value`, or raise a `TemplateBoundError` if its lists and objects contain too many values in total.
 
-    A shared list counts each time it occurs, although it takes no extra memory.
+    A list that occurs several times inside `value` counts each time, although it takes no extra memory.
     """
     if isinstance(value, (list, tuple, dict)):
         waiting: list[Any] = [value]

@@ -109,7 +109,10 @@ class RowTokenizer:
         )
 
     def expanded(self, conversation: Conversation, sample: RenderedSample, folder: str | None) -> RenderedSample:
-        """Return a rendered sample with its image markers expanded. `folder`: the folder of relative paths."""
+        """Return a rendered sample in which placeholder tokens replace each image marker.
+
+        `folder`: the folder to which relative paths of images refer.
+        """
         if self._images is None:
             return sample
         passage, images = self._images.expanded(passage_of(conversation, sample), folder)
@@ -127,13 +130,16 @@ class RowTokenizer:
         return replace(sample, text=text, spans=spans, messages=messages)
 
     def _shown(self, sample: Passage | Encoded, folder: str | None) -> _WithImages:
-        """Return a sample with its images read and expanded. `folder`: the folder of relative paths."""
+        """Read the images of a sample. Return the sample with placeholder tokens for each image, and its images.
+
+        `folder`: the folder to which relative paths of images refer.
+        """
         if self._images is None or isinstance(sample, Encoded):
             return sample, ()
         return self._images.expanded(sample, folder)
 
     def _problem(self, encoded: Encoded | RowError, images: tuple[ReadImage, ...]) -> str | None:
-        """Return the reason why a row cannot be used, or None if it can."""
+        """Return why a row cannot be used, e.g. because no token is trained; None if the row can be used."""
         if isinstance(encoded, RowError):
             return str(encoded)
         if self._images is not None and (problem := self._images.problem(encoded, images)) is not None:
@@ -145,11 +151,11 @@ class RowTokenizer:
         return None
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """Return the number that is stored with a row (a margin or a label), or 0 if the schema has none."""
+        """Return the number that is stored with a row: its margin or its label. Tasks without such a number get 0."""
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
-        """The samples of a row, one or more."""
+        """Return one or more samples of a row, as texts to tokenise or as the token ids that the row holds."""
         if fields.kind == "text":
             return [Passage(pieces=(Piece(string(row, fields["text"]), True),))]
         if fields.kind == "tokens":
@@ -262,7 +268,7 @@ class PairTokenizer(RowTokenizer):
         return passage_of(conversation, samples[0])
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Encode pairs (prompt, answer) in the same way as the two samples of a data row are encoded.
+        """Encode pairs (prompt, answer) in the same way as the chosen and the rejected answer of a data row.
 
         A prompt is a text, a list of messages or a conversation.
         """

@@ -30,7 +30,11 @@ its path."""
 
 
 def worker_count(asked: int | None, size: int, *, images: bool = False) -> int:
-    """Return the number of tokenising processes for `size` bytes; 0: tokenise in this process."""
+    """Return the number of processes that tokenise data of `size` bytes. 0 means: tokenise in this process.
+
+    `asked`: the number that the caller gave, or None for an automatic choice. `images`: whether rows may have images,
+    which take more time.
+    """
     if asked is not None:
         return asked
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -44,7 +48,7 @@ _Task = tuple[int, Chunk, Fields | None]
 def in_order(
     tasks: Iterator[_Task], tokenize: RowTokenizer, num_workers: int
 ) -> Generator[tuple[int, Chunk, TokenizedChunk], None, None]:
-    """Yield (number of the source, chunk, tokens) of each task, in the order of the tasks."""
+    """Yield (index of the source, chunk of rows, tokens of the chunk) for each task, in the order of the tasks."""
     if num_workers == 0:
         for number, chunk, fields in tasks:
             yield number, chunk, tokenize(chunk, fields)

@@ -45,7 +45,7 @@ class VerifiersRows(RecordSource):
         return hashlib.sha256(self._text.encode()).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Nothing to check: the rows are in memory."""
+        """Do nothing, because the rows are in memory and cannot change."""
 
     def first_row(self) -> dict[str, Any] | None:
         return self.rows[0] if self.rows else None
@@ -63,7 +63,7 @@ def open_verifiers(name: str, setting: str = "data.path") -> VerifiersRows:
         dataset = environment.get_eval_dataset() if held_out else environment.get_dataset()
     except Exception as error:  # the data set is made by code of the environment
         raise UserError(
-            setting, f": the data of the environment raised {shown_error(error)}", "correct the environment", value=name
+            setting, f": loading the rows raised {shown_error(error)}", "correct the environment", value=name
         ) from error
     return VerifiersRows([_with_tools(row, environment) for row in dataset.to_list()], name)
 
@@ -80,7 +80,7 @@ def _with_tools(row: dict[str, Any], environment: Any) -> dict[str, Any]:
 
 
 def openai_tool(tool: Any) -> dict[str, Any]:
-    """Return a tool of the package, an object or a dictionary, in OpenAI's format."""
+    """Convert a tool of the verifiers package (an object or a dictionary) to OpenAI's format."""
     given = tool if isinstance(tool, Mapping) else tool.model_dump()
     function = {
         key: given[key] for key in ("name", "description", "parameters", "strict") if given.get(key) is not None
@@ -133,13 +133,19 @@ def _load(name: str) -> Any:
 def check_verifiers_module(own: str, name: str, setting: str) -> None:
     """Raise a `UserError` if the module of an environment does not exist or belongs to the standard library.
 
-    `own`: the name of the environment, from which the package derives the name of its module.
+    `own`: the name of the environment. The verifiers package derives the name of the environment's module from `own`.
+    `name`: the full name in the recipe, and `setting`: the setting that has this name, both for error messages.
     """
     module = own.replace("-", "_").split("/")[-1]
     if not module.isidentifier():
         raise UserError(setting, "is not the name of an environment", "give a name such as wordle", value=name)
     if module in sys.stdlib_module_names:
-        raise UserError(setting, f": {module} is part of Python's standard library", "give an environment", value=name)
+        raise UserError(
+            setting,
+            f": {module} is part of Python's standard library",
+            "give the name of a verifiers environment",
+            value=name,
+        )
     with current_folder() as folder:
         if module not in sys.modules and importlib.util.find_spec(module) is None:
             raise UserError(

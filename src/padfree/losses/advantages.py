@@ -76,7 +76,7 @@ def token_rewards(
 ) -> Tensor:
     """Turn the rewards [B] of the samples into rewards [T] of the tokens.
 
-    The last scored token of a sample gets the reward of the sample, and all others get 0. If `kl` is given,
+    The last scored token of a sample gets the reward of the sample, and all other tokens get 0. If `kl` is given,
     kl_coefficient · kl is subtracted at every scored token.
     """
     pack = _PackTokens(mask, sample_index, max_length)
@@ -153,7 +153,8 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """The REINFORCE++ advantages [T], from the rewards [B] of the samples.
 
-    The KL penalty is subtracted from the token rewards. Their discounted returns are whitened over the global batch.
+    The KL penalty is subtracted from the token rewards. The discounted returns of these token rewards are whitened
+    over the global batch.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)

@@ -38,7 +38,10 @@ from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """The product of all corrections for single tokens, [T], from the log-probabilities [T]."""
+    """Return, for each token, the product of the factors of all corrections that depend on single tokens, [T].
+
+    `trainer`, `sampler` [T]: the log-probabilities that the trainer computed and the sampler reported.
+    """
     ratio = _ratio(trainer - sampler)
     factor = torch.ones_like(ratio)
     for correction in corrections:
@@ -59,13 +62,13 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The product of all corrections that depend on whole sequences, [T].
+    """Return the product of the factors of all corrections that depend on whole sequences, [T].
 
-    The log-probabilities [T] without gradient come from three sources:
+    Three arguments are log-probabilities [T] without gradient:
 
-    - `trainer`: the trainer, before the update.
-    - `sampler`: the sampler. None if no correction needs it.
-    - `current`: the policy being trained. None unless the correction OPSM is used.
+    - `trainer`: computed by the trainer before the update.
+    - `sampler`: reported by the sampler. None if no correction needs them.
+    - `current`: those of the policy being trained. None unless the correction OPSM is used.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)

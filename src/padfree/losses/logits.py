@@ -29,7 +29,7 @@ CHUNK_ELEMENTS = 1 << 24
 def score_logits(
     logits: Tensor, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of each label, and its entropy if `entropy` is True (else None).
+    """Return the log-probability of each label, and, if `entropy` is True, the entropy at each position (else None).
 
     `logits` [..., V] and `labels` [...] give results [...] in float32, or in float64 for float64 logits. Differentiable
     in the logits.
@@ -89,7 +89,7 @@ def _weighted(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the logits in chunks of c tokens, [c, V], each with the same tokens of the tensors `others`, as views."""
+    """Yield chunks of c tokens, as views: the logits [c, V], and the entries [c] of each tensor in `others`."""
     if logits.dim() == 1:
         yield (logits[None], *(other[None] for other in others))
     elif logits.dim() == 2:

@@ -64,7 +64,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """What the loss of each token needs in addition to its log-probability and entropy, as tensors [T]."""
+    """The values, [T] each, that the policy loss needs besides log-probabilities and entropies, e.g. advantages."""
 
     weights: Tensor
     advantages: Tensor
@@ -74,12 +74,15 @@ class PolicyTerms:
     factor: Tensor | None  # sequence-level corrections
 
     def at(self, positions: Tensor | slice) -> PolicyTerms:
-        """The terms of the tokens at these positions."""
+        """Return a copy with the values of the tokens at `positions` only."""
         present = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """The weighted losses of these tokens, from their log-probabilities and entropies."""
+        """Return the weighted losses of the tokens that this object describes.
+
+        `logprobs` and `entropy` have one entry for each of these tokens.
+        """
         return self.weights * _token_losses(settings, self, logprobs, entropy).losses
 
 

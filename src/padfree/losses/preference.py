@@ -21,7 +21,8 @@ loss of a pair is
     reward model          -log σ(Δ - margin)
 
 A context rank holds some of the tokens of a pair. `reduce` sums each x over the ranks. Each rank then returns its share
-of the pair's loss, in proportion to its number of tokens. The gradient of its own tokens is that of the whole loss.
+of the pair's loss, in proportion to its number of tokens. For its own tokens, it returns the gradient of the whole
+loss.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def dpo_loss(
 
 
 def _preference(settings: DPOSettings, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses [P] of the pairs, and their derivatives [P] with respect to `chosen` and `rejected`."""
+    """Return the losses [P] of P pairs, and their derivatives [P] with respect to `chosen` and `rejected`.
+
+    `chosen`, `rejected` [P]: for each answer the number that the loss compares, e.g. its sum of log π - log π_ref.
+    """
     beta, smoothing = settings.beta, settings.label_smoothing
     difference = chosen - rejected
     if settings.variant == "hinge":

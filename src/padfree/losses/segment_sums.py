@@ -30,7 +30,7 @@ def no_reduce(values: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """The sum of the values [T, ...] of each sample, without the pad: [B, ...] in float64."""
+    """Return the sum of the values [T, ...] of each sample: [B, ...] in float64. Padding tokens are left out."""
     need_whole("num_samples", num_samples, 0, "give the number of samples")
     values = checks.wide("values", values)
     sums = values.new_zeros((num_samples + 1, *values.shape[1:]))
@@ -38,7 +38,7 @@ def segment_sum(values: Tensor, sample_index: Tensor, num_samples: int) -> Tenso
 
 
 def spread(values: Tensor, sample_index: Tensor) -> Tensor:
-    """Give each token the value [B] of its sample: [T], with 0 for the pad."""
+    """Give each token the value of its sample: [B] -> [T]. Padding tokens get 0."""
     need_tensor("values", values)
     return torch.cat([values, values.new_zeros(1)])[checks.index("sample_index", sample_index, len(values) + 1)]
 
@@ -46,7 +46,10 @@ def spread(values: Tensor, sample_index: Tensor) -> Tensor:
 def segment_mean(
     values: Tensor, mask: Tensor, sample_index: Tensor, num_samples: int, reduce: Reduce = no_reduce
 ) -> Tensor:
-    """The mean of the values [T] that `mask` selects in each sample, [B] in float64; 0 if there are none."""
+    """Return the mean of the values [T] that `mask` selects in each sample, [B] in float64.
+
+    The mean is 0 for a sample in which `mask` selects no value.
+    """
     values, mask = checks.wide("values", values), checks.mask("mask", mask)
     sums = torch.stack([torch.where(mask, values, 0.0), mask.double()], dim=1)
     totals, counts = reduce(segment_sum(sums, sample_index, num_samples)).unbind(1)

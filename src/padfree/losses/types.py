@@ -68,7 +68,10 @@ class LossInputs:
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
-        """The loss inputs of a batch: its rollout arrays, and values that the trainer has computed."""
+        """Return the loss inputs of a batch: the arrays of its samples, such as advantages, and the given arguments.
+
+        The arguments are values that the trainer has computed.
+        """
         rollout = batch.rollout
         return LossInputs(
             mask=batch.labels != IGNORE,
@@ -91,10 +94,10 @@ class LossInputs:
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
-        """The field `name`, which the loss requires.
+        """Return the field `name` [T]. Raise a `UserError` if the field is None.
 
-        `why` names the part of the loss that needs the field, for the error message. Values without a label become 0,
-        because they may even be NaN.
+        `why` names the part of the loss that needs the field, for the error message. Values at tokens without a label
+        become 0, because they may even be NaN.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:

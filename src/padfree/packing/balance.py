@@ -6,12 +6,12 @@ The algorithm is deterministic and has two phases:
 
     greedy    takes samples by falling cost; each goes to the cheapest part that has enough free tokens under the cap
     exchange  matches each costly part with a cheap one. The two parts make the one move or swap of samples that brings
-              their costs closest. Repeats until the costliest part is within `TOLERANCE` of the mean, or until no
-              exchange helps
+              their costs closest. This is repeated until the costliest part is within `TOLERANCE` of the mean, or
+              until no move or swap helps
 
 The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
-costs. If that fails too, `fill` makes the initial assignment. The exchange phase then evens out the costs. If no
-initial assignment fits, `balance` raises `UserError`.
+costs. If that fails too, the initial assignment uses as few parts as possible (`padfree.packing.fill`). The exchange
+phase then evens out the costs. If no initial assignment fits, `balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -139,9 +139,10 @@ def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """Find an initial assignment within the cap: greedily by cost, else by length, else by `fill`.
+    """Find an initial assignment of samples to parts in which no part exceeds the cap on its tokens.
 
-    Returns None if no assignment fits.
+    Three ways are tried: greedily by cost, then with nearly equal lengths, then into as few parts as possible (`fill`).
+    Return None if no assignment fits.
     """
     parts = _greedy(problem)
     if parts is not None:
@@ -273,8 +274,8 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
     """Split each part into the samples that the exchange phase may move, and the samples that stay.
 
-    In a large part only every i-th sample is movable, so that a round compares at most 2 million pairs of samples. With
-    `equal`, every part has the same number of movable samples.
+    In a large part only every i-th sample is movable, so that a round of exchanges compares at most 2 million pairs of
+    samples. With `equal`, every part has the same number of movable samples.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

@@ -77,7 +77,7 @@ def pack(
 
 
 def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Split values [T, ...] of packed tokens into one view per sample, without the pad.
+    """Split values [T, ...] of packed tokens into one view per sample, and drop the values of padding tokens.
 
     The views are in the order that the samples had before `pack`. Pass one batch and one tensor, or the list from
     `pack` and one tensor per batch.
@@ -126,8 +126,8 @@ def collate(
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
     """Build the prefix tree of the samples. Without `share_prefixes`, every sample is a root.
 
-    Two samples share no tokens from the first token on at which their routes (the experts chosen for a token) differ,
-    because other experts give other hidden states.
+    If samples have routes (the experts chosen for each token), a shared prefix ends before the first token whose
+    routes differ, because other experts give other hidden states.
     """
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
@@ -304,7 +304,10 @@ def _collate(
 
 
 def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> PackedKept | None:
-    """The kept sets of top-p and top-k at the indices `predictions`. None if no sample has kept sets."""
+    """Return the kept sets: the token ids among which the sampler chose each token, after top-p and top-k.
+
+    `predictions`: the indices of positions that predict a token. Return None if no sample has kept sets.
+    """
     if all(sample.kept is None for sample in samples):
         return None
     sets = KeptSets.joined(KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples)
@@ -316,14 +319,19 @@ Range = tuple[Sample, int, int]
 
 
 def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
-    """The routes [T, R, k] of the tokens of a pack. None if no sample has routes."""
+    """Return the routes [T, R, k] of a pack: the k experts chosen for each of T tokens in each of R layers.
+
+    Return None if no sample has routes.
+    """
     parts = [None if sample.routes is None else sample.routes[begin:end] for sample, begin, end in ranges]
     routes = joined_routes(parts, [end - begin for _, begin, end in ranges])
     return None if routes is None else torch.from_numpy(routes)
 
 
 def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
-    """The rotary positions [P, T] of a pack, P for each token. None if no sample has `rotary_positions`.
+    """Return the rotary positions [P, T] of a pack: P positions (e.g. time, height, width) for each of T tokens.
+
+    Return None if no sample has `rotary_positions`.
 
     In a sample without `rotary_positions`, all P positions of token i are i.
     """

@@ -10,7 +10,7 @@ its neighbours. Each possible width divides the next larger one, so that packs o
 1. Start with as few waves as the tokens need. The *level* is the target cost of one rank in one wave: the total cost,
    divided by the number of ranks and the number of waves.
 2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level.
-   Cutting a sample only to reduce the cost per rank ends at parts of about `FEWEST_TOKENS` tokens.
+   A sample that fits on fewer ranks is not cut into parts of fewer than about `FEWEST_TOKENS` tokens.
 3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
 4. Packs are assigned to waves by their cost per rank, the costliest first.
 
@@ -108,9 +108,9 @@ def _price(plan: WidePlan) -> float:
 
 
 def imbalance(cost: Floats) -> float:
-    """The cost of the step, Σⱼ maxᵣ cost[r, j], divided by its cost if all ranks had equal costs.
+    """Return the cost of a step, divided by its cost if all ranks had equal costs in every micro-batch.
 
-    `cost` is [ranks, micro-batches].
+    `cost` [ranks, micro-batches]: the cost of each micro-batch j on each rank r. The step costs Σⱼ maxᵣ cost[r, j].
     """
     mean = float(cost.sum()) / len(cost)
     return float(cost.max(0).sum()) / mean if mean else 1.0
@@ -160,9 +160,10 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to packs that several ranks share, the costliest first, up to the cost per rank `level`.
+    """Fill packs that several ranks share with short samples, up to the cost per rank `level`.
 
-    `narrow`: the indices of the short samples. Returns the indices of those that were not added.
+    The costliest short sample that fits is added first. `narrow`: the indices of the short samples. Return the indices
+    of the short samples that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()

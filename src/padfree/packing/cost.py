@@ -84,8 +84,8 @@ class CostModel:
     def fit(lengths: Sequence[ArrayLike], seconds: ArrayLike) -> CostModel:
         """Fit a cost model to measured times, by least squares of the relative error. Coefficients are at least 0.
 
-        `lengths[i]`: the lengths of the samples of micro-batch i, or the length of its only sample. `seconds[i]`: its
-        time.
+        `lengths[i]`: the lengths of the samples of micro-batch i, or the length of its only sample. `seconds[i]`: the
+        time of micro-batch i.
         """
         time = number_array(seconds, "seconds").astype(np.float64)
         if time.ndim != 1 or len(time) != len(lengths) or not len(time):
@@ -114,7 +114,10 @@ class CostModel:
 
 
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:
-    """The non-negative coefficients with the smallest squared error, found by trying every subset of the columns."""
+    """Return the non-negative coefficients c that minimise the squared error of `features` @ c against `target`.
+
+    Every subset of the columns of `features` is tried; there are few columns.
+    """
     scale: Floats = np.maximum(np.abs(features).max(0), np.finfo(np.float64).tiny)
     scaled = features / scale
     width = features.shape[1]

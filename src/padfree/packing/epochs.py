@@ -53,7 +53,7 @@ class EpochOrder:
         self._inside: dict[int, Indices] = {}  # by number of the part: the order of its samples
 
     def start(self, epoch: int) -> int:
-        """The number of samples shown before this epoch."""
+        """The number of samples shown in all earlier epochs together."""
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:
@@ -99,5 +99,5 @@ def shuffled(length: int, seed: int, epoch: int) -> Indices:
 
 
 def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The outputs of the random number generator splitmix64 with seed 0 at the indices `values`."""
+    """Hash each of `values`: return the number at this index in the random sequence of splitmix64 with seed 0."""
     return splitmix64(values * np.uint64(SPLITMIX64[0]))

@@ -12,7 +12,8 @@ million samples take hardly more steps than 1 million. Afterwards numpy assigns 
     step      `num_bins` bins with `free_tokens` free tokens take `per_bin` samples of one length each
     slot      bins wait in one queue per number of free tokens; a slot is an index in a queue. A step takes num_bins
               slots from the front of its queue and appends them to the queue of the free tokens that remain.
-    bin       the slots that a bin occupied, followed back through the steps, end at the slot where the bin was opened
+    bin       a bin moves from slot to slot. Following it back from step to step leads to the slot of the empty bin,
+              which identifies the bin
 
 The result is the same as that of best-fit decreasing on single samples: as many bins, with the same free tokens.
 """
@@ -129,9 +130,10 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """Return the steps that fill bins with samples of these lengths, and the size of each queue.
+    """Return the steps of best-fit decreasing, and how many bins ever joined each queue.
 
-    `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
+    In a step, several bins with equal free tokens take samples of one length. A queue holds the bins with one number of
+    free tokens. `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
 
     A bin takes as many samples of the current length as fit, because it is the fullest bin after each of them, and best
     fit always chooses the fullest bin. Empty bins wait in the queue of `capacity` free tokens.

@@ -8,8 +8,9 @@
 Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
 a response, or at the end of a sample. Equal samples end in the same node.
 
-Sharing has a cost, which `SharingCost` estimates. The keys of a node are copied for every node below it in the tree.
-Every node is one more segment for the kernels. A prefix is shared only if this saves more time than it costs.
+Sharing has a cost, which `SharingCost` estimates. The attention keys of a node are copied for every node below it in
+the tree, and attention kernels compute every node as a sequence of its own. A prefix is shared only if this saves more
+time than it costs.
 """
 
 from __future__ import annotations
@@ -83,14 +84,18 @@ class PrefixTree:
         return bool((self.parents >= 0).any()) or len(self.parents) < int((self.last >= 0).sum())
 
     def cost(self, model: CostModel) -> float:
-        """The cost of the tree: each token is computed once, and a query attends to the keys on its path."""
+        """Return the cost of computing the tree.
+
+        Each token is computed once. Its query attends to the keys on the path from the root to this token.
+        """
         pairs = self.end.astype(np.float64) ** 2 - self.begin.astype(np.float64) ** 2
         return float(model.linear * self.num_tokens + model.quadratic * pairs.sum())
 
     @property
     def roots(self) -> Indices:
-        """For each of B samples, the root of its path, [B]; -1 for an empty sample. Samples with different roots share
-        nothing.
+        """Return the root node of each of B samples, [B]; -1 for an empty sample.
+
+        A sample is a path of nodes that begins at a root. Samples with different roots share no tokens.
         """
         root = np.arange(len(self.parents))
         for node in np.flatnonzero(self.parents >= 0).tolist():
@@ -127,7 +132,10 @@ class PrefixTree:
         return _tree(nodes, [new_index[node] for node in last])
 
     def token_positions(self) -> Indices:
-        """For each of the T tokens of all samples laid end to end, its index in the pack, [T]."""
+        """Return the index in the pack of each of the T tokens of all samples laid end to end, [T].
+
+        The pack stores a shared token once, so that several tokens can have the same index.
+        """
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         positions = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
         return np.concatenate([np.zeros(0, dtype=np.int64), *positions])
@@ -210,7 +218,7 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """Add a node and return its index. A node without tokens is not added; its parent is returned."""
+        """Add a node and return its index. A node without tokens is not added; then the index `parent` is returned."""
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))

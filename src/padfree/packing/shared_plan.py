@@ -7,7 +7,7 @@
 
 A family is a set of samples that share a prefix. A family that does not fit into a pack is divided, and each part
 computes the prefix again. If ranks are unbalanced, all families are divided into 2, 4, 8, ... parts, as long as the
-step gets cheaper. For example, a single group on two ranks is divided into two halves. A pack uses the prefix tree of
+step gets cheaper. For example, a single family on two ranks is divided into two halves. A pack uses the prefix tree of
 the step, restricted to its own samples (`PrefixTree.restricted`).
 """
 
@@ -44,8 +44,8 @@ def plan_shared_step(
 ) -> StepPlan:
     """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
 
-    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. `groups` [n]: a group
-    is never divided over several packs. `added` [n]: further costs of samples, e.g. of images.
+    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. `groups` [n]: samples
+    with equal entries stay in one pack. `added` [n]: further costs of samples, e.g. of images.
 
     `contexts`: how many ranks may share a pack. With several `contexts`, samples that share a prefix are divided into
     parts that fit on one rank. A sample longer than `max_tokens` shares no prefix and is divided over as many ranks as
@@ -96,7 +96,7 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
     """Group the samples into families: samples that share a prefix.
 
     The samples of a family are in tree order, so that neighbours share the most. A sample without a shared prefix is a
-    family.
+    family of its own.
     """
     order = np.argsort(prefixes.last, kind="stable")
     root = prefixes.roots[order]
@@ -133,7 +133,7 @@ def _plan(
     contexts: Sequence[int],
     added: NDArray[np.float64],
 ) -> StepPlan:
-    """Plan a step of units. A unit is a list of samples that stay in one pack."""
+    """Plan a step from `units`: lists of samples that stay in one pack and are planned like one sample."""
     trees = [prefixes.restricted(unit) for unit in units]
     tokens = np.array([tree.num_tokens for tree in trees], dtype=np.int64)
     costs = [tree.cost(model) + float(added[unit].sum()) for tree, unit in zip(trees, units, strict=True)]

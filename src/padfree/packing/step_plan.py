@@ -16,8 +16,8 @@ micro-batches j. The plan consists of slots, one for each (rank, j). It is made 
 If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
 
 A single sample may cost more than an average slot. The slots that run at the same time as this sample then get as much
-work, up to `max_tokens`, and the slots of other micro-batches get less. The plan depends only on lengths, ranks,
-max_tokens and the cost model.
+work as this sample, up to `max_tokens`, and the slots of other micro-batches get less. The plan depends only on
+lengths, ranks, max_tokens and the cost model.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class StepPlan:
     """The plan of one step, made by `plan_step`: `micro_batches[rank][j]` holds ascending sample indices.
 
     Every rank runs J micro-batches. If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of
-    micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank.
+    micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank: one process, or all context
+    ranks that share the same packs.
 
-    If there are fewer samples than slots, some micro-batches are empty arrays. Every rank still runs the same number of
-    backward passes.
+    If there are fewer samples than micro-batches on all ranks, some micro-batches are empty arrays. Every rank still
+    runs the same number of backward passes.
     """
 
     micro_batches: MicroBatches  # [ranks][J]
@@ -107,7 +108,10 @@ class StepPlan:
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """For each of the J packs of a rank: its samples, and how many ranks share it (None without `widths`)."""
+        """Return, for each of the J packs of a rank, its samples and the number of ranks that share the pack.
+
+        The number is None in a plan without `widths`.
+        """
         widths = [None] * self.num_micro_batches if self.widths is None else self.widths[rank].tolist()
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
@@ -214,7 +218,11 @@ def _plan_groups(
     contexts: Sequence[int],
     extra: Floats | None = None,
 ) -> StepPlan:
-    """Plan whole groups as if each were one sample. Its length and cost are the sums over its samples."""
+    """Plan a step in which samples with equal entries in `groups` stay in one micro-batch.
+
+    Each group is planned like one sample, whose length and cost are the sums over the samples of the group.
+    `extra` [n]: costs in addition to those of the cost model.
+    """
     if len(groups) != len(length):
         raise UserError("groups", f"has {len(groups)} entries for {len(length)} samples", "give one group per sample")
     if overlong == "truncate":
@@ -295,7 +303,8 @@ def _slots(
 ) -> tuple[MicroBatches, Floats]:
     """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J].
 
-    `length`, `cost` [n] describe all samples. Each of the samples `alone` gets a slot for itself.
+    `length`, `cost` [n] describe all samples. `alone`: the indices of samples that get a micro-batch of their own.
+    `rest`: the indices of the other samples.
     """
     problem = PartitionProblem(cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
@@ -316,8 +325,8 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
     """Divide the samples of `problem` into few slots. A slot is one micro-batch of one rank.
 
     The number of slots, together with `num_alone` slots of overlong samples, is a multiple of `ranks`. A binary search
-    finds it. The lower limit is the number that the tokens need at least. The upper limit is the number of bins of
-    `fill`, which always suffices.
+    finds the number of slots. At least as many slots are needed as hold all tokens. The number of bins that `fill`
+    makes always suffices.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):

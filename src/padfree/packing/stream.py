@@ -162,7 +162,10 @@ class EpochReader(Generic[T]):
 
 
 class _Batcher(Generic[T]):
-    """The base class of both batchers: the source, the counters, and the settings that a saved state must match."""
+    """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`.
+
+    It holds the source, the counters, and the settings that must equal those in a saved state.
+    """
 
     SETTINGS: ClassVar[tuple[str, ...]]
 
@@ -394,7 +397,7 @@ def _num_tokens(sample: Any) -> int:
 
 
 def _cut(sample: T, length: int) -> T:
-    """Cut a sample to its first `length` tokens, with its method `truncated` if it has one, else with a slice."""
+    """Cut a sample to its first `length` tokens: with `sample.truncated(length)` if it has this method, or a slice."""
     truncated = getattr(sample, "truncated", None)
     cut: T = truncated(length) if truncated is not None else sample[:length]  # type: ignore[index]
     return cut

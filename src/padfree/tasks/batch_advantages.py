@@ -58,7 +58,10 @@ from padfree.sample import Sample
 
 
 def with_advantages(samples: Sequence[Sample], kind: Advantage) -> list[Sample]:
-    """Return the samples with advantages [n] of the given kind. `samples` must contain whole groups."""
+    """Return the samples with advantages [n], computed as `kind` says. `samples` must contain whole groups.
+
+    `kind`: a value of `loss.advantage`, such as "grpo".
+    """
     assert kind not in ("teacher", "gae"), "see teacher_advantages, and padfree.train.critic"
     if kind == "given":
         for sample in samples:
@@ -107,7 +110,7 @@ def reverse_kl(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """The number of groups, and how many of them have no learning signal."""
+    """The number of groups, and how many of them have no learning signal, i.e. give only advantages of 0."""
 
     groups: int
     alone: int  # groups of one sample
@@ -122,9 +125,11 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count all groups, and the groups without a learning signal. `samples` must contain whole groups.
+    """Count all groups, and the groups without a learning signal: those of equal rewards or of one sample.
 
-    With `reinforce++`, all samples form one group.
+    `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
+    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. It has no signal if all its advantages
+    are 0.
     """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
@@ -140,9 +145,12 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
-    """Raise a `UserError` if no group has a learning signal; return a note if only some have one.
+    """Raise a `UserError` if no group has a learning signal, because all advantages are then 0.
 
-    `path`: the file of the rollouts, for the message. `kind`: see `with_advantages`.
+    Return a note for the user if only some groups have a signal, and None if all groups have one. With the advantages
+    `teacher` and `gae`, which are not known yet, nothing is checked.
+
+    `path`: the file of the rollouts, for the message. `kind`: the value of `loss.advantage`.
     """
     if kind in ("teacher", "gae"):  # these advantages are not known yet
         return None
@@ -190,7 +198,7 @@ def _given(sample: Sample) -> NDArray[Any]:
         raise UserError(
             "advantages",
             f"is missing in sample {sample.uid!r}",
-            "give advantages, or set loss.advantage to another choice",
+            "give advantages, or set loss.advantage to another value",
         )
     return sample.advantages
 

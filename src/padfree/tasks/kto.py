@@ -106,9 +106,10 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of `_spliced`. The positions of the answer continue where the prompt ends.
+    """Return the rotary positions [P, n] of a prompt of one sample, joined with the answer of another sample.
 
-    None if both samples have plain positions. The prompt ends with text, where all P positions are equal.
+    The positions of the answer continue where the prompt ends. The prompt ends with text, where all P positions of a
+    token are equal. Return None if neither sample has `rotary_positions`.
     """
     given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
     if given is None:
@@ -124,22 +125,23 @@ def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) ->
 
 
 def _outside_images(sample: Sample, length: int) -> int:
-    """Return `length`, or less if a cut there would divide an image: then the index at which the image begins."""
+    """Return the largest number of tokens, at most `length`, after which a cut does not divide an image."""
     divided = (int(image.positions[0]) for image in sample.images if image.positions[0] < length <= image.positions[-1])
     return next(divided, length)
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Return the log-probability of each answer, [B]: the sum of its `logprobs` [n], which are 0 if not scored."""
+    """Return the log-probability of each answer, [B]: the sum of `logprobs` [n], which are 0 at unscored tokens."""
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 
 def with_reference_point(
     samples: Sequence[Sample], own: NDArray[np.float64], theirs: NDArray[np.float64]
 ) -> list[Sample]:
-    """Return the samples with the reference point z₀ (see the module docstring).
+    """Return the samples, each with the reference point z₀ of the KTO loss: an estimate of KL(policy ‖ reference).
 
-    `own`, `theirs` [B]: log-probabilities of the mismatched pairs under the policy and the reference.
+    `own`, `theirs` [B]: log-probabilities under the policy and the reference. They belong to mismatched pairs, in which
+    each prompt has the answer of another sample.
     """
     point = max(0.0, float(np.mean(own - theirs)))
     return [replace(sample, terms={**(sample.terms or {}), "kl": point}) for sample in samples]
@@ -154,7 +156,7 @@ def kto_loss(
     """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and whether x is correct.
 
     `logratios` [B]: x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point`
-    [B]: z₀. A desirable answer is correct if x is above z₀, and an undesirable answer if x is below z₀.
+    [B]: z₀, an estimate of KL(π ‖ π_ref). A desirable answer is correct if x > z₀, an undesirable one if x < z₀.
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)
@@ -169,7 +171,7 @@ class KTOMicroBatchLoss(MicroBatchLoss):
     """The KTO loss of the answers of a pack.
 
     Under context parallelism, a rank holds only some tokens of an answer. The rank returns its share of the answer's
-    loss. The gradient of its tokens is that of the whole loss.
+    loss, and for its own tokens the gradient of the whole loss.
     """
 
     settings: KTOSettings
@@ -209,7 +211,10 @@ class KTOMicroBatchLoss(MicroBatchLoss):
 
 
 def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
-    """Return two float64 tensors [B]: the label of each sample (1 desirable, 0 undesirable), and z₀ of each sample."""
+    """Return two float64 tensors [B]: the label (1 desirable, 0 undesirable) and the reference point z₀ of each sample.
+
+    The KTO loss compares the log-ratio of an answer with z₀, an estimate of the KL divergence.
+    """
     labels = np.array([info.reward for info in batch.samples], dtype=np.float64)
     point = np.array([(info.terms or {})["kl"] for info in batch.samples], dtype=np.float64)
     return to_device(labels, batch.labels.device), to_device(point, batch.labels.device)
@@ -218,7 +223,8 @@ def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
 class AnswerMeasure:
     """Measures the loss, the accuracy, the KL divergence and the mean reward of each label on held-out answers.
 
-    An answer is correct if its log-ratio is above z₀ for a desirable answer, or below z₀ for an undesirable one.
+    A desirable answer is correct if its log-ratio log π − log π_ref is above z₀, an estimate of KL(π ‖ π_ref). An
+    undesirable answer is correct if its log-ratio is below z₀.
     """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")

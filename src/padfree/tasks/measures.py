@@ -61,7 +61,8 @@ class TokenMeasure:
 class PairMeasure:
     """Measures the loss, the accuracy and the margin of pairs of answers.
 
-    The numbers of a pair are stored in the row of its chosen sample; the row of the rejected sample is 0.
+    The result has one matrix row per sample. The numbers of a pair are in the row of the chosen sample, and the row of
+    the rejected sample is 0.
     """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")

@@ -52,7 +52,7 @@ def text_settings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """What a task reads, and with which settings and tokenizer."""
+    """The data that a task reads, and the settings and the tokenizer for reading the data."""
 
     data: DataConfig
     rollout: RolloutConfig  # says whether the run samples responses to prompts

@@ -66,14 +66,14 @@ class Task(ABC):
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Whether `prepare` must wait for the updates of the previous batch.
+        """Whether `prepare` must wait until the updates of the previous batch are done, because it runs models.
 
         `asks`: whether the run has a reference, a teacher or a critic.
         """
         return False
 
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
-        """Return a function that returns the samples of an evaluation, with what the measure needs.
+        """Return a function that returns the samples of an evaluation, with the values that the measure needs.
 
         The function is called before each evaluation. The frozen reference scores the samples only the first time.
         """

@@ -25,7 +25,7 @@ __all__ = ["ObjectiveInputs", "ObjectiveOutput", "Traits", "load_objective", "ob
 
 
 def traits(settings: Objective) -> Traits:
-    """The `Traits` of the objective that these settings select."""
+    """Return what the objective that `settings` select declares about itself, e.g. whether it is elementwise."""
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path).traits
     return traits_of(_built_in(settings.kind))
