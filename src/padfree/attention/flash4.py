@@ -140,7 +140,9 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel and return (out, lse). `keys` are the arguments with the keys and values."""
+    """Run the kernel and return (out, lse). `keys` are the kernel's arguments that describe the segments or pages of k
+    and v.
+    """
     out, lse = _kernels()._flash_attn_fwd(
         q,
         k,
@@ -170,7 +172,7 @@ def _kernels() -> Any:
 
 
 def _packed(q: Tensor, segments_q: Segments) -> bool | None:
-    """Whether to pack query heads into one tile. None lets the package decide."""
+    """Return whether to pack the query heads that share a key head into one tile. None lets flash-attn-4 decide."""
     long = len(q) >= UNPACKED_FROM * (len(segments_q.cu_seqlens) - 1)
     return False if long and _is_hopper(q.device) else None
 

@@ -108,7 +108,9 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """The bytes that are sent for one attention layer. Element (i, j) of an array is what rank i sends to rank j."""
+    """The bytes that context ranks send for one attention layer. Element (i, j) of each array is what rank i sends to
+    rank j.
+    """
 
     forward_links: Indices  # [world, world]
     backward_links: Indices  # [world, world]
@@ -138,7 +140,9 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """Count the bytes that ranks send to each other for one causal attention layer."""
+    """Count the bytes that ranks send to each other for one causal attention layer with the context-parallel method
+    `method`.
+    """
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size

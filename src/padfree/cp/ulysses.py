@@ -4,8 +4,8 @@
     k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head per rank
 
 T tokens, H query heads and Hkv key heads of size d are divided over the ranks. Before attention, each rank receives all
-tokens of some heads. It then computes attention as on one device, so every mask, window and length is supported. A
-second exchange returns the output to the ranks of the tokens.
+tokens of some heads. The rank then computes attention as on one device, so every mask, window and length is supported.
+A second exchange returns the output of each token to the rank that holds the token.
 
 If there are fewer key heads than ranks, a key head is sent to every rank whose query heads use it. The layout
 `contiguous` is slightly faster than the other layouts, because it needs no permutation.
@@ -44,7 +44,7 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys that each node of the prefix tree sees, or None without shared prefixes."""
+    """Return which keys each node of the prefix tree sees, or None if the samples share no prefix."""
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
