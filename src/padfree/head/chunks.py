@@ -39,7 +39,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def chunked_gradients(
     task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
 ) -> tuple[Softmax, Gradients]:
-    """Compute the softmax of all M > 0 labelled tokens, and the gradients that `wanted` asks for."""
+    """Compute the softmax of all M > 0 labelled tokens, and the gradients of hidden states, weight and bias.
+
+    `wanted` says for each of the three gradients whether it is computed.
+    """
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
     plan = _plan(task, wants_weight)

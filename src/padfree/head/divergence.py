@@ -45,7 +45,9 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model (student or teacher), and what turns them into log-probabilities."""
+    """The stored logits of R tokens of one model (student or teacher), and the softmax sums that turn logits into
+    log-probabilities.
+    """
 
     below: Tensor  # [R, V] x - peak of the block
     block_peak: Tensor  # [R, K]
@@ -61,7 +63,11 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """The logits [R, W] of the columns [start, end) of a block, minus the largest logit of each token."""
+        """Return the logits [R, W] of the columns [start, end), minus the largest logit of each token over the
+        vocabulary.
+
+        The columns must lie inside one block.
+        """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:
@@ -112,7 +118,7 @@ def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
 
 
 def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> TokenDivergence:
-    """The divergence of each token, computed from `sums` [4, R], the result of `divergence_sums`."""
+    """Return the divergence of each token, computed from `sums` [4, R], the result of `divergence_sums`."""
     first, second, student_rest, teacher_rest = sums
     rest = None
     beta = settings.beta

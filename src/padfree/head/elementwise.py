@@ -55,7 +55,11 @@ class BlockedHead(LmHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """The label and the inverse temperature of each of R scored tokens. `kept`: their kept sets, or None."""
+    """The label and the inverse temperature of each of R scored tokens.
+
+    `kept` holds the kept set of each token (the vocabulary ids that its softmax covers), or None for the whole
+    vocabulary.
+    """
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
@@ -151,7 +155,9 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Elementwise(Protocol):
-    """The interface of the elementwise work on logits, in plain torch or with Triton."""
+    """The interface of the elementwise work on logits (soft cap, softmax sums, gradients), in plain torch or with
+    Triton.
+    """
 
     def reduce_tile(
         self,
@@ -191,7 +197,9 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """The interface of a matmul with the elementwise work on its result."""
+    """The interface of a matmul that computes logits and at once does the elementwise work on them (softmax sums,
+    gradients).
+    """
 
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
@@ -338,7 +346,9 @@ def _gradient(
 
 
 def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
-    """Turn the raw logits [R, W] into logits, in place."""
+    """Turn the raw logits [R, W] (hidden @ weight.T) into logits in place: add the bias, scale, cap, divide by the
+    temperature.
+    """
     if head.bias is not None:
         raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
     if head.softcap is None:

@@ -3,7 +3,7 @@
     hidden [R, D] --.                       tile [rows, columns] of one program, in registers
                      >--  matmul  -------->  peak, total, moment of each token  -> one of each per token and block
     weight [V, D] --'                       the label's logit                   -> one per token
-                                            x - peak as float16                 -> 2 bytes per logit, if it is kept
+                                            x - peak as float16                 -> 2 bytes per logit, if it is stored
                                             or: gradient of the raw logits      -> 2 bytes per logit
 
 R is the number of tokens, D the hidden size and V the vocabulary size. x are the logits, and `peak` is the largest
@@ -43,7 +43,7 @@ class MatmulConfiguration(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The number of columns that are reduced at once."""
+        """Return the number of vocabulary columns that the kernel reduces at once."""
         return self.columns // self.parts
 
 
@@ -178,7 +178,10 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one pipeline stage less if rows of `written` do not end at a multiple of 16 bytes."""
+    """Return the configuration for a kernel that writes to `written`.
+
+    It has one pipeline stage less if the matrix rows of `written` do not end at a multiple of 16 bytes.
+    """
     return (
         configuration
         if written is None or not _is_cut(written)

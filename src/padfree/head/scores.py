@@ -81,11 +81,11 @@ def score(
     num_labels: the number of labelled tokens, if the host knows it; otherwise the host synchronises with the GPU. On a
     GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU it raises an error.
 
-    kept: one kept set for each labelled token (`padfree.kept_sets`), which must contain the label. The softmax of the
-    token covers only its kept set. None: the whole vocabulary.
+    kept: for each labelled token, the set of vocabulary ids that its softmax covers (`padfree.kept_sets`). The set must
+    contain the label. If `kept` is None, the softmax covers the whole vocabulary.
 
-    memory: the memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of bytes. It is
-    at least the size of a float32 copy of the hidden states of the labelled tokens.
+    memory: the memory that may be used in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a
+    number of bytes. It is at least the size of a float32 copy of the hidden states of the labelled tokens.
 
     backend:
 
@@ -227,7 +227,9 @@ class _Score(torch.autograd.Function):
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
-    """Select the labelled tokens of `values` [N, ...]. `index` None: all tokens have a label."""
+    """Select the labelled tokens of `values` [N, ...]. `index` holds their indices; None means that all tokens have a
+    label.
+    """
     return values.contiguous() if index is None else values[index]
 
 
@@ -388,7 +390,9 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
-    """The elementwise work of a backend. None for the reference backend."""
+    """Return the functions with which a backend does the elementwise work on logits, or None for the reference
+    backend.
+    """
     is_cuda = hidden.device.type == "cuda"
     if backend == "auto":
         can = is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None

@@ -91,12 +91,14 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """The memory in bytes that a token takes while it is reduced."""
+        """Return the temporary memory in bytes per token: its softmax sums, and a copy of its hidden state if one is
+        made.
+        """
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """The implementation of the matmuls and of the elementwise work that this task uses."""
+        """Return the object that computes the matmuls of this task and the elementwise work on their results."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:

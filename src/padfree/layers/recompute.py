@@ -90,7 +90,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """The first matmul on every path from `start` along `neighbours`."""
+    """Return the first matmul on every path that begins at a node in `start` and follows `neighbours`."""
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

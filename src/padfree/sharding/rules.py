@@ -31,7 +31,7 @@ class ParameterInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A sharding rule. Parameters for which `applies` is true are sharded over `mesh` along dimension `dim`."""
+    """A sharding rule. The parameters for which `applies` is true are sharded over `mesh` along dimension `dim`."""
 
     name: str
     applies: Callable[[ParameterInfo], bool]
@@ -55,7 +55,7 @@ def shard_everything(mesh: DeviceMesh) -> Rule:
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """Map each module with parameters to its rule."""
+    """Map each module that has parameters of its own to the first rule that applies to them."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

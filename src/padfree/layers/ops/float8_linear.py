@@ -95,7 +95,10 @@ def magnitude_bits(x: Tensor) -> Tensor:
 
 
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor."""
+    """Return the factor by which values are multiplied before the cast to float8, and the scale, which is 1 / factor.
+
+    `largest` is the largest absolute value that shares a scale.
+    """
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)

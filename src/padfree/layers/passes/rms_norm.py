@@ -5,8 +5,8 @@ Before autograd, `rms_norm_pass`:
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-A norm is replaced if its result is the input of a matmul. The compiler handles the others, because it can fuse a norm
-with the add that reads its result. T is the number of tokens and D the hidden size.
+A norm is replaced if its result is the input of a matmul. The compiler handles all other norms, because it can fuse
+such a norm with the add that reads the result. T is the number of tokens and D the hidden size.
 
 After autograd, `rms_norm_backward_pass` moves the adds around rms_norm_backward into its arguments:
 
@@ -52,7 +52,7 @@ class RMSNorm(NamedTuple):
 
 
 def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
-    """Replace each RMSNorm before a matmul (with `every`, each RMSNorm). Returns the number of changes."""
+    """Replace each RMSNorm before a matmul, or every RMSNorm if `every` is True. Returns the number of changes."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
