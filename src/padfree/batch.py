@@ -95,7 +95,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """Facts about a packed sample that stay on the host. `index`: its index in the list that was packed."""
+    """What the host knows about a packed sample. `index` is the sample's index in the list that was packed."""
 
     index: int
     length: int
@@ -109,7 +109,10 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times, and where the copies are.
+    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times.
+
+    `copy_index` lists the copies of element 0, then those of element 1, and so on; `offsets` says where each list
+    begins.
 
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
@@ -159,7 +162,7 @@ class PackedImages:
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
-        """The tower's inputs of some of the distinct images."""
+        """Return the inputs that the vision tower needs to encode the given distinct images."""
         parts = {name: torch.split(tensor, list(self.rows[name])) for name, tensor in self.inputs.items()}
         return {name: torch.cat([part[image] for image in images]) for name, part in parts.items()}
 

@@ -27,7 +27,10 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSets:
-    """The kept sets of n tokens. `counts` [n]: length of each list. `ids` [K]: all lists, one after the other."""
+    """The kept sets of n tokens: the token ids that the sampler could choose from at each token.
+
+    `counts` [n] are the lengths of the tokens' lists of ids, and `ids` [K] are all lists, one after the other.
+    """
 
     counts: NDArray[np.int32]  # [n]
     ids: NDArray[np.int32]  # [K]
@@ -45,7 +48,7 @@ class KeptSets:
 
     @staticmethod
     def whole(length: int) -> KeptSets:
-        """Return the kept sets of `length` tokens that were not sampled, or sampled from the whole vocabulary."""
+        """Return kept sets for `length` tokens that stand for the whole vocabulary, as for tokens of a prompt."""
         return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     @staticmethod
@@ -74,7 +77,7 @@ class KeptSets:
 
     @staticmethod
     def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
-        """Return the sets of one array of ids per token."""
+        """Build kept sets from one array of ids per token, stored as in `ids`."""
         ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
         return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
 
@@ -87,7 +90,7 @@ class KeptSets:
         return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
 
     def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
-        """Return the sets of the tokens `index`, in this order."""
+        """Return the kept sets of the tokens with the indices `index`, in this order."""
         counts = self.counts[index]
         return KeptSets(counts, self.ids[concatenated_ranges(self.offsets[:-1][index], counts.astype(np.int64))])
 

@@ -75,7 +75,7 @@ class ModelSizes:
 
     @staticmethod
     def of(config: Any) -> ModelSizes:
-        """Return the sizes of a model from its config. Raise `UserError` if it lacks the sizes of a decoder."""
+        """Return the sizes of a model from its config. Raise `UserError` if the config lacks the sizes of a decoder."""
         if not isinstance(config, PreTrainedConfig):
             config = _from_dict(_fields(config))
         config = language_config(config) or config
@@ -83,7 +83,8 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The size of an attention head: the larger one, if full and windowed attention differ.
+        """Return the size of an attention head. If full and windowed attention have different head sizes, it is the
+        larger one.
 
         The properties `query`, `key`, `value` and `output` also return the larger of the sizes of full and windowed
         attention.

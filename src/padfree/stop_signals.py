@@ -10,8 +10,8 @@
     warnings      SIGUSR1 SIGUSR2 SIGXCPU       sent by schedulers before a time limit: they only request a stop
     not handled   SIGQUIT                       ends the process at once, which is the system's default
 
-A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). So does a handler
-of other code for SIGHUP or for a warning.
+A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). If other code has
+a handler for SIGHUP or for a warning, that handler stays in place.
 
 Each signal prints one message at once. Python runs a handler only between two bytecode instructions, so a handler would
 be late while a step waits for a GPU or other ranks. Therefore a thread reads the signals from a pipe. A launcher may

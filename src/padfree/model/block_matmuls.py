@@ -72,7 +72,7 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
     """Multiply rows [R, K], sorted by expert, with the weight [E, N, K] of their expert; return [R, N].
 
-    `sizes`: the number of rows of each of the E experts. `transposed`: the weight is [E, K, N].
+    `sizes` are the numbers of rows of the E experts. If `transposed` is True, the weight is [E, K, N].
     """
     parts: list[Tensor] = []
     biases = [None] * len(sizes) if bias is None else bias.unbind(0)

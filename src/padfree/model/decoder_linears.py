@@ -2,8 +2,9 @@
 
     {"model.layers.0.self_attn.q_proj": Linear, ...}
 
-Left out are embeddings, the head, routers, experts, adapters, and linear layers whose weight a mixer reads without
-calling the layer. A linear layer with an adapter is included: its frozen weight is in `base_layer`.
+Left out are embeddings, the head, routers, experts, adapters, and linear layers whose weight a mixer (a recurrence or
+convolution) reads without calling the layer. A linear layer with an adapter is included: its frozen weight is in
+`base_layer`.
 """
 
 from __future__ import annotations

@@ -185,7 +185,9 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def separate_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Like `whole_tensors`, but with adapters as tensors of their own. Collective."""
+    """Yield every tensor of the model like `whole_tensors`, but do not merge adapters: they are tensors of their own.
+    Collective.
+    """
     for name, tensor in named_tensors(model).items():
         yield name, gathered(tensor)
 
@@ -215,7 +217,7 @@ def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all ranks, on every rank. Collective."""
+    """Gather the whole tensor from all ranks, and return it on every rank. Collective."""
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
@@ -240,10 +242,7 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """The reason why an export must not replace this folder, for example that other files are in it.
-
-    Returns None if the folder may be replaced.
-    """
+    """Return why an export must not replace this folder (for example, it holds other files), or None if it may."""
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
         return None

@@ -57,7 +57,7 @@ def register(backend: str) -> str:
 
 
 def is_attached(config: PreTrainedConfig) -> bool:
-    """Whether models with this config call padfree's attention."""
+    """Return whether models with this config call padfree's attention."""
     name = config._attn_implementation or ""
     return name == NAME or name.startswith(f"{NAME}_")
 
@@ -171,7 +171,9 @@ def attention(
 
 
 def mark_image_layers(language: PreTrainedModel) -> None:
-    """Mark a language model in which the tokens of an image attend to each other, as in Gemma 3."""
+    """Mark all layers of a language model, so that its attention lets the tokens of an image attend to each other
+    (Gemma 3).
+    """
     for module in language.modules():
         module._padfree_whole_images = True  # type: ignore[assignment]
 

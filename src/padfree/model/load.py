@@ -179,8 +179,9 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Two pairs (module, attribute) for each tied parameter: where it is stored, and where the parameter it is tied to
-    is stored."""
+    """Return two pairs (module, attribute) for each tied parameter: its own place, and the place of the parameter it is
+    tied to.
+    """
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -208,7 +209,8 @@ def opened_together(
 
 
 def matching_names(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> StoredNames | None:
-    """The names in the files of all tensors of the model, if each rank can read its part of them. Otherwise None.
+    """Map the model's tensors to their names in the files, or return None if the ranks cannot read slices of the files
+    directly.
 
     If `fresh` is True, the model has a new scalar head, which need not be in the files.
     """

@@ -153,9 +153,10 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def needs_merging(model: nn.Module) -> bool:
-    """Whether sampling servers must get merged weights instead of adapters.
+    """Return whether sampling servers must get merged weights instead of adapters.
 
-    Servers do not reliably load adapters that are written as `target_parameters`.
+    Servers do not reliably load adapters that PEFT lists as `target_parameters` (of stacked experts and routers, for
+    example).
     """
     return any(config.target_parameters for config in getattr(model, "peft_config", {}).values())
 
@@ -184,7 +185,7 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
-    """Whether these targets select stacked weights of experts."""
+    """Return whether `targets` select stacked weights of experts."""
     modules = (name.rpartition(".")[0] for name in _targets(model, targets)[1])
     return any(stacked_weights(model.get_submodule(name)) for name in modules)
 
@@ -199,7 +200,7 @@ def _outside_language_model(model: PreTrainedModel) -> set[str]:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
+    """Return the full names of the linear layers, and of the weights of experts and routers, that `targets` select."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     elsewhere = _outside_language_model(model)
@@ -278,7 +279,9 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would treat target modules as experts because their names are those of experts in old files."""
+    """Return whether PEFT would treat target modules as experts, because they are named like experts in old
+    checkpoints.
+    """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)

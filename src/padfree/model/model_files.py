@@ -87,7 +87,10 @@ def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch.dtype:
-    """The dtype of most elements in the files. Without files, the dtype in the config, or float32 if it has none."""
+    """Return the dtype of most elements in the files.
+
+    Without files, it is the dtype that the config names, or float32 if the config names none.
+    """
     if files is None:
         named = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return next((dtype for dtype in FLOATS.values() if str(dtype) == f"torch.{named}"), torch.float32)

@@ -24,7 +24,9 @@ Part = Literal["tower", "projector", "language_model"]
 
 
 class FrozenWeights(TypedDict):
-    """The share of the matmul weights below the head that are frozen, and whether the head is."""
+    """The share of the language model's matmul weights that are frozen (without the head), and whether the head is
+    frozen.
+    """
 
     frozen: float
     frozen_head: bool
@@ -83,7 +85,7 @@ def freeze(model: nn.Module, selections: Iterable[str]) -> None:
 
 
 def frozen_weights(model: PreTrainedModel) -> FrozenWeights:
-    """Which matmul weights of the language model are frozen."""
+    """Return which share of the matmul weights of the language model is frozen, and whether its head is frozen."""
     roles, parts = roles_of(model), parts_of(model)
     sums = {True: 0, False: 0}
     for name, parameter in model.named_parameters():

@@ -185,7 +185,9 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """The names of a model's module classes. Adapters and torch's own classes except convolutions are left out."""
+    """Return the names of a model's module classes. Adapters, and torch's own classes except convolutions, are left
+    out.
+    """
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {

@@ -74,7 +74,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """The calls that give `tensor` its value. None if they are not known, or if it is a part of its storage."""
+        """Return the recorded calls that give `tensor` its value.
+
+        Returns None if the calls are not known, or if the tensor is only a part of the memory that it is stored in.
+        """
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         return self.recipes.get(_storage(tensor)) if whole else None
 
@@ -86,7 +89,9 @@ def _storage(tensor: Tensor) -> int:
 def recipes_of(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: ModelHead = "tokens"
 ) -> dict[str, Recipe] | None:
-    """The calls that initialise each tensor of a model. None if they are not known for one of its tensors."""
+    """Return, for each tensor of a model, the calls that initialise it, or None if they are not known for some
+    tensor.
+    """
     recorder = _Recorder()
     with recorder:
         with torch.device("meta"):

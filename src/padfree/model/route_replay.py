@@ -68,7 +68,10 @@ class ReplayedTopK(TorchFunctionMode):
 
 
 class RouteReplay:
-    """Makes the R routers of an attached model use `AttnContext.routes` [T, R, k]. The model is changed in place."""
+    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k].
+
+    The model is changed in place.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Create this object after adapters are added and before the first forward pass."""
@@ -111,7 +114,10 @@ class RouteReplay:
 
 
 class RouteRecorder:
-    """Records the routes of each forward pass of a model. `take` returns those since the last `clear`."""
+    """Records the routes (the experts that the routers choose for each token) of each forward pass of a model.
+
+    `take` returns the routes recorded since the last `clear` or `take`.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         routers = routers_of(model)
@@ -133,7 +139,9 @@ class RouteRecorder:
 
 
 def need_replay(model: PreTrainedModel) -> None:
-    """Raise a `UserError` if the routes of this model cannot be recorded and replayed."""
+    """Raise a `UserError` if the routes of this model (the experts chosen for each token) cannot be recorded and
+    replayed.
+    """
     reason = replay_obstacle(model)
     if reason is not None:
         raise UserError("rollout.routing", f", but {reason}", FIX, "replay")
@@ -142,8 +150,9 @@ def need_replay(model: PreTrainedModel) -> None:
 def replay_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why routes of this model cannot be replayed, or None if they can.
 
-    A small copy of the model runs without routes, with its own routes, with unknown routes, and with other routes. Its
-    own routes and unknown routes must reproduce the output without routes to the bit, and other routes must not.
+    The route of a token is the list of experts that routers chose for it. A small copy of the model runs without given
+    routes, with its own routes, with unknown routes, and with other routes. Its own routes and unknown routes must
+    reproduce the output without given routes to the bit, and other routes must not.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:

@@ -43,14 +43,16 @@ _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def scalar_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the config for the same architecture with one label."""
+    """Return a copy of the config with one label, so that it describes a model with a scalar head."""
     config = copy.deepcopy(config)
     config.num_labels = 1
     return config
 
 
 def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of this config with a scalar head."""
+    """Build the model of this config with a scalar head (one number per hidden state) instead of a
+    language-model head.
+    """
     known = type(config) in AutoModelForSequenceClassification._model_mapping
     if not known and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
         raise UserError(

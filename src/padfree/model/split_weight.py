@@ -69,12 +69,12 @@ class SplitStorage:
 
 
 def aligned(numbers: int) -> int:
-    """Return how many elements a weight of this size takes up in a `SplitStorage`, including alignment."""
+    """Return how many elements a weight of `numbers` elements takes up in a `SplitStorage`, including alignment."""
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 
 def storage_bytes(numbers: int) -> int:
-    """The bytes of a `SplitStorage` for this number of elements, without alignment."""
+    """Return the size in bytes of a `SplitStorage` for `numbers` weights, without alignment."""
     return 4 * numbers + -(-numbers // 8)
 
 
@@ -151,11 +151,13 @@ class SplitWeight(Tensor):
 
     @property
     def rounded(self) -> Tensor:
-        """The rounding of the whole weight. It shares the memory of the weight and must not be written to."""
+        """Return the bfloat16 rounding of the whole weight. It shares the memory of the weight and must not be written
+        to.
+        """
         return self.storage_.rounded[self.start : self.stop].view(self.whole)
 
     def joined(self) -> Tensor:
-        """The values as a plain tensor in new memory."""
+        """Return the float32 values as a plain tensor in new memory."""
         found = self._whole()
         for view in self.views:
             found = view(found)

@@ -29,7 +29,10 @@ CONCATENATED = [*STACKED, ("Concatenate", 1)]
 
 
 def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | None:
-    """Return the names of the tensors `files` by the names of the model's tensors. None if they cannot be told."""
+    """Map the name of each tensor of the model to the names of the tensors in the files that it is read from.
+
+    Returns None if transformers changes tensors on loading in a way that this function does not know.
+    """
     renamings: list[tuple[str, str]] = []
     patterns: list[tuple[re.Pattern[str], str, int, int]] = []  # of a name, its tensor, index and number of the part
     for each in get_model_conversion_mapping(model, add_legacy=False):

@@ -86,7 +86,7 @@ def check_vision(config: PreTrainedConfig) -> None:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The auto class of transformers that builds and loads the model of this config."""
+    """Return transformers' auto class (`AutoModelFor...`) that builds and loads the model of this config."""
     return AutoModelForImageTextToText if vision_class(config) in FAMILIES else AutoModelForCausalLM
 
 

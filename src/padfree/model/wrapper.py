@@ -142,7 +142,9 @@ def save_whole(
 
 
 def remember_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Note the folder of a whole vision-language model, whose processor files an export copies."""
+    """Store in the model the folder of a whole vision-language model, from which an export copies the processor
+    files.
+    """
     object.__setattr__(model, PROCESSOR, folder)
 
 

@@ -103,8 +103,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
     """The bytes of the optimizer state of these groups, if all parameters are float32.
 
-    The function `numbers` returns the number of elements of a parameter to count. By default all count; for one rank's
-    share, for example, it returns the elements that the rank holds.
+    The function `numbers` returns the number of elements of a parameter to count. By default it returns all elements.
+    To get the bytes on one rank, pass a function that returns the elements on that rank.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)

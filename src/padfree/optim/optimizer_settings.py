@@ -124,7 +124,7 @@ class OptimizerConfig:
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def of_group(self, group: ParameterGroup) -> OptimizerConfig:
-        """The settings of the parameters of one group."""
+        """Return the settings for the parameters of one group: these settings with the group's own values."""
         decay = group.weight_decay
         muon = replace(
             self.muon,
@@ -135,7 +135,7 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """The same settings without `groups`, for another model than the one that `groups` describes."""
+        """Return the same settings without `groups`, for a model whose parameters the groups do not describe."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:

@@ -42,7 +42,11 @@ class ParameterPiece(NamedTuple):
 def update_pieces(
     parameters: Sequence[Tensor], state: State, update: Callable[[list[ParameterPiece]], None], most: int
 ) -> None:
-    """Call `update` with all parameters. Split weights are joined in blocks of at most `most` elements."""
+    """Call `update` with all parameters as plain tensors.
+
+    Split weights (float32 weights stored in two parts) are joined to float32 first, in blocks of at most `most`
+    elements; `update` is called once for each block.
+    """
     update([_piece(parameter, state) for parameter in parameters if not is_split(parameter)])
     splits = [parameter for parameter in parameters if is_split(parameter)]
     for block in _blocks(splits, state, most):
@@ -61,7 +65,7 @@ def update_pieces(
 
 
 class _SplitPiece(NamedTuple):
-    """Some rows of a split weight, not joined to float32 yet."""
+    """Some matrix rows of a split weight (a float32 weight stored in two parts), not joined to float32 yet."""
 
     storage: SplitStorage
     start: int  # in the storage

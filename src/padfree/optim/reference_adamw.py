@@ -56,7 +56,7 @@ class ParameterRows(NamedTuple):
 
 
 def update_reference(rows: ParameterRows, step: Step) -> None:
-    """Update some rows, in chunks that limit the temporary memory."""
+    """Make one AdamW step for some matrix rows of a parameter, in chunks that limit the temporary memory."""
     count, columns = rows.weight.shape
     most = max(1, CHUNK // columns)
     for begin in range(0, count, most):

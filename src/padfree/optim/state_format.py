@@ -19,9 +19,9 @@ Small values are stored more finely than large ones: neighbouring levels differ 
 of a value that is a thousandth of the scale. exp_avg_sq has twice as many levels, so that a small positive value does
 not become 0, which would make the update huge.
 
-Rounding uses a hash of (step, number of the parameter, index of the element in the whole parameter), and no rank holds
-a part of a matrix row. The result therefore does not depend on the number of ranks, and a resumed run rounds as an
-uninterrupted one. Vectors (norms, biases) keep float32.
+Rounding uses a hash of (step, number of the parameter, index of the element in the whole parameter), and every rank
+holds only whole matrix rows. The result therefore does not depend on the number of ranks, and a resumed run rounds as
+an uninterrupted one. Vectors (norms, biases) keep float32.
 
 This file rounds in plain PyTorch. `padfree.optim.triton_adamw` rounds the same way in its kernel.
 """
@@ -140,9 +140,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns: int) -> Tensor:
-    """32 random bits for each element of some rows of a range, as int64 [R, columns].
+    """Return 32 random bits for each element of some matrix rows of a parameter, as int64 [R, columns].
 
-    `step` is the step counter (int64) and `number` the number of the parameter.
+    `rows` are the matrix rows that this rank holds, and `part` selects R of them. `step` is the step counter (int64)
+    and `number` the number of the parameter.
     """
     key = mix(mix(step * STRIDE & MASK) + number * STRIDE & MASK)
     row = torch.arange(part.start, part.stop, device=step.device)
@@ -161,7 +162,7 @@ def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def levels(codes: Tensor, rounding: Rounding) -> Tensor:
-    """The values of codes, relative to the scale, without sign."""
+    """Return the magnitudes that int8 codes stand for, as fractions of the scale (0 to 1)."""
     found = codes.abs().float() * (1 / rounding.most)
     for _ in range(rounding.squarings):
         found = found * found

@@ -48,9 +48,10 @@ class _MixerCall:
 
 
 def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
-    """Find the mixers of a model. Returns one or two choices, each with one `Mixer` per module class.
+    """Find the modules of a model that mix tokens without attention.
 
-    The list is empty if no module mixes tokens.
+    Returns up to two alternatives: the innermost such modules, then the outermost. Each has one `Mixer` per module
+    class. The list is empty if no module mixes tokens.
     """
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)
@@ -72,9 +73,9 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
 
 
 def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _MixerCall], set[nn.Module]]:
-    """Run the model and record calls.
+    """Run the model and record how its modules are called.
 
-    Returns the first call of every layer and of every module below it, and the set of modules that call attention.
+    Returns the first call of every layer and of every module below a layer, and the set of modules that call attention.
     """
     calls: dict[nn.Module, _MixerCall] = {}
     attending: set[nn.Module] = set()

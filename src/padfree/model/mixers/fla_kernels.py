@@ -32,7 +32,7 @@ NO_GRADIENTS = ("3.4.0", "3.7.1")
 
 @cache
 def unavailable(device_type: str) -> str | None:
-    """The reason why the kernels cannot be used on this type of device. None if they can."""
+    """Return why the kernels of flash-linear-attention cannot be used on this type of device, or None if they can."""
     if device_type != "cuda":
         return "flash-linear-attention needs a GPU"
     try:

@@ -42,7 +42,9 @@ def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The supported dtypes: all floating dtypes, the usual one on this device first."""
+    """Return the dtypes that short convolutions support: all floating dtypes, with the usual one on this device
+    first.
+    """
     first = torch.bfloat16 if device.type == "cuda" else torch.float32
     return first, torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -53,7 +53,10 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """The fast forward of this class on this device, not yet tested. If there is none, the reason as a string."""
+    """Return a forward that runs mixers of this class on all segments of a pack at once, not yet tested on this device.
+
+    If there is no such forward, the result is the reason as a string.
+    """
     kind = KINDS[mixer.kind]
     if kind.functions is None:
         return f"there is no kernel for mixers of the kind {mixer.kind}"
@@ -75,7 +78,10 @@ def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.dev
 def tested_kernel(
     module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device
 ) -> VarlenKernel | None:
-    """The fast forward, or None if its test fails on this machine (on a GPU, with a warning)."""
+    """Return the forward for all segments at once, or None if there is none or its test on this machine fails.
+
+    On a GPU, None comes with a warning, because the mixer is then slow.
+    """
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
         reason: str | None = way

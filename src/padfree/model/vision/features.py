@@ -115,7 +115,9 @@ def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
 
 
 def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:
-    """Raise `UserError` unless the tower gives each image as many features as the image has placeholder tokens."""
+    """Raise `UserError` unless the vision tower gives each image as many features as the image has placeholder
+    tokens.
+    """
     if isinstance(found, (list, tuple)) and len(found) == len(images.counts):
         counts = tuple(map(len, found))
     else:  # every patch or tile has the same number of features

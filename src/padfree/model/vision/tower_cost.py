@@ -29,7 +29,7 @@ from padfree.model.vision.families import family_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerCost:
-    """The FLOPs of one image of m features are linear · m + quadratic · m²."""
+    """The cost of encoding an image in a vision tower: linear · m + quadratic · m² FLOPs for an image of m features."""
 
     linear: float
     quadratic: float
