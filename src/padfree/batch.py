@@ -158,7 +158,7 @@ class PackedImages:
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """The number of patches or tiles of each distinct image: its rows in `pixel_values`."""
+        """Return the number of patches or tiles of each distinct image: its rows in `pixel_values`."""
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
@@ -167,7 +167,7 @@ class PackedImages:
         return {name: torch.cat([part[image] for image in images]) for name, part in parts.items()}
 
     def map(self, function: Any) -> PackedImages:
-        """The same images with `function` applied to each input."""
+        """Return the same images with `function` applied to each input."""
         return replace(self, inputs={name: function(tensor) for name, tensor in self.inputs.items()})
 
 
@@ -235,7 +235,7 @@ class PackedBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the B samples, [B], without the pad."""
+        """Return the lengths of the B samples, [B], without the pad."""
         return [info.length for info in self.samples]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
@@ -260,7 +260,7 @@ class PackedBatch:
         )
 
     def with_weights(self, weights: Tensor) -> PackedBatch:
-        """The same batch with other token weights [T]."""
+        """Return the same batch with other token weights [T]."""
         need_tensor("weights", weights)
         return replace(self, weights=weights.to(self.weights))
 
@@ -330,7 +330,7 @@ class PackedBatch:
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments for a Hugging Face model that runs a pack with its own attention, not padfree's.
+        """Return the keyword arguments for a Hugging Face model that runs a pack with its own attention, not padfree's.
 
         Whether the model's own attention keeps packed samples apart is not checked here.
         `padfree.compat.hf.PackedCollator` tests this on a small copy of the model.
@@ -342,7 +342,7 @@ class PackedBatch:
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """The keyword arguments with which transformers' own attention keeps packed samples apart.
+    """Return the keyword arguments with which transformers' own attention keeps packed samples apart.
 
     There is no key `attention_mask`, not even with the value None, because TRL would treat the value as a tensor.
     """
@@ -486,11 +486,11 @@ class LocalBatch:
 
     @property
     def positions(self) -> Tensor:
-        """The positions for the model: [1, T/world], or [P, 1, T/world] for rotary positions in P dimensions."""
+        """Return the positions for the model: [1, T/world], or [P, 1, T/world] for rotary positions in P dimensions."""
         return self.position_ids[None] if self.rotary_positions is None else self.rotary_positions[:, None]
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments for a Hugging Face model to which `padfree.attach` was applied.
+        """Return the keyword arguments for a Hugging Face model to which `padfree.attach` was applied.
 
         Raises `UserError` for a batch with images, because the arguments do not include their features.
         """

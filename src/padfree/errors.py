@@ -146,7 +146,7 @@ def system_error(error: OSError, setting: str | None = None) -> UserError | None
 
 
 def bug_note() -> str:
-    """The note that is printed after the traceback of a bug."""
+    """Return the note that is printed after the traceback of a bug."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("padfree", "torch", "transformers"):
         with suppress(metadata.PackageNotFoundError):

@@ -90,7 +90,7 @@ def without_image(
 
 
 def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
-    """The images of the first `length` tokens. Raises `UserError` if the cut is inside an image."""
+    """Return the images of the first `length` tokens. Raises `UserError` if the cut is inside an image."""
     kept = tuple(image for image in images if image.positions[0] < length)
     if kept and kept[-1].positions[-1] >= length:
         raise UserError("length", f"{length} cuts an image", "cut before or after all of its placeholder tokens")

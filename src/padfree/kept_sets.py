@@ -105,7 +105,7 @@ class KeptSets:
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Bools [n]: whether the kept set of each token contains the token itself."""
+        """Return bools [n] that say whether the kept set of each token contains the token itself."""
         of_ids = self.of_ids()
         listed = np.zeros(len(self), np.bool_)
         own = tokens[of_ids]
@@ -114,7 +114,7 @@ class KeptSets:
         return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether the list of each token stores the excluded ids instead of the kept ids."""
+        """Return bools [n] that say whether the list of each token stores the excluded ids instead of the kept ids."""
         excluded = np.zeros(len(self), np.bool_)
         excluded[self.of_ids()[self.ids < 0]] = True
         return excluded

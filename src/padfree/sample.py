@@ -109,7 +109,7 @@ class Sample:
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether a policy sampled each token.
+        """Return bools [n] that say whether a policy sampled each token.
 
         A policy sampled all trained tokens of a sample that has `logprobs`, and no tokens of other samples.
         """
@@ -117,7 +117,9 @@ class Sample:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether each token is scored. These are the trained tokens, except the sample's first token."""
+        """Return bools [n] that say whether each token is scored. These are the trained tokens, except the sample's
+        first token.
+        """
         return self.mask & (np.arange(len(self)) > 0)
 
     @property

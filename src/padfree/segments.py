@@ -93,12 +93,12 @@ class Segments:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The lengths of the segments, [S], on the host. The pad counts as a segment."""
+        """Return the lengths of the segments, [S], on the host. The pad counts as a segment."""
         return np.diff(self.offsets)
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S].
+        """Return the position of the first token of each segment, [S].
 
         The position is 0. In a prefix tree it is the number of tokens on the path before the node.
         """

@@ -109,7 +109,9 @@ class ModelSizes:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether a layer on the meta device has attention, even if it also has a mixer (recurrence or convolution)."""
+    """Return whether a layer on the meta device has attention, even if it also has a mixer (recurrence or
+    convolution).
+    """
     return bool(_attentions(layer))
 
 

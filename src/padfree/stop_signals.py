@@ -177,7 +177,7 @@ _INSTALLED: list[StopSignals] = []
 
 
 def _is_ours(number: signal.Signals) -> bool:
-    """Whether this module may handle a signal. The module docstring gives the rules."""
+    """Return whether this module may handle a signal. The module docstring gives the rules."""
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN or handler is None:  # None: installed by code outside Python
         return False

@@ -76,7 +76,8 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], in which each query sees only its own segment.
+    """Compute attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], in which each query sees only its own
+    segment.
 
     Returns out [Tq, H, dv], or (out, lse) with lse [Tq, H] if `return_lse` is True. `scale` defaults to d ** -0.5.
     `window` is the number of keys that a query sees, its own included. `softcap` replaces a score s by softcap · tanh(s

@@ -126,7 +126,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def capability_table() -> str:
-    """The capabilities of all backends as a Markdown table, for docs/reference/backends.md."""
+    """Return the capabilities of all backends as a Markdown table, for docs/reference/backends.md."""
     rows = [["backend", "devices", "types", "head sizes", "v's head size", "soft cap", "ring", "`auto`", "needs"]]
     rows.append(["---"] * len(rows[0]))
     for name, backend in BACKENDS.items():

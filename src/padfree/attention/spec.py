@@ -73,7 +73,7 @@ def key_ranges(
 
 
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
-    """The indices of the queries that see no key, or None if every query sees a key."""
+    """Return the indices of the queries that see no key, or None if every query sees a key."""
     if segments_q is segments_k:
         return None
     lengths_q, lengths_k = segments_q.lengths, segments_k.lengths

@@ -45,7 +45,7 @@ def attend_allgather(
     image_blocks: ImageBlocks | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+    """Compute attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """

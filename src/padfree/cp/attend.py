@@ -56,7 +56,7 @@ def attend(
     sinks: Tensor | None = None,
     image_blocks: bool = False,
 ) -> Tensor:
-    """Attention of this rank's tokens within their pack; differentiable.
+    """Compute attention of this rank's tokens within their pack; differentiable.
 
     q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]. The gradient of `sinks` [H] is
     this rank's contribution: sum it over the ranks. If `image_blocks` is True, the tokens of an image attend to each
@@ -117,13 +117,13 @@ class Communication:
 
     @property
     def forward(self) -> Indices:
-        """The bytes that each rank sends in the forward pass of the attention layer, as an array [world]."""
+        """Return the bytes that each rank sends in the forward pass of the attention layer, as an array [world]."""
         sent: Indices = self.forward_links.sum(axis=1)
         return sent
 
     @property
     def backward(self) -> Indices:
-        """The bytes that each rank sends in the backward pass of the attention layer, as an array [world]."""
+        """Return the bytes that each rank sends in the backward pass of the attention layer, as an array [world]."""
         sent: Indices = self.backward_links.sum(axis=1)
         return sent
 

@@ -218,7 +218,7 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """The expected cost, in (query, key) pairs, of later cuts through the parts [first, end) of documents.
+        """Return the expected cost, in (query, key) pairs, of later cuts through the parts [first, end) of documents.
 
         A part is cut again if its work exceeds one rank's share. The cost of a cut is proportional to the number of
         keys before the cut, because a second rank must read these keys. If n ranks share the work of a part equally,
@@ -246,8 +246,8 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """The cost per rank inside and outside each of N windows, relative to the mean over the circle's ranks: an
-        array [2, N].
+        """Return the cost per rank inside and outside each of N windows, relative to the mean over the circle's ranks:
+        an array [2, N].
         """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))

@@ -88,7 +88,8 @@ class ContextPlan:
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The permutation between rank order and pack order, as two index arrays [T]. None if the orders are equal.
+        """Return the permutation between rank order and pack order, as two index arrays [T], or None if the orders are
+        equal.
 
         Rank order is rank 0's tokens, then rank 1's, and so on. The first array has, for each token in rank order, the
         index of the token in the pack. The second array is the inverse: it has, for each token of the pack, its index

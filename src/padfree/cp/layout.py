@@ -60,7 +60,7 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
 
 
 def work(layout: Layout, segments: Segments) -> Indices:
-    """The number of (query, key) pairs that each rank computes: an array [world]."""
+    """Return the number of (query, key) pairs that each rank computes: an array [world]."""
     return np.array(
         [causal_work(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )

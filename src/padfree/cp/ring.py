@@ -166,7 +166,7 @@ class PlayedRing:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
+    """Compute attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
 
     `ring` passes the keys and values from rank to rank. Returns the output [T/world, H, dv] and the log-sum-exp
     [T/world, H] in float32.
@@ -284,7 +284,7 @@ def attend_ring(
     image_blocks: Any = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+    """Compute attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """

@@ -95,7 +95,8 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """The bytes that each rank sends in the forward pass of one layer that needs whole segments, as an array [world].
+    """Return the bytes that each rank sends in the forward pass of one layer that needs whole segments, as an array
+    [world].
 
     Ranks send tokens of the layer's input [T, width] before the layer, and tokens of its output [T, width] back after
     it. The backward pass sends the same number of bytes again.

@@ -45,7 +45,7 @@ FUSED_TWICE_BYTES = -4
 
 
 def budget_bytes(memory: Memory) -> int:
-    """The number of bytes for a `memory` setting: "low", "speed" or a number of bytes."""
+    """Return the number of bytes for a `memory` setting: "low", "speed" or a number of bytes."""
     if isinstance(memory, str):
         if memory not in BUDGETS:
             raise UserError(
@@ -88,7 +88,7 @@ class Tile:
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """A tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget."""
+    """Return a tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget."""
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -184,5 +184,5 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -64,7 +64,7 @@ def distillation_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> DistillationLoss:
-    """The weighted sum over all labelled tokens of the divergence between student and teacher.
+    """Return the weighted sum over all labelled tokens of the divergence between student and teacher.
 
     `hidden` [N, D] and `teacher_hidden` [N, E] are the hidden states. The heads have weights [V, D] and [V, E] of the
     same dtype. Tokens with label -100 do not count. The result also has the log-probability of each label. The loss is
@@ -308,7 +308,7 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
 
 
 def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
-    """The weights [M] of the M labelled tokens. If `weights` is None, all weights are 1."""
+    """Return the weights [M] of the M labelled tokens. If `weights` is None, all weights are 1."""
     scale = call.rows.inverse_temperature
     if weights is None:
         return torch.ones_like(scale)

@@ -109,7 +109,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """The teacher's k-th largest logit minus its largest logit, for each of R tokens."""
+    """Return the teacher's k-th largest logit minus its largest logit, for each of R tokens."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):

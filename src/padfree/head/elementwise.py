@@ -49,7 +49,7 @@ class BlockedHead(LmHead):
         return -(-len(self.weight) // self.block)
 
     def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
-        """The size in bytes of the `BlockSums` of one token."""
+        """Return the size in bytes of the `BlockSums` of one token."""
         return self.num_blocks * (3 if entropy else 2) * itemsize
 
 

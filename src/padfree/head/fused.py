@@ -61,7 +61,7 @@ def fused_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> FusedLoss:
-    """The sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
+    """Return the sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
 
     token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the c losses of a chunk of tokens. `positions`
     are the indices of the tokens in `hidden`, as in advantages[positions]. The loss of a token may depend only on the

@@ -54,7 +54,7 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The fastest configuration for this head on an H200."""
+    """Return the fastest configuration for this head on an H200."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
@@ -190,7 +190,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether matrix rows of `written` do not end at a multiple of 16 bytes."""
+    """Return whether matrix rows of `written` do not end at a multiple of 16 bytes."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

@@ -135,7 +135,7 @@ class Call:
     poison: Tensor | None  # a scalar that is added to every score: 0, or NaN if `num_labels` is wrong
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """The `ScoringTask` for the given hidden states, weight and bias. Gradients flow to all three."""
+        """Return the `ScoringTask` for the given hidden states, weight and bias. Gradients flow to all three."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(

@@ -36,7 +36,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, decided at import."""
+    """Return whether these kernels run in Triton's interpreter, decided at import."""
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 
@@ -69,7 +69,8 @@ def _logits(
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """The gradient of a logit with probability p: -p · (g + h · (log p + entropy)). The caller adds g for the label.
+    """Return the gradient of a logit with probability p: -p · (g + h · (log p + entropy)). The caller adds g for the
+    label.
 
     g is the gradient of the loss with respect to the token's log-probability, h that with respect to its entropy.
     """
@@ -87,7 +88,7 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """The derivative of the soft cap. It is finite also for logits outside a kept set, whose gradient is 0."""
+    """Return the derivative of the soft cap. It is finite also for logits outside a kept set, whose gradient is 0."""
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)
 

@@ -22,7 +22,7 @@ _OUTSIDE = tl.constexpr(2 * FLOOR)
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """The (row tile, column tile) of tile number `tile`. The module `matmuls` describes the order of tiles."""
+    """Return the (row tile, column tile) of tile number `tile`. The module `matmuls` describes the order of tiles."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -162,7 +162,7 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [ROWS, COLUMNS] of zeros, which the compiler must not recognise as constant."""
+    """Return a tile [ROWS, COLUMNS] of zeros, which the compiler must not recognise as constant."""
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
 

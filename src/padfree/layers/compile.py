@@ -195,7 +195,7 @@ class InductorPass(CustomGraphPass):
 
 
 def _is_backward(graph: fx.Graph) -> bool:
-    """Whether a graph is a backward graph: some of its inputs are then named `tangents_...`."""
+    """Return whether a graph is a backward graph: some of its inputs are then named `tangents_...`."""
     return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 

@@ -231,7 +231,7 @@ def check_stock_packing(model: PreTrainedModel) -> None:
 
 
 def _class_name(model: object) -> str:
-    """The name of the model's class. Raises `UserError` if it is not a class of transformers."""
+    """Return the name of the model's class. Raises `UserError` if it is not a class of transformers."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         fix = "give the transformers model itself, before it is wrapped"

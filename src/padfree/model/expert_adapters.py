@@ -49,7 +49,7 @@ class ExpertMatrices(nn.Module):
 
 
 def stacked_weights(module: nn.Module) -> tuple[str, ...]:
-    """The names of the stacked weights of experts that can have adapters; empty for any other module."""
+    """Return the names of the stacked weights of experts that can have adapters; empty for any other module."""
     experts: Any = module
     if not all(hasattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
         return ()
@@ -91,7 +91,7 @@ def _router_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The stacked `weight` plus the scaled product of the adapters `a` [E, rank, in] and `b` [E, out, rank].
+    """Return the stacked `weight` plus the scaled product of the adapters `a` [E, rank, in] and `b` [E, out, rank].
 
     The result has the dtype of `weight`.
     """

@@ -154,7 +154,7 @@ def export_adapters(
 
 
 def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters of experts with PEFT's names and shapes.
+    """Return the adapters of experts with PEFT's names and shapes.
 
         lora_A  [E, rank, in]  -> [E * rank, in]
         lora_B  [E, out, rank] -> [out, rank * E]
@@ -292,7 +292,9 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config on the meta device, without weights and without the wrappers of training."""
+    """Return a model of the same class and config on the meta device, without weights and without the wrappers of
+    training.
+    """
     # fully_shard changes the class of a model to a subclass of FSDPModule and the original class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)

@@ -179,7 +179,7 @@ def mark_image_layers(language: PreTrainedModel) -> None:
 
 
 def sees_whole_images(module: nn.Module) -> bool:
-    """Whether `mark_image_layers` has marked this layer."""
+    """Return whether `mark_image_layers` has marked this layer."""
     return getattr(module, "_padfree_whole_images", False)
 
 
@@ -197,13 +197,13 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The chunk size in tokens that `mark_chunked_layers` stored in this layer; None without chunks."""
+    """Return the chunk size in tokens that `mark_chunked_layers` stored in this layer; None without chunks."""
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """A context for the same pack in which samples are cut into segments of at most `chunk` tokens.
+    """Return a context for the same pack in which samples are cut into segments of at most `chunk` tokens.
 
     Each sample starts a new chunk, because its positions start at 0. `name` is the name of the layer's class, for error
     messages.
@@ -223,7 +223,7 @@ def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether the layer scales its queries by positions that it counts along the whole pack, as in Llama 4."""
+    """Return whether the layer scales its queries by positions that it counts along the whole pack, as in Llama 4."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
@@ -338,12 +338,16 @@ def check_positions(limit: int | None, longest: int) -> None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a vision-language model's language model. A config of any other model is returned unchanged."""
+    """Return the config of a vision-language model's language model. A config of any other model is returned
+    unchanged.
+    """
     return config.get_text_config(decoder=True) if "vision_config" in config.sub_configs else config
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The length up to which rotary frequencies do not depend on the longest sample of a pack; None: no limit."""
+    """Return the length up to which rotary frequencies do not depend on the longest sample of a pack; None: no
+    limit.
+    """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return None

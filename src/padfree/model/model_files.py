@@ -105,7 +105,7 @@ def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch
 
 
 def weight_files(folder: Path) -> dict[str, Path] | None:
-    """The file of each tensor of a model folder. None if the folder has no weights.
+    """Return the file of each tensor of a model folder, or None if the folder has no weights.
 
     Raises `UserError` if files are missing or inconsistent.
     """
@@ -125,7 +125,7 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
 
 
 def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
-    """The file of each tensor according to the index file.
+    """Return the file of each tensor according to the index file.
 
     Raises `UserError` if the index and the files do not match.
     """

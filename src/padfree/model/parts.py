@@ -36,7 +36,9 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """The part of each parameter of a vision-language model, by name. A language model has only `language_model`."""
+    """Return the part of each parameter of a vision-language model, by name. A language model has only
+    `language_model`.
+    """
     family = family_of(model)
     names = [clean_name(name) for name, _ in model.named_parameters()]
     if family is None:
@@ -58,7 +60,9 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def selected(model: nn.Module, selection: str, setting: str) -> set[str]:
-    """The names of the parameters that `selection` stands for. Raises `UserError` about `setting` if there are none."""
+    """Return the names of the parameters that `selection` stands for. Raises `UserError` about `setting` if there are
+    none.
+    """
     parts = parts_of(model)
     if selection in PARTS:
         found = {name for name, part in parts.items() if part == selection}

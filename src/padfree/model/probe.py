@@ -96,7 +96,9 @@ def probe(model: PreTrainedModel) -> Verdict:
 
 
 def stock_leak(model: PreTrainedModel) -> str | None:
-    """The reason why this model cannot be trained on packs with its own attention implementation. None if it can."""
+    """Return the reason why this model cannot be trained on packs with its own attention implementation, or None if it
+    can.
+    """
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
         # flex attention needs a compiler, so eager is tested instead. The same code creates the masks of both.
@@ -108,7 +110,7 @@ def stock_leak(model: PreTrainedModel) -> str | None:
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small copy of the model as the probe uses it: large random weights, on the CPU, in evaluation mode.
+    """Return a small copy of the model as the probe uses it: large random weights, on the CPU, in evaluation mode.
 
     Returns None if the copy cannot be built. Call it inside `undisturbed`.
     """
@@ -305,7 +307,7 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
 
 
 def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
-    """The model inputs for a pack whose index i holds token order[i]."""
+    """Return the model inputs for a pack whose index i holds token order[i]."""
     return {
         "input_ids": input_ids[order][None],
         "position_ids": position_ids[order][None],
@@ -416,7 +418,9 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _first(output: object) -> Tensor:
-    """The logits [T, ...] of a model with a head, or the last hidden states [T, ...] of a model without a head."""
+    """Return the logits [T, ...] of a model with a head, or the last hidden states [T, ...] of a model without
+    a head.
+    """
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:

@@ -107,7 +107,9 @@ def recipes_of(
 
 
 def _writes_all(recipe: Recipe, count: int) -> bool:
-    """Whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty` creates it."""
+    """Return whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty`
+    creates it.
+    """
     create, *others = recipe
     if "empty" not in create.function._schema.name:
         return True

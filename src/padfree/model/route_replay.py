@@ -63,7 +63,9 @@ class ReplayedTopK(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
-        """Whether this call chooses the experts, and not e.g. groups of experts by the best experts of each group."""
+        """Return whether this call chooses the experts, and not e.g. groups of experts by the best experts of each
+        group.
+        """
         return scores.shape == (len(self.routes), self.num_experts) and choices.shape == self.routes.shape
 
 

@@ -32,14 +32,14 @@ class Router:
 
     @property
     def by_sigmoid(self) -> bool:
-        """Whether the router scores each expert with a sigmoid, as routers with a bias do.
+        """Return whether the router scores each expert with a sigmoid, as routers with a bias do.
 
         Routers without a bias use a softmax over all experts.
         """
         return self.bias != ""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The probabilities [T, E] of the experts for each token, in float32. They sum to 1 over the experts."""
+        """Return the probabilities [T, E] of the experts for each token, in float32. They sum to 1 over the experts."""
         if not self.by_sigmoid:
             return logits.float().softmax(-1)
         scores = logits.float().sigmoid()

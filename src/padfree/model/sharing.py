@@ -40,7 +40,7 @@ def state_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """The reason why samples cannot share prefixes exactly in this model. None if they can."""
+    """Return the reason why samples cannot share prefixes exactly in this model, or None if they can."""
     state = state_obstacle(model)
     if state is not None:
         return f"{state}, so that samples cannot branch from a shared prefix"

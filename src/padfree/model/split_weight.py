@@ -54,7 +54,7 @@ class SplitStorage:
         return self.rounded.device
 
     def join(self, start: int, stop: int) -> Tensor:
-        """The values [stop - start] in new memory. `start` is a multiple of 8."""
+        """Return the values [stop - start] in new memory. `start` is a multiple of 8."""
         return _kernels(self.device).join(*self._range(start, stop))
 
     def split(self, values: Tensor, start: int) -> None:

@@ -79,6 +79,8 @@ def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | 
 
 
 def _pattern(part: str) -> re.Pattern[str]:
-    """The names of a part of the experts: "mlp.experts.*.up_proj.weight" -> any layer, any number for the star."""
+    """Return the names of a part of the experts: "mlp.experts.*.up_proj.weight" -> any layer, any number for
+    the star.
+    """
     before, _, after = part.partition("*")
     return re.compile(f"(?P<prefix>.*?){re.escape(before)}(?P<expert>[0-9]+){re.escape(after)}")

@@ -52,7 +52,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The current learning rates by metric name.
+        """Return the current learning rates by metric name.
 
         The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. The rates of
         `optimizer.groups` are not returned.
@@ -101,7 +101,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """The bytes of the optimizer state of these groups, if all parameters are float32.
+    """Return the bytes of the optimizer state of these groups, if all parameters are float32.
 
     The function `numbers` returns the number of elements of a parameter to count. By default it returns all elements.
     To get the bytes on one rank, pass a function that returns the elements on that rank.

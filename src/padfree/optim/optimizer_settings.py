@@ -120,7 +120,7 @@ class OptimizerConfig:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether every learning rate is 0."""
+        """Return whether every learning rate is 0."""
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def of_group(self, group: ParameterGroup) -> OptimizerConfig:
@@ -139,7 +139,7 @@ class OptimizerConfig:
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
-        """A copy of the settings with this learning rate for all parameters.
+        """Return a copy of the settings with this learning rate for all parameters.
 
         If `lr` is None, the settings are unchanged.
         """

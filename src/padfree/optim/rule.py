@@ -45,5 +45,5 @@ class UpdateRule(Protocol):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor. The shard shares the tensor's memory."""
+    """Return this rank's shard of a tensor. The shard shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -74,7 +74,9 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """The range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` < `outer`)."""
+        """Return the range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` <
+        `outer`).
+        """
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
 
@@ -91,7 +93,7 @@ def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
 
 
 def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
-    """The state of a parameter before its first step: all moments are 0.
+    """Return the state of a parameter before its first step: all moments are 0.
 
     Moments in the format float32 have the dtype of the parameter, which is float64 in a float64 model.
     """
@@ -107,12 +109,12 @@ def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
 
 
 def rows_of(parameter: Tensor) -> RowRange:
-    """The matrix rows that this rank holds of a parameter with two or more dimensions."""
+    """Return the matrix rows that this rank holds of a parameter with two or more dimensions."""
     return row_range(parameter.shape, local_region(parameter))
 
 
 def row_range(shape: torch.Size, region: Region) -> RowRange:
-    """The matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
+    """Return the matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
     whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(
@@ -170,7 +172,7 @@ def levels(codes: Tensor, rounding: Rounding) -> Tensor:
 
 
 def decode_int8(codes: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
-    """The values of codes [R, C] with scales [R, blocks]."""
+    """Return the values of codes [R, C] with scales [R, blocks]."""
     spread = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
     return (levels(codes.int(), rounding) * spread).copysign(codes)
 

@@ -118,7 +118,7 @@ def _num_dims(node: fx.Node) -> int:
 
 
 def _reaches_matmul(node: fx.Node) -> bool:
-    """Whether a matmul reads the result of a node, possibly reshaped."""
+    """Return whether a matmul reads the result of a node, possibly reshaped."""
     for user in node.users:
         if is_matmul(user.target, "before autograd"):
             return True
@@ -128,7 +128,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def _is_residual_add(x: fx.Node) -> bool:
-    """Whether x is the sum of two hidden states that is also used outside the norm."""
+    """Return whether x is the sum of two hidden states that is also used outside the norm."""
     if not is_call(x, operator.add, users=None) or len(x.users) < 2:
         return False
     total, *parts = (example(node) for node in (x, *x.args))

@@ -21,7 +21,7 @@ from padfree.segments import Segments
 
 
 def positions_of(num_tokens: int, segments: Segments) -> Tensor:
-    """The position of each of T tokens in its segment, [T]."""
+    """Return the position of each of T tokens in its segment, [T]."""
     starts = segments.cu_seqlens
     tokens = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
     return tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]

@@ -135,7 +135,9 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """The output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Else None."""
+    """Return the output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Else
+    None.
+    """
     if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == (1, NUM_TOKENS):
@@ -144,7 +146,9 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _hidden_parameter(call: _MixerCall) -> str | None:
-    """The name of the parameter that takes the hidden states: the first one whose argument has shape [1, T, D]."""
+    """Return the name of the parameter that takes the hidden states: the first one whose argument has shape [1,
+    T, D].
+    """
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == (1, NUM_TOKENS):
             return name
@@ -152,7 +156,7 @@ def _hidden_parameter(call: _MixerCall) -> str | None:
 
 
 def _mixes(module: nn.Module, call: _MixerCall) -> bool:
-    """Whether a change of one token changes the module's outputs for other tokens."""
+    """Return whether a change of one token changes the module's outputs for other tokens."""
     name, output = _hidden_parameter(call), _first_tensor(call.output)
     if name is None or output is None:
         return False
@@ -197,7 +201,7 @@ def _has_context(call: _MixerCall) -> bool:
 
 
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
-    """The parameters of forward, besides `hidden`, that hold one value per token and affect the result.
+    """Return the parameters of forward, besides `hidden`, that hold one value per token and affect the result.
 
     Each argument is reversed along the tokens to see whether the output changes, because modules also get many
     arguments that they do not use.

@@ -53,7 +53,7 @@ _HOST_LENGTHS: Any = WeakTensorKeyDictionary()
 
 
 def _lengths(segments: Segments) -> dict[str, Tensor]:
-    """The segment boundaries on the device and on the host, as keyword arguments of the kernels.
+    """Return the segment boundaries on the device and on the host, as keyword arguments of the kernels.
 
     All layers get the same tensor objects, because flash-linear-attention caches results per input object.
     """

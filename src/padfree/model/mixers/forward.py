@@ -136,7 +136,7 @@ def _config_of(module: nn.Module, state: MixerState) -> PreTrainedConfig:
 
 
 def installed(module: nn.Module) -> Mixer | None:
-    """The `Mixer` that describes this module, if its forward was replaced by `install`. Otherwise None."""
+    """Return the `Mixer` that describes this module, if its forward was replaced by `install`, or None otherwise."""
     state = module.__dict__.get(STATE)
     return state.mixer if isinstance(state, MixerState) else None
 

@@ -30,7 +30,7 @@ def code_of(module_class: type[nn.Module]) -> FunctionType:
 
 
 def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> FunctionType:
-    """A copy of `forward` in which the names in `functions` refer to the given functions."""
+    """Return a copy of `forward` in which the names in `functions` refer to the given functions."""
     # Remove `__name__`. Otherwise the compiler would look up the functions in the module that `__name__` names, and
     # find the original functions.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}

@@ -100,7 +100,7 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the module's own forward passes the test with the kernels that transformers chooses.
+    """Return whether the module's own forward passes the test with the kernels that transformers chooses.
 
     The forward is tested segment by segment.
     """
@@ -138,7 +138,7 @@ class _Trial:
     dtype: torch.dtype
 
     def reason(self) -> str | None:
-        """The reason why the test fails. None if it passes.
+        """Return the reason why the test fails, or None if it passes.
 
         The result of the test is cached per process for each name, class, config and device.
         """
@@ -186,7 +186,7 @@ class _Trial:
         return None
 
     def _copy(self) -> nn.Module:
-        """A module of the same class and sizes with random weights, in float32."""
+        """Return a module of the same class and sizes with random weights, in float32."""
         module_class: Any = type(self.module)
         torch.manual_seed(0)
         with self.device:
@@ -229,7 +229,7 @@ def _outcome(
 
 
 def _apart(values: Tensor, expected: Tensor) -> float:
-    """The norm of the difference of two tensors, relative to the norm of `expected`.
+    """Return the norm of the difference of two tensors, relative to the norm of `expected`.
 
     A norm is used so that a single entry near zero does not matter.
     """

@@ -216,7 +216,7 @@ def _base_class(model_class: type) -> Any:
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
-    """The family of a model or of its base model. None if it is not a supported vision-language model.
+    """Return the family of a model or of its base model, or None if it is not a supported vision-language model.
 
     The class must be one of transformers, because a subclass may compute something else. The subclass that FSDP2 makes
     of a sharded model counts as the class of the model.
@@ -231,7 +231,7 @@ def family_of(model: nn.Module) -> VisionFamily | None:
 
 
 def language_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The language model of a vision-language model. Any other model is returned as it is."""
+    """Return the language model of a vision-language model. Any other model is returned as it is."""
     family = family_of(model)
     part = model if family is None else getattr(model.base_model, family.language)
     assert isinstance(part, PreTrainedModel)
@@ -248,7 +248,7 @@ def unsupported_vision(config: PreTrainedConfig) -> str | None:
 
 
 def is_image_text(model: nn.Module) -> bool:
-    """Whether transformers lists the class of this model as an image-text model."""
+    """Return whether transformers lists the class of this model as an image-text model."""
     return type(model).__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
 

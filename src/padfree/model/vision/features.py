@@ -38,7 +38,7 @@ STACKED = "deepstack_features"
 
 
 def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch) -> Tensor:
-    """The last hidden states [1, T, D] of an attached base model for a pack with or without images."""
+    """Return the last hidden states [1, T, D] of an attached base model for a pack with or without images."""
     inputs = replace(batch, images=None).model_inputs()
     inputs |= embedded(base, family, inputs.pop("input_ids")[0], batch.images)
     if batch.images is not None and family.rotary and batch.rotary_positions is None:
@@ -52,7 +52,7 @@ def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: Loc
 
 
 def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImages | None) -> dict[str, Any]:
-    """The inputs of the language model for tokens [T]: embeddings [1, T, D], and further features of the tower.
+    """Return the inputs of the language model for tokens [T]: embeddings [1, T, D], and further features of the tower.
 
     Only the placeholders of `images` get features. Another token with the id of the placeholder, which a policy may
     sample, keeps its embedding, as when transformers generates text.
@@ -101,7 +101,7 @@ def _joined(features: Any) -> Tensor:
 
 
 def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
-    """The tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
+    """Return the tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
     found = output.pooler_output
     parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
     if images.inputs:

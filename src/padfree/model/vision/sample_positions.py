@@ -28,7 +28,7 @@ IMAGE = 1
 
 
 def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
-    """The sample with the positions that this model gives its tokens. Without images it is returned unchanged.
+    """Return the sample with the positions that this model gives its tokens. Without images it is returned unchanged.
 
     Raises `UserError` if the model cannot be trained on these images.
     """
