@@ -153,7 +153,7 @@ class PackedImages:
 
     @property
     def num_features(self) -> int:
-        """F, the number of features of all distinct images."""
+        """Return F, the number of features of all distinct images."""
         return sum(self.counts)
 
     @property
@@ -222,7 +222,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, including the pad."""
+        """Return T, the number of tokens, including the pad."""
         return self.segments.num_tokens
 
     @property
@@ -414,7 +414,7 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """If samples share prefixes: the predictions (`Entries`) that the tokens of one context rank make."""
+    """The predictions (`Entries`) that the tokens of one context rank make, for a pack whose samples share prefixes."""
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
     positions: Copies  # [e] gathers the hidden state of each entry from this rank's tokens
@@ -481,7 +481,7 @@ class LocalBatch:
 
     @property
     def num_samples(self) -> int:
-        """B, the number of samples of the whole pack."""
+        """Return B, the number of samples of the whole pack."""
         return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
     @property
@@ -496,7 +496,7 @@ class LocalBatch:
         """
         if self.images is not None:
             raise UserError(
-                "images", "are not among the arguments of a model", "call padfree.hidden_states(model, batch)"
+                "images", "cannot be passed as arguments of a model", "call padfree.hidden_states(model, batch)"
             )
         return {
             "input_ids": self.input_ids[None],

@@ -32,10 +32,10 @@ EXIT_BUG = 70
 class UserError(ValueError):
     """A mistake that the user can fix.
 
-    `setting`: the name of a setting, flag, argument, column or variable. `fix`: what to do. `value`, if given, is shown
-    before the `problem`, which may then be empty.
+    `setting` is the name of a setting, flag, argument, column or variable. `fix` says what to do. `value`, if given, is
+    shown before the `problem`, which may then be empty.
 
-    A subclass of `ValueError`, so that code that catches `ValueError` also works.
+    The class is a subclass of `ValueError`, so that code that catches `ValueError` also works.
     """
 
     def __init__(self, setting: str, problem: str, fix: str, value: object = ...) -> None:

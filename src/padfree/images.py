@@ -41,7 +41,9 @@ class Image:
         positions = token_array(self.positions, "positions of an image").astype(np.int64, copy=False)
         if not len(positions) or positions[0] < 0 or (np.diff(positions) <= 0).any():
             raise UserError(
-                "positions", "of an image are not ascending indices", "give one index per placeholder token"
+                "positions",
+                "of an image are not ascending indices",
+                "give the indices of its placeholder tokens, sorted",
             )
         object.__setattr__(self, "positions", positions)
 
@@ -82,7 +84,9 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Bools [n]: which tokens are placeholders that lack an image. Tokens that a policy `sampled` [n] do not count."""
+    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy `sampled` [n] are never
+    marked.
+    """
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:
         missing[image.positions] = False

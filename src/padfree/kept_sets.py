@@ -43,7 +43,7 @@ class KeptSets:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Where the list of each token begins in `ids`, [n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
+        """Return where the list of each token begins in `ids`, [n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
     @staticmethod
@@ -101,7 +101,7 @@ class KeptSets:
         return KeptSets(self.counts[begin:end], self.ids[offsets[begin] : offsets[max(begin, end)]])
 
     def of_ids(self) -> NDArray[np.int64]:
-        """For each entry of `ids`, the index of the token to whose list the entry belongs, [K]."""
+        """Return, for each entry of `ids`, the index of the token to whose list the entry belongs, [K]."""
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:

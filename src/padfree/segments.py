@@ -119,7 +119,7 @@ class Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def with_pad(self, pad_length: int) -> Segments:
-        """Return the same samples, followed by a pad of this length in place of the present pad."""
+        """Return the same segments with a pad of `pad_length` tokens at the end, in place of the present pad."""
         samples = self.lengths[: self.num_samples]
         parents = None if self.parents is None else self.parents[: self.num_samples]
         return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)

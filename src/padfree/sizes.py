@@ -223,7 +223,7 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 
 
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
-    """Return the widths of a layer's attention projections; None if the layer has no attention.
+    """Return the widths of a layer's attention projections, or None if the layer has no attention.
 
     A projection that computes q, k and v together has keys and values of equal width: (its output width − width of the
     queries) / 2.

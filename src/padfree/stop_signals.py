@@ -60,7 +60,7 @@ class StopSignals:
     """A context manager that records signals and prints, for each signal, what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
-        """`say` prints a message. It is called from a thread and must not block."""
+        """Set the function `say` that prints a message. It is called from a thread and must not block."""
         self.number: int | None = None  # the first signal
         self._say = say
         self._then: str | None = None  # inside `deferred`: what the run will do after a signal, for the message
@@ -177,7 +177,11 @@ _INSTALLED: list[StopSignals] = []
 
 
 def _is_ours(number: signal.Signals) -> bool:
-    """Return whether this module may handle a signal. The module docstring gives the rules."""
+    """Return whether this module may handle a signal.
+
+    It never handles a signal that is ignored. If other code has a handler, it only replaces handlers of SIGINT and
+    SIGTERM.
+    """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN or handler is None:  # None: installed by code outside Python
         return False

@@ -278,7 +278,9 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 
 
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
-    """For attention with a soft cap: yield each piece's slice of queries, slice of keys, and mask [queries, keys]."""
+    """Yield the slice of queries, the slice of keys and the mask [queries, keys] of each piece, for attention with a
+    soft cap.
+    """
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
 

@@ -138,8 +138,8 @@ def block_table(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Classify the blocks of a mask in which query t sees the keys `first[t] <= key < end[t]`.
 
-    Returns two masks [query blocks, key blocks]. In a block of the mask `full`, every query sees every key. In a block
-    of the mask `partial`, some queries see some keys.
+    Returns two masks [query blocks, key blocks]: first `partial`, which marks the blocks in which some queries see some
+    keys, then `full`, which marks the blocks in which every query sees every key.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)

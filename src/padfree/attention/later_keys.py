@@ -48,9 +48,11 @@ def attend_with_later_keys(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """Causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], and to the later keys of `later`.
+    """Compute causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], where some queries also see later
+    keys.
 
-    `later_k` and `later_v` are the keys and values of `later.segments_k`. Returns [Tq, H, dv]; differentiable once.
+    `later` says which queries see later keys. `later_k` and `later_v` are these later keys and their values. Returns
+    [Tq, H, dv]; differentiable once.
     """
     calls = ((segments_q, segments_k, {**options, "window": window}), (later.segments_q, later.segments_k, options))
     out: Tensor = _WithLaterKeys.apply(q, k, v, later_k, later_v, later.queries, calls)  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ These queries are adjacent in the pack, so the call needs no copies.
     long prefix   a a b b b   see   p p p               without a mask
 
 Long prefixes are used only in layers without a window, and only with backends that can compute the gradients of one
-block of keys by themselves (`Capabilities.raw_backward`).
+block of keys without the other blocks (`Capabilities.raw_backward`).
 
 Backends with pages share whole pages of a prefix in the forward pass. Only the partial page at a branch point is
 copied. Pages need a layer without a window.
@@ -201,7 +201,7 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention in which each query sees the keys of its path in the prefix tree, up to its own token.
+    """Compute attention in which each query sees the keys of its path in the prefix tree, up to its own token.
 
     q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree, and `keys` comes
     from `prepare_prefix_keys`. Differentiable once.

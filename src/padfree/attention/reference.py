@@ -97,7 +97,7 @@ def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tupl
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys.
+    """Compute attention over one block of keys.
 
     q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]
     """

@@ -17,7 +17,7 @@ from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Include the sinks [H] in the softmax.
+    """Include the sinks [H], one learned extra score for each head, in the softmax of attention.
 
     `out` [Tq, H, dv] and `lse` [Tq, H] are the results without sinks. Returns both with sinks.
     """

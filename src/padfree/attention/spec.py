@@ -57,7 +57,7 @@ class AttentionSpec:
 def key_ranges(
     segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two arrays [Tq], `first` and `end`: query t sees the keys `first[t] <= key < end[t]` of the key axis.
+    """Return two arrays [Tq], `first` and `end`: query t sees the keys `first[t] <= key < end[t]` of the key axis.
 
     If `first[t]` equals `end[t]`, query t sees no key.
     """

@@ -1,8 +1,8 @@
 """Context parallelism by gathering keys: each rank holds some queries and receives all keys that they see.
 
-A pack of T tokens is divided over `world` ranks. Each rank holds pieces of documents, T/world tokens in total. The rank
-receives the keys and values that its pieces read from the other ranks, and then calls the kernel once. This call sees
-all keys of a query, so no partial results are merged.
+A pack of T tokens is divided over `world` ranks. Each rank holds pieces of documents (segments of the pack), T/world
+tokens in total. The rank receives the keys and values that its pieces read from the other ranks, and then calls the
+kernel once. This call sees all keys of a query, so no partial results are merged.
 
 The amount of communication depends on the documents. Short documents are mostly whole on one rank, and almost nothing
 is sent. If one document fills the pack, every key is sent to other ranks.

@@ -6,7 +6,7 @@
 `communication_bytes` counts what each rank sends per layer:
 
     method       forward                                        backward
-    allgather    keys and values that other ranks' pieces read  gradients of the keys and values it received
+    allgather    keys and values that other ranks' pieces read  gradients of the received keys and values
     ring         K and V of a block, in world - 1 steps         K and V again, and float32 gradients in world steps
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
@@ -56,7 +56,7 @@ def attend(
     sinks: Tensor | None = None,
     image_blocks: bool = False,
 ) -> Tensor:
-    """Compute attention of this rank's tokens within their pack; differentiable.
+    """Compute attention of this rank's tokens, each of which sees only its own sample; differentiable.
 
     q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]. The gradient of `sinks` [H] is
     this rank's contribution: sum it over the ranks. If `image_blocks` is True, the tokens of an image attend to each

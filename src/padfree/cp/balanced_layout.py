@@ -218,7 +218,7 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Return the expected cost, in (query, key) pairs, of later cuts through the parts [first, end) of documents.
+        """Return the expected cost, in (query, key) pairs, of cutting the parts [first, end) of documents again later.
 
         A part is cut again if its work exceeds one rank's share. The cost of a cut is proportional to the number of
         keys before the cut, because a second rank must read these keys. If n ranks share the work of a part equally,

@@ -74,8 +74,8 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """For the method `allgather`: return this rank's queries that see later keys, and how the rank receives these
-        keys.
+        """Return this rank's queries that see later keys, and how the rank receives these keys with the method
+        `allgather`.
         """
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends

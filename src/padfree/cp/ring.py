@@ -135,7 +135,11 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
 
 
 class RingLike(Protocol):
-    """The interface of a ring, which `padfree.distributed.Ring` implements."""
+    """The interface of a ring of ranks: `post` sends tensors to the next rank, `collect` returns those of the previous
+    rank.
+
+    `padfree.distributed.Ring` implements it.
+    """
 
     def post(self, *tensors: Tensor) -> None: ...
     def collect(self) -> tuple[Tensor, ...]: ...

@@ -101,7 +101,7 @@ class _RepeatHeads(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens with all heads for all tokens with this rank's heads.
+    """Exchange some tokens with all heads (held before) for all tokens with some heads (held afterwards).
 
     Each tensor [T/world, h, d] becomes [T, h/world, d] in pack order.
     """
@@ -119,7 +119,7 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange all tokens with this rank's heads for this rank's tokens with all heads.
+    """Exchange all tokens with some heads (held before) for some tokens with all heads (held afterwards).
 
     Each tensor [T, h/world, d] in pack order becomes [T/world, h, d]: the inverse of `_heads_of_all_tokens`.
     """

@@ -143,7 +143,10 @@ def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tup
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """The inverse of `to_whole_segments`: move the values [T/world, ...] back. Padding tokens get zeros."""
+    """Move values of whole segments back to the ranks that held their tokens: the inverse of `to_whole_segments`.
+
+    Returns [T/world, ...], with zeros for padding tokens.
+    """
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world
     back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]

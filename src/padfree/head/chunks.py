@@ -1,7 +1,7 @@
 """The loop of `fused_loss` over chunks of tokens. It records no autograd graph.
 
-    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss with respect to its scores  ->  gradient of
-    the logits, in the same memory  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
+    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss w.r.t. log-probabilities and entropies [C]
+    ->  gradient of the logits, in the same memory  ->  gradient of hidden [C, D], and a term of the gradient of weight
 
 C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. Only the logits of the vocabulary
 columns [0, kept) are stored. The other columns take part in the softmax; `tiles.tiled_gradients` computes their
@@ -125,7 +125,9 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 
 
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
-    """Write gradient [C, K] @ weight [K, D] into `out` [C, D], for the K ids of the vocabulary that are scored."""
+    """Write gradient [C, K] @ weight [K, D] into `out` [C, D]. `weight` is the part of the head for the first K
+    vocabulary ids.
+    """
     kept = gradient.shape[1]
     # If the weight must be converted to another dtype, 4096 of its columns are converted and multiplied at a time.
     width = kept if gradient.dtype == task.head.weight.dtype else 4096

@@ -144,7 +144,7 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """Sums over the vocabulary for each of R tokens, as [4, R].
+    """Return sums over the vocabulary for each of R tokens, as [4, R].
 
     The distributions of the student and the teacher are s and t. Sum 0 is their divergence. For jsd with the mixture m
     of s and t, sum 0 is KL(s | m) and sum 1 is KL(t | m). With top-k, these sums cover only the teacher's top k
@@ -210,7 +210,7 @@ def divergence_gradient(
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(βt + (1−β)s), computed from log_s and log_t without underflow."""
+    """Compute log(βt + (1−β)s) from log_s and log_t without underflow."""
     tiny = torch.finfo(log_s.dtype).tiny
     return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
 

@@ -1,5 +1,5 @@
-"""The elementwise work on a tile of logits, in plain torch. `triton_elementwise` has the same functions as Triton
-kernels.
+"""The elementwise work on a tile of logits (soft cap, softmax sums, gradients), in plain torch. `triton_elementwise`
+has the same functions as Triton kernels.
 
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
@@ -75,7 +75,10 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """Three values (`peak`, `total`, `moment`) for each of R tokens and K blocks, and the logit of each label."""
+    """Softmax values of R tokens for each of K vocabulary blocks, and the logit of each token's label.
+
+    `peak` is the largest logit, `total` the sum of exponentials, and `moment` the sum that the entropy needs.
+    """
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
@@ -104,7 +107,9 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each token, as two numbers: the log-probability of x is (x − peak) − log_total."""
+    """The softmax of each token, as two numbers: an entry with logit x has the log-probability (x − peak) −
+    log_total.
+    """
 
     peak: Tensor  # [R]
     log_total: Tensor  # [R]

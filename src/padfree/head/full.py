@@ -76,7 +76,7 @@ def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> T
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p | q) = Σ p (log p − log q) of each token, [M]. Entries with p = 0 add 0."""
+    """Compute KL(p | q) = Σ p (log p − log q) of each token, [M]. Entries with p = 0 add 0."""
     there = log_p > -torch.inf
     return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
 

@@ -54,7 +54,9 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """Return the fastest configuration for this head on an H200."""
+    """Return the tile sizes that were fastest on an H200: one set for heads without bias and soft cap, one for all
+    others.
+    """
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 

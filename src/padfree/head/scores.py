@@ -116,7 +116,7 @@ def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | No
     given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
     for name, is_given in given.items():
         if is_given:
-            raise UserError(name, "cannot be given with an LmHead, which has its own", "leave it out")
+            raise UserError(name, f"cannot be given with an LmHead, which has its own {name}", f"leave out {name}")
     return weight
 
 
@@ -310,7 +310,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / temperature of each token, as [N]."""
+    """Return 1 / temperature of each token, as [N]."""
     if not isinstance(temperature, Tensor):
         need_number(
             "temperature",

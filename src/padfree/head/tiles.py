@@ -249,7 +249,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `matmul`, but the bits of a row do not depend on the number of rows.
+    """Compute the same as `matmul`, with bits of a row that do not depend on the number of rows.
 
     On a CPU, few rows are padded with zeros, because a library may use another kernel for few rows, which sums in
     another order.

@@ -31,7 +31,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T, [c, V].
+    """Compute the logits [c, V] as hidden @ weight.T.
 
     On a GPU the logits are float32, because rounding to bfloat16 could make different logits equal.
     """

@@ -164,7 +164,7 @@ def _gradient_kernel(
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """The same as `divergence.divergence_sums`, as a Triton kernel."""
+    """Compute the same as `divergence.divergence_sums`, as a Triton kernel."""
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     spans = -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"]))
@@ -198,7 +198,7 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """The same as `divergence.divergence_gradient`, as a Triton kernel.
+    """Compute the same as `divergence.divergence_gradient`, as a Triton kernel.
 
     `out` may be the memory of the student's stored logits.
     """

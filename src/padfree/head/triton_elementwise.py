@@ -88,7 +88,9 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """Return the derivative of the soft cap. It is finite also for logits outside a kept set, whose gradient is 0."""
+    """Return the derivative of the soft cap. It is also finite for ids outside a token's kept set (ids that were not
+    sampled from), whose gradient is 0.
+    """
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)
 
@@ -241,7 +243,7 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """The same as `elementwise.reduce_tile`, but does not overwrite the raw logits."""
+    """Compute the same as `elementwise.reduce_tile`, without overwriting the raw logits."""
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels  # a placeholder for arguments that are absent and never read
@@ -283,7 +285,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same as `elementwise.gradient_from_raw_logits`, but does not overwrite the raw logits."""
+    """Compute the same as `elementwise.gradient_from_raw_logits`, without overwriting the raw logits."""
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels
@@ -315,7 +317,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """The same as `elementwise.merge`, without extra memory."""
+    """Compute the same as `elementwise.merge`, without extra memory."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -348,7 +350,9 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of `stored`."""
+    """Compute the same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of
+    `stored`.
+    """
     num_rows, num_columns = stored.shape
     absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
@@ -378,7 +382,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """The same as `elementwise.scale_`, but the kernel writes nothing if the factor is 1."""
+    """Compute the same as `elementwise.scale_`. The kernel writes nothing if the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

@@ -46,7 +46,9 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
-    """Make layers that are not compiled recompute their activations in backward."""
+    """Make layers that are not compiled recompute activations in backward. `mode` says which activations are saved
+    instead.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)

@@ -221,7 +221,7 @@ def check_stock_packing(model: PreTrainedModel) -> None:
         raise UserError(
             "model",
             f"{name} is attached to padfree and needs an attn_context in every call",
-            "detach it with model.set_attn_implementation('sdpa')",
+            "first detach the model with model.set_attn_implementation('sdpa')",
         )
     reason = unsupported(model.config) or stock_leak(model)
     if reason:

@@ -292,8 +292,8 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model of the same class and config on the meta device, without weights and without the wrappers of
-    training.
+    """Return a model of the same class and config on the meta device, without weights, sharding, compilation or
+    adapters.
     """
     # fully_shard changes the class of a model to a subclass of FSDPModule and the original class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

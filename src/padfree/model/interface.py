@@ -90,7 +90,7 @@ def attention(
     layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if the input was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer.
+    """Compute the attention of one layer. transformers calls this function in each layer of an attached model.
 
     query is [1, H, T, d], key [1, Hkv, T, d] and value [1, Hkv, T, dv] for the T tokens of a pack. Returns the output
     [1, T, H, dv], and None in place of the attention weights. A backend named in `attn_context` overrides `backend`.
@@ -197,7 +197,9 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """Return the chunk size in tokens that `mark_chunked_layers` stored in this layer; None without chunks."""
+    """Return the chunk size in tokens that `mark_chunked_layers` stored in this layer, or None if the layer has no
+    chunks.
+    """
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
@@ -255,7 +257,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook that raises `UserError` for arguments with which a pack would silently give wrong results.
+    """Raise `UserError` for arguments with which a pack would silently give wrong results. A forward pre-hook.
 
     The hook does nothing while the model uses another attention implementation, so that
     `set_attn_implementation("sdpa")` restores the stock model, for example for generation.
@@ -345,8 +347,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the length up to which rotary frequencies do not depend on the longest sample of a pack; None: no
-    limit.
+    """Return the length up to which rotary frequencies do not depend on the longest sample of a pack. None means that
+    there is no limit.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):

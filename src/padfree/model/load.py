@@ -269,7 +269,7 @@ def _read_slices(tensors: Mapping[str, Tensor], names: StoredNames, files: Mappi
 
 
 def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.Size, path: Path) -> None:
-    """Read `region` of the tensor `name`, which has this shape, into `local`."""
+    """Read `region` of the tensor `name`, whose whole shape must be `shape`, into `local`."""
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(shape):
         raise UserError(

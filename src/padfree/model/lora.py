@@ -148,7 +148,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether this is a linear layer or a router with an adapter."""
+    """Return whether a module is a linear layer or a router with an adapter."""
     return hasattr(module, "lora_A") and not has_expert_adapters(module)
 
 
@@ -295,8 +295,8 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def weights_read_by(module: nn.Module) -> set[str]:
-    """Return the names of submodules that a mixer's forward does not call, but whose weight it reads as
-    `self.name.weight`.
+    """Return the names of submodules that the forward of a mixer (a recurrence or convolution) does not call, but whose
+    weight it reads as `self.name.weight`.
     """
     if kind_of(module).name == "other":
         return set()

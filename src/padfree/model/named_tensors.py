@@ -22,7 +22,9 @@ Region = tuple[slice, ...]
 
 
 def clean_name(name: str) -> str:
-    """Return the name of a parameter in HF files: its name without the wrappers of training."""
+    """Return the name of a parameter in HF files, without the parts that checkpointing, torch.compile and PEFT add to
+    it.
+    """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.lstrip(".")

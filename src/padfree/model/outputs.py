@@ -66,8 +66,9 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """Return the head that the config describes. None if there is no head. The probe compares its logits with the
-    model's.
+    """Return the head that the config describes as an `LmHead`, or None if the model has no head.
+
+    `padfree.model.probe` compares the logits of this `LmHead` with those of the model.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:

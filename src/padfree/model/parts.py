@@ -36,8 +36,8 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Return the part of each parameter of a vision-language model, by name. A language model has only
-    `language_model`.
+    """Return the part of a vision-language model (tower, projector or language model) that each parameter belongs to. A
+    language model has only `language_model`.
     """
     family = family_of(model)
     names = [clean_name(name) for name, _ in model.named_parameters()]

@@ -79,7 +79,7 @@ NUM_LAYERS = (2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The result of the test.
+    """The result of testing on a small copy whether an architecture can be trained on packs.
 
     - `leak`: why the architecture cannot be packed. None if it can.
     - `head`: why an `LmHead` does not reproduce the logits. None if it does.
@@ -134,7 +134,7 @@ Compare = Callable[[PreTrainedModel], Verdict]
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
     """Run the test `compare` on a small copy of the model that has all its module classes. Return the verdict.
 
-    `how`: a name for `compare`, part of the key under which the result is cached.
+    `how` is a name for `compare` and a part of the key under which the result is cached.
     """
     with undisturbed():
         required = frozenset(_module_classes(model))
@@ -370,7 +370,7 @@ def _by_lengths(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A substitute for flash attention.
+    """Compute attention in place of flash attention, which needs a GPU.
 
     Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if it is None.
     """

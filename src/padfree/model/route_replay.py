@@ -63,8 +63,8 @@ class ReplayedTopK(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
-        """Return whether this call chooses the experts, and not e.g. groups of experts by the best experts of each
-        group.
+        """Return whether this call of `torch.topk` chooses the experts, and not e.g. groups of experts by the best
+        experts of each group.
         """
         return scores.shape == (len(self.routes), self.num_experts) and choices.shape == self.routes.shape
 
@@ -106,7 +106,7 @@ class RouteReplay:
         if replayed.times != 1:
             raise UserError(
                 "routes",
-                f"have {routes.shape[2]} experts per token, which {type(router.module).__name__} does not choose",
+                f"have {routes.shape[2]} experts per token, but {type(router.module).__name__} chooses another number",
                 f"use rollouts of this model, or {FIX}",
             )
         for each in output:
@@ -214,9 +214,10 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
 
 
 def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> None:
-    """Raise a `UserError` if one of these routes names an expert or a layer that the model does not have.
+    """Raise a `UserError` if the routes (experts chosen for each token) name an expert or a layer that the model does
+    not have.
 
-    `routers`: the routers of the model, from `routers_of`.
+    `routers` are the routers of the model, from `routers_of`.
     """
     for own in routes:
         if own is None or not routers:  # a model without routers ignores routes

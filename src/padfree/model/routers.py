@@ -47,7 +47,7 @@ class Router:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """All routers of the model, in the order of its modules. The list is empty if the model has no experts."""
+    """Return all routers of the model, in the order of its modules. The list is empty if the model has no experts."""
     found = []
     for block in model.modules():
         experts = getattr(block, "experts", None)
@@ -72,7 +72,8 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 class RouterRecorder:
     """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls.
 
-    With `own`, the recorded choices are those that the routers themselves would make, even if routes are replayed.
+    If `own` is True, the recorded choices are those that the routers themselves would make, even if given experts
+    replace them (route replay).
     """
 
     def __init__(self, routers: list[Router], *, own: bool = False) -> None:

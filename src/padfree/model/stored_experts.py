@@ -79,7 +79,9 @@ def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | 
 
 
 def _pattern(part: str) -> re.Pattern[str]:
-    """Return the names of a part of the experts: "mlp.experts.*.up_proj.weight" -> any layer, any number for
+    """Return a pattern for the names in files that `part` describes.
+
+    For example, "mlp.experts.*.up_proj.weight" matches any name that ends so, in any layer, with an expert's number for
     the star.
     """
     before, _, after = part.partition("*")

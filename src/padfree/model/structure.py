@@ -108,7 +108,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the blocks of the vision tower: the modules of each list of blocks in it. Empty for a language model."""
+    """Return the blocks (layers) of the vision tower. The list is empty for a language model."""
     family = family_of(model)
     if family is None:
         return []

@@ -45,7 +45,7 @@ class Wrapper:
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Return the config of the language model in a multimodal config; None for any other config."""
+    """Return the config of the language model in a multimodal config, or None for any other config."""
     if not any(getattr(config, part, None) is not None for part in config.sub_configs):
         return None
     text = config.get_text_config(decoder=True)

@@ -127,7 +127,10 @@ def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
         chosen = [trained.pop(name) for name in list(trained) if name in names]
         if not chosen:
             raise UserError(
-                setting, "selects no parameter that is trained and in no earlier group", "remove it", value=group.match
+                setting,
+                "selects only parameters that are frozen or in an earlier group",
+                "remove this group",
+                value=group.match,
             )
         own += [{**each, "name": group.match} for each in _groups_of(chosen, settings.of_group(group), roles)]
     return _groups_of(list(trained.values()), settings, roles) + own

@@ -43,7 +43,9 @@ class MuonSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
-    """One table of `[[optimizer.groups]]`: parameters that get their own learning rate and weight decay."""
+    """One table of `[[optimizer.groups]]`: it selects parameters and gives them their own learning rate and weight
+    decay.
+    """
 
     match: str = setting(
         about="The parameters: tower, projector, language_model, or a pattern of their names such as model.visual.*.",
@@ -124,7 +126,9 @@ class OptimizerConfig:
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def of_group(self, group: ParameterGroup) -> OptimizerConfig:
-        """Return the settings for the parameters of one group: these settings with the group's own values."""
+        """Return the settings for the parameters of one group: learning rates are scaled, and weight decay may be
+        replaced.
+        """
         decay = group.weight_decay
         muon = replace(
             self.muon,

@@ -29,7 +29,9 @@ ROWS = 8
 
 
 class ParameterPiece(NamedTuple):
-    """The plain tensors of a shard, or of some of its rows [R, C]."""
+    """Weight, gradient and state of a rank's shard of a parameter, or of some of its matrix rows [R, C], as plain
+    tensors.
+    """
 
     parameter: Tensor
     first: int  # row of the shard

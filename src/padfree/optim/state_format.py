@@ -133,7 +133,7 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers (stored as int64) that looks random. No product exceeds 63 bits."""
+    """Apply a bijection of 32-bit numbers (stored as int64) whose results look random. No product exceeds 63 bits."""
     x = x ^ (x >> 16)
     x = x * MULTIPLIERS[0] & MASK
     x = x ^ (x >> 15)
@@ -172,7 +172,7 @@ def levels(codes: Tensor, rounding: Rounding) -> Tensor:
 
 
 def decode_int8(codes: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
-    """Return the values of codes [R, C] with scales [R, blocks]."""
+    """Return the values that the int8 codes [R, C] with scales [R, blocks] stand for."""
     spread = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
     return (levels(codes.int(), rounding) * spread).copysign(codes)
 

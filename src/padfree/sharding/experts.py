@@ -111,7 +111,7 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Apply its expert to each of R hidden states: `rows` [R, D] and `experts` [R] -> [R, D]."""
+    """Apply to each of R hidden states the expert that it was sent to: `rows` [R, D] and `experts` [R] -> [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
         # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the

@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
 
 def shard_everything(mesh: DeviceMesh) -> Rule:
-    """The last rule: shard dimension 0 of every parameter over all ranks of `mesh`."""
+    """Return the rule for all remaining parameters, which shards dimension 0 over all ranks of `mesh`."""
     return Rule("fsdp", lambda _: True, mesh)
 
 

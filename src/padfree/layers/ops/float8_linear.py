@@ -214,7 +214,11 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and the largest absolute value of each column of x and of the weight, or empty tensors."""
+    """Return y = x · weightᵀ + bias, and the largest absolute values of the columns of x and of the weight.
+
+    `output` says whether the matmul is computed in float8. `by_column` says for x and the weight whether the largest
+    values are needed; they are empty otherwise.
+    """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)
         return torch.nn.functional.linear(x, weight, bias), empty, empty.clone()

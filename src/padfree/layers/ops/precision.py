@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
-    """Return the dtype of the arithmetic on this tensor. Results are rounded to the tensor's dtype."""
+    """Return the dtype in which operators compute with this tensor. They round their results to the tensor's
+    own dtype.
+    """
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

@@ -58,7 +58,7 @@ def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Like `replace`, for a graph before autograd, where the metadata of `old` is copied to `new`."""
+    """Replace the node `old` by `new` in a graph before autograd, and copy the metadata of `old` to `new`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

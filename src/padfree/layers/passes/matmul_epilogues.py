@@ -137,7 +137,7 @@ def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
 
 
 def _is_matrix_like(value: Tensor) -> bool:
-    """Return whether the shape is [T, N] or [1, T, N]."""
+    """Return whether the shape of a tensor is [T, N] or [1, T, N]."""
     return value.ndim == 2 or (value.ndim == 3 and value.shape[0] == 1)
 
 

@@ -135,8 +135,8 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """Return the output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Else
-    None.
+    """Return the output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Returns None
+    for any other result.
     """
     if isinstance(output, tuple) and output:
         output = output[0]

@@ -116,7 +116,8 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """The recurrence of Mamba-2: linear attention with keys B, queries C, values dt · x and the decay exp(dt · A).
+    """Compute the recurrence of Mamba-2: linear attention with keys B, queries C, values dt · x and the decay exp(dt ·
+    A).
 
     `hidden_states` x is [1, T, H, P] for T tokens and H heads of size P. Returns [1, T, H, P].
     """

@@ -144,7 +144,7 @@ def installed(module: nn.Module) -> Mixer | None:
 def hand_context(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook that passes the `AttnContext` in place of the mask.
+    """Pass the `AttnContext` in place of the attention mask. A forward pre-hook.
 
     The hook is for modules that pass a mask to their submodules but drop other keyword arguments, such as
     `attn_context`.
@@ -156,7 +156,7 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer on a pack: its own forward, applied to each segment or to all segments at once."""
+    """Run a mixer on a pack: apply the mixer's own forward to each segment, or to all segments at once."""
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)

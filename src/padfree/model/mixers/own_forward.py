@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 def code_of(module_class: type[nn.Module]) -> FunctionType:
-    """The forward function of a module class, without its decorators."""
+    """Return the forward function of a module class, without its decorators."""
     function = inspect.unwrap(module_class.forward)
     assert isinstance(function, FunctionType)
     return function
@@ -43,7 +43,7 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 
 @cache
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
-    """The forward of a class with plain PyTorch functions instead of kernels; None if it calls no kernels."""
+    """Return the forward of a class with plain PyTorch functions instead of kernels, or None if it calls no kernels."""
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
     forward = code_of(module_class)

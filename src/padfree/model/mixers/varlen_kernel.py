@@ -100,9 +100,9 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Return whether the module's own forward passes the test with the kernels that transformers chooses.
+    """Return whether the module's own forward gives right results with the kernels that transformers chooses.
 
-    The forward is tested segment by segment.
+    The forward is tested segment by segment, against the mixer's plain PyTorch code.
     """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
@@ -138,9 +138,9 @@ class _Trial:
     dtype: torch.dtype
 
     def reason(self) -> str | None:
-        """Return the reason why the test fails, or None if it passes.
+        """Return why the tested implementation of a mixer is wrong, or None if it passes the test.
 
-        The result of the test is cached per process for each name, class, config and device.
+        The result is cached per process for each name, class, config and device.
         """
         key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
         if key not in _TRIALS:
@@ -186,7 +186,7 @@ class _Trial:
         return None
 
     def _copy(self) -> nn.Module:
-        """Return a module of the same class and sizes with random weights, in float32."""
+        """Return a mixer of the same class and sizes as the tested one, with random weights in float32."""
         module_class: Any = type(self.module)
         torch.manual_seed(0)
         with self.device:

@@ -194,7 +194,7 @@ REFUSED = {
 
 
 def why_refused(model_class: type) -> str | None:
-    """Say why a class of image-text models cannot be trained on images. None if it is a supported class."""
+    """Return why a class of image-text models cannot be trained on images, or None if the class is supported."""
     if model_class.__name__ in FAMILIES:
         return None
     kind = getattr(getattr(model_class, "config_class", None), "model_type", "")
@@ -216,7 +216,8 @@ def _base_class(model_class: type) -> Any:
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
-    """Return the family of a model or of its base model, or None if it is not a supported vision-language model.
+    """Return the `VisionFamily` of a model or of its base model, or None if it is not a supported vision-language
+    model.
 
     The class must be one of transformers, because a subclass may compute something else. The subclass that FSDP2 makes
     of a sharded model counts as the class of the model.
@@ -239,7 +240,9 @@ def language_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unsupported_vision(config: PreTrainedConfig) -> str | None:
-    """Say which value of the vision config prevents training on images. None if no value does."""
+    """Return a description of the value of the vision config that prevents training on images, or None if no value
+    does.
+    """
     vision = config.vision_config
     for name, value in vision.to_dict().items():
         if ("dropout" in name or "drop_path" in name) and isinstance(value, float) and value > 0:

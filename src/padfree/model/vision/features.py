@@ -96,7 +96,9 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImag
 
 
 def _joined(features: Any) -> Tensor:
-    """Features [F, D] in one tensor, from a list with one tensor per image or sample, or from [tiles, n, D]."""
+    """Join features to one tensor [F, D]. They are a list with one tensor per image or sample, or one tensor [tiles, n,
+    D].
+    """
     return cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
 
 

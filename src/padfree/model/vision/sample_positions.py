@@ -47,7 +47,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
     if family.one_image is not None and len(sample.images) > 1:
         raise UserError(
             "images",
-            f"are {len(sample.images)} in one sample of {name}: {family.one_image}",
+            f"{name} cannot read {len(sample.images)} images in one sample: {family.one_image}",
             "give one image per sample",
         )
     if family.rotary or family.whole_images:
@@ -60,7 +60,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
         if grid is None or int(np.prod(grid)) != len(image.positions) * side**2:
             raise UserError(
                 "grid",
-                f"of an image with {len(image.positions)} placeholder tokens is {grid}",
+                f"is {grid} for an image with {len(image.positions)} placeholder tokens",
                 f"give (time, height, width) in patches, {side} x {side} of them per placeholder",
             )
         if image.positions[-1] - image.positions[0] + 1 != len(image.positions):

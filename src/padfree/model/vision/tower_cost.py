@@ -35,7 +35,7 @@ class TowerCost:
     quadratic: float
 
     def __call__(self, features: ArrayLike) -> NDArray[np.float64]:
-        """Return the FLOPs [n] of images with these numbers of features [n]."""
+        """Return the FLOPs [n] of n images with the given numbers of features [n]."""
         counts = np.asarray(features, dtype=np.float64)
         return self.linear * counts + self.quadratic * counts**2
 
@@ -53,7 +53,10 @@ class TowerCost:
 
 
 def tower_cost(model: PreTrainedModel) -> TowerCost | None:
-    """Return the cost of the images of a vision-language model. None for a language model. The model may be sharded."""
+    """Return the cost of encoding images with a vision-language model, or None for a language model.
+
+    The model may be sharded.
+    """
     family = family_of(model)
     if family is None:
         return None
