@@ -173,7 +173,7 @@ class PackedImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedKept:
-    """The kept sets of a pack's M labels: the token ids left by top-p, top-k and min-p. They stay on the host."""
+    """The kept sets of a pack's M labels: the token ids left by top-p, top-k and min-p. The sets stay on the host."""
 
     positions: NDArray[np.int64]  # [M] ascending indices of the labels in `PackedBatch.labels`
     sets: KeptSets  # [M]
@@ -389,7 +389,8 @@ class PrefixKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
-    """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
+    """The data that attention needs about a micro-batch. The context is an argument of the model's forward, never a
+    global.
 
     `segments` describes the whole pack. With context parallelism, `layout` says which tokens each rank holds, and
     `padfree.cp` has prepared `plan` for the tokens of this rank. Otherwise both are None. `prefix_keys` is set if

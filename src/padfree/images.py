@@ -27,7 +27,7 @@ class Image:
     """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
 
     `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images: a pack
-    concatenates its images along it.
+    concatenates its images along this axis.
     """
 
     digest: str  # identifies the tower's inputs

@@ -57,7 +57,7 @@ def is_unknown(routes: Routes) -> NDArray[np.bool_]:
 def checked_routes(values: Any, length: int, name: str) -> Routes:
     """Convert the routes of the sample called `name` to an array [n, R, k] of expert indices in uint8 or int16.
 
-    If the given integers have another dtype, -1 marks an unknown route.
+    If `values` have another integer dtype, -1 marks an unknown route.
     """
     array = host_array(values, f"routes of {name}")
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
@@ -127,7 +127,7 @@ def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) 
     """Give each pair (token, route) of each sample a number: [n] integers. Equal pairs have equal numbers, in all
     samples.
 
-    Samples share a prefix only as far as these numbers are equal, because another route changes the hidden states.
+    Samples share a prefix only as far as their numbers are equal, because another route changes the hidden states.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []

@@ -100,7 +100,7 @@ class Segments:
     def first_positions(self) -> NDArray[np.int64]:
         """Return the position of the first token of each segment, [S].
 
-        The position is 0. In a prefix tree it is the number of tokens on the path before the node.
+        The position is 0 or, for a node of a prefix tree, the number of tokens on the path before the node.
         """
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
@@ -110,7 +110,7 @@ class Segments:
     def num_positions(self) -> int:
         """Return the number of positions that a model needs for this pack.
 
-        It is the length of the longest segment (the pad included) or, in a prefix tree, of the longest path from a
+        This is the length of the longest segment (the pad included) or, in a prefix tree, of the longest path from a
         root.
         """
         return self.max_seqlen if self.parents is None else self.path_length

@@ -83,8 +83,8 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """Return the size of an attention head. If full and windowed attention have different head sizes, it is the
-        larger one.
+        """Return the size of an attention head. If full and windowed attention have different head sizes, the result is
+        the larger one.
 
         The properties `query`, `key`, `value` and `output` also return the larger of the sizes of full and windowed
         attention.
@@ -164,7 +164,7 @@ def _counted(key: _SizeKey) -> ModelSizes:
 
 
 def count(model: PreTrainedModel) -> ModelSizes:
-    """Measure the sizes of a model. It must have no adapters and must not be sharded."""
+    """Measure the sizes of a model. The model must have no adapters and must not be sharded."""
     config, layers = model.config.get_text_config(), list(layers_of(model))
     heads, hidden = int(getattr(config, "num_attention_heads", 0)), int(config.hidden_size)
     types = tuple(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())

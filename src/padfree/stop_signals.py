@@ -19,7 +19,8 @@ forward a signal that the process has already received. A second request within 
 therefore counts as the same request.
 
 `StopRequested` can be lost, because some packages catch all exceptions while they are imported. `deferred` therefore
-raises it again. If it is still lost, the thread ends the process `PATIENCE` seconds after the signal.
+raises `StopRequested` again. If the exception is still lost, the thread ends the process `PATIENCE` seconds after the
+signal.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StopSignals:
     """A context manager that records signals and prints, for each signal, what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
-        """Set the function `say` that prints a message. It is called from a thread and must not block."""
+        """Set the function `say` that prints a message. `say` is called from a thread and must not block."""
         self.number: int | None = None  # the first signal
         self._say = say
         self._then: str | None = None  # inside `deferred`: what the run will do after a signal, for the message
@@ -179,7 +180,7 @@ _INSTALLED: list[StopSignals] = []
 def _is_ours(number: signal.Signals) -> bool:
     """Return whether this module may handle a signal.
 
-    It never handles a signal that is ignored. If other code has a handler, it only replaces handlers of SIGINT and
+    The module never handles an ignored signal. Of handlers that other code set, it replaces only those of SIGINT and
     SIGTERM.
     """
     handler = signal.getsignal(number)

@@ -51,8 +51,8 @@ keys each.
 class _Shape:
     """The shape of a piece, which determines the mask of the piece.
 
-    `diagonal` is the index of the last key that the first query of the piece sees. It is one higher for each following
-    query. If `diagonal` is None, every query sees all keys of the piece.
+    `diagonal` is the index of the last key that the first query of the piece sees. This index is one higher for each
+    following query. If `diagonal` is None, every query sees all keys of the piece.
     """
 
     queries: int

@@ -19,8 +19,9 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """Return how many keys before its own key a query sees. -1 stands for no limit, also if no segment exceeds the
-    window.
+    """Return how many keys before its own key a query sees.
+
+    Returns -1 if the window limits nothing: there is no window, or no segment is longer than the window.
     """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 

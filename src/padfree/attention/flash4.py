@@ -1,9 +1,9 @@
 """The `fa4` backend: the package `flash-attn-4`, which is pure Python and compiles its kernels on first use.
 
-The backend needs a Hopper GPU or a newer one. It calls internal functions of the package, because the public ones do
-not give access to the backward pass.
+The backend needs a Hopper GPU or a newer one. The backend calls internal functions of flash-attn-4, because the public
+functions do not give access to the backward pass.
 
-The package takes some seconds to compile a kernel for each head size and mask. It caches compiled kernels on disk,
+flash-attn-4 takes some seconds to compile a kernel for each head size and mask, and caches compiled kernels on disk,
 because padfree sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED to 1 unless the user has set this variable.
 
 Query heads that share a key head can be packed into one tile, which fills the tiles of short segments. On a Hopper GPU,

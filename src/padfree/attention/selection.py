@@ -1,7 +1,7 @@
 """Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA it chooses `reference`
-only for float64, and it never chooses `tiles`.
+`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA, `auto` chooses
+`reference` only for float64. On no device does `auto` choose `tiles`.
 """
 
 from __future__ import annotations

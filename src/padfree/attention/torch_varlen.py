@@ -1,4 +1,5 @@
-"""The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. It needs no extra package.
+"""The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. The backend needs no extra
+package.
 
 The backend calls the two operators that `torch.nn.attention.varlen` itself calls, because the arguments of that module
 changed between PyTorch 2.11 and 2.13. The operators support grouped key heads and return the log-sum-exp.

@@ -97,8 +97,9 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """Return the number of tokens of each document as an array [S]. For a node of a prefix tree, it is that of the
-    whole tree.
+    """Return a number of tokens for each document, as an array [S].
+
+    For a node of a prefix tree it counts the whole tree, for any other document the document itself.
     """
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
@@ -123,8 +124,8 @@ class _Circles(NamedTuple):
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
     """Cut each circle of pieces in two: a window for one half of the circle's ranks, the remainder for the other half.
 
-    Each rank gets `share` tokens. Its work, in (query, key) pairs, is near `mean_work` and at most `most_work`. `last`
-    is True if every new circle belongs to one rank, so that it is not cut again.
+    Each rank gets `share` tokens. The rank's work, in (query, key) pairs, is near `mean_work` and at most `most_work`.
+    `last` is True if every new circle belongs to one rank, so that it is not cut again.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)

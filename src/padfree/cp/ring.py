@@ -4,7 +4,7 @@
     block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
 
 A rank's *block* is the keys and values of its T/world tokens. In each step a rank computes with one block while the
-next block is in flight. In step 0 it uses its own block.
+next block is in flight. In step 0 each rank uses its own block.
 
 Each rank holds pieces of documents. The queries of a piece see all keys of an earlier piece of the same document, and
 no key of a later piece. The pieces of a document are adjacent in a block, so the queries of a piece see one range of
@@ -138,7 +138,7 @@ class RingLike(Protocol):
     """The interface of a ring of ranks: `post` sends tensors to the next rank, `collect` returns those of the previous
     rank.
 
-    `padfree.distributed.Ring` implements it.
+    `padfree.distributed.Ring` implements this interface.
     """
 
     def post(self, *tensors: Tensor) -> None: ...

@@ -144,7 +144,7 @@ def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
     """Return the entries of the pack that belong to this rank.
 
-    An entry is a token to score. It belongs to the rank that holds the position whose logits predict the token.
+    An entry is a token to score. The entry belongs to the rank that holds the position whose logits predict the token.
     """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device

@@ -3,7 +3,7 @@
 M is the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes the gradients of
 `width` vocabulary columns at a time for all M tokens.
 
-`fused_loss` processes chunks of C tokens. It stores:
+`fused_loss` processes chunks of C tokens, and stores:
 
     logits of a chunk [C, V]    16 bits per logit in bfloat16 training
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end

@@ -1,4 +1,4 @@
-"""The loop of `fused_loss` over chunks of tokens. It records no autograd graph.
+"""The loop of `fused_loss` over chunks of tokens. The loop records no autograd graph.
 
     logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss w.r.t. log-probabilities and entropies [C]
     ->  gradient of the logits, in the same memory  ->  gradient of hidden [C, D], and a term of the gradient of weight
@@ -154,7 +154,10 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the weight gradient of one chunk, from the gradient [C, kept] of its logits and `hidden` [C, D]."""
+        """Add the weight gradient of one chunk of tokens.
+
+        `gradient` [C, kept] is the gradient of the chunk's logits, and `hidden` [C, D] are the chunk's hidden states.
+        """
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return

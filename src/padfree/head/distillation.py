@@ -40,7 +40,9 @@ from padfree.head.tiles import ROW_NUMBERS, ScoringTask, parts_of, restore_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss:
-    """The differentiable loss, and values per token [N] without gradient. They are 0 for tokens without a label."""
+    """The differentiable loss, and values per token [N] without gradient. The values are 0 for tokens without a
+    label.
+    """
 
     loss: Tensor  # [] Σ weight · divergence
     divergences: Tensor  # [N] float32

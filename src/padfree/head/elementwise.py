@@ -4,13 +4,13 @@ has the same functions as Triton kernels.
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
-The vocabulary is divided into K blocks. Three values per token and block are computed. They are relative to the largest
-logit of the block, so blocks can be merged without overflow:
+The vocabulary is divided into K blocks. Three values per token and block are computed. The values are relative to the
+largest logit of the block, so blocks can be merged without overflow:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
-If the gradient will need the logits again, they are stored minus the largest logit of their token and block. In
-bfloat16 training they are stored in float16, which is more precise than bfloat16 near 0, where the probable entries
+If the gradient needs the logits again, each logit is stored minus the largest logit of its token and block. In bfloat16
+training these differences are stored in float16, which is more precise than bfloat16 near 0, where the probable entries
 are.
 """
 

@@ -182,7 +182,8 @@ def gradient_columns(
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
     """Return the configuration for a kernel that writes to `written`.
 
-    It has one pipeline stage less if the matrix rows of `written` do not end at a multiple of 16 bytes.
+    The returned configuration has one pipeline stage less if the matrix rows of `written` do not end at a multiple of
+    16 bytes.
     """
     return (
         configuration

@@ -76,16 +76,16 @@ def score(
     labels [N]: integers; -100 for tokens that are not scored. The scores and gradients of such tokens are 0, and they
     take part in no matmul.
 
-    temperature: one number, or one number per token [N]. It gets no gradient.
+    temperature: one number, or one number per token [N]. The temperature gets no gradient.
 
     num_labels: the number of labelled tokens, if the host knows it; otherwise the host synchronises with the GPU. On a
-    GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU it raises an error.
+    GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU, either mistake raises an error.
 
     kept: for each labelled token, the set of vocabulary ids that its softmax covers (`padfree.kept_sets`). The set must
     contain the label. If `kept` is None, the softmax covers the whole vocabulary.
 
     memory: the memory that may be used in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a
-    number of bytes. It is at least the size of a float32 copy of the hidden states of the labelled tokens.
+    number of bytes. The budget is at least the size of a float32 copy of the hidden states of the labelled tokens.
 
     backend:
 
@@ -166,7 +166,7 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """Return the task with fused matmuls (`matmuls.py`) if they support it, else unchanged."""
+    """Return the task with fused matmuls (`matmuls.py`) if these support the task, otherwise the unchanged task."""
     if task.rows.kept is not None:  # the fused matmuls do not read the mask of a tile
         return task
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
@@ -369,7 +369,8 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
 
 
 def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledRows:
-    """Add the kept sets to the labelled tokens `rows`. On the CPU, a label outside its kept set raises a `UserError`.
+    """Add the kept sets (ids that the softmax covers) to the labelled tokens `rows`. On the CPU, a label outside its
+    kept set raises a `UserError`.
 
     On a GPU, the log-probability of a label outside its kept set is NaN instead, because a check would synchronise.
     """

@@ -1,4 +1,4 @@
-"""The loops of `score` and `fused_loss` over tiles of logits. They record no autograd graph.
+"""The loops of `score` and `fused_loss` over tiles of logits. The loops record no autograd graph.
 
     tiled_softmax      every tile of [M, V], discarded at once          -> the softmax of each token
     tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
@@ -102,7 +102,7 @@ class ScoringTask:
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
-        """Allocate uninitialised memory of this shape for sums."""
+        """Allocate uninitialised memory of the given shape, in the dtype of sums."""
         return self.hidden.new_empty(shape, dtype=self.sum_dtype)
 
 

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The functions of `elementwise.py` as Triton kernels. Each reads a tile of logits once and writes it at most once.
+"""The functions of `elementwise.py` as Triton kernels. Each kernel reads a tile of logits once and writes the tile at
+most once.
 
     grid (R tokens, blocks of the tile): a program holds the `BLOCK` columns of one block of one token in registers
 

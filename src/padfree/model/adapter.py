@@ -4,7 +4,8 @@
     output = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
 
 `attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
-checks the arguments. It replaces no class, method or weight. `model.set_attn_implementation("sdpa")` undoes `attach`.
+checks the arguments. `attach` replaces no class, method or weight. `model.set_attn_implementation("sdpa")` undoes
+`attach`.
 
 Apply the steps in this order: `attach`, compile the layers, wrap them in activation checkpointing, apply FSDP2. In a
 compiled layer, attention is one operator. If a pack is divided over context ranks, attention is a graph break instead.
@@ -13,8 +14,8 @@ Before `attach` changes anything, it tests the architecture: padfree must suppor
 small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises
 an error with the reason.
 
-The attention backend is the one that the batch's `AttnContext` names, or else the one given to `attach`. With `auto`,
-it is the fastest backend that supports the call.
+The attention backend is the one that the batch's `AttnContext` names, or else the one given to `attach`. `auto` stands
+for the fastest backend that supports the call.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def _is_first() -> bool:
 
 
 def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
-    """Write an export on rank 0. If this fails, all ranks raise the error."""
+    """Write an export on rank 0. If writing fails, all ranks raise the error."""
     error = None
     if _is_first():
         try:
@@ -310,7 +310,7 @@ def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def sync(path: Path) -> None:
-    """Sync this file or folder to disk, so that a later rename cannot expose incomplete content."""
+    """Sync a file or folder to disk, so that a later rename cannot expose incomplete content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,7 +11,7 @@ The `AttnContext` describes the samples of a pack of T tokens, and is passed wit
 calls, so that recomputed activations and other models in the same process always see their own batch.
 
 padfree registers no mask function in transformers. Therefore transformers passes None as the attention mask without
-looking at `position_ids`. With a mask function, it would compare positions on the device and synchronise.
+looking at `position_ids`. With a mask function, transformers would compare positions on the device and synchronise.
 
 Every keyword argument that reaches the function is either used, or known to be irrelevant to attention. Any other
 argument raises an error, so that a layer with an unsupported feature is not computed wrongly.

@@ -19,9 +19,9 @@ The tensors are filled from one of three sources:
 
 Tied parameters stay one object under two names after `to_empty`.
 
-Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. It runs twice, first
-with these buffers filled with 0, then with 1. If a buffer differs between the two runs, the model's code does not
-restore it, and loading raises an error.
+Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. padfree runs
+`_init_weights` twice, first with these buffers filled with 0, then with 1. If a buffer differs between the two runs,
+the model's code does not restore it, and loading raises an error.
 
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
 `shard` changes the dtype of a parameter, the values are cast while they are read.

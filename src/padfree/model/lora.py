@@ -167,8 +167,8 @@ def adapted_modules(model: nn.Module) -> list[str]:
 
 
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Return the initial values of an adapter's tensor, on the CPU. `name` is the name of the tensor without
-    wrappers.
+    """Return the initial values of an adapter's tensor, on the CPU. `name` is the tensor's name without what
+    checkpointing and compilation add to names.
     """
     if ".lora_B." in name:
         return torch.zeros(shape)

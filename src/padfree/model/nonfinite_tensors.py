@@ -22,8 +22,8 @@ def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] 
     """Return the name of the first tensor with a non-finite value in this rank's part, or None if all values are
     finite.
 
-    `parameters`: the names of the parameters among `tensors`; None means all. The other tensors are buffers, which may
-    hold infinity (as masks do) but not NaN.
+    `parameters` are the names of the parameters among `tensors`; None means that all are parameters. The other tensors
+    are buffers, which may hold infinity (as masks do) but not NaN.
     """
     flags: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors.items():

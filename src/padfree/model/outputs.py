@@ -55,7 +55,7 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of the model below its head. A model without a head is its own base."""
+    """Return the part of the model below its head, or the model itself if it has no head."""
     base = model.base_model
     if base is model and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
         # The model has no attribute named by base_model_prefix, because the prefix belongs to a larger model. Take the

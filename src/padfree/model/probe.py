@@ -81,8 +81,8 @@ NUM_LAYERS = (2, 4, 8)
 class Verdict:
     """The result of testing on a small copy whether an architecture can be trained on packs.
 
-    - `leak`: why the architecture cannot be packed. None if it can.
-    - `head`: why an `LmHead` does not reproduce the logits. None if it does.
+    - `leak`: why the architecture cannot be packed, or None if it can.
+    - `head`: why an `LmHead` does not reproduce the logits, or None if it does.
     """
 
     leak: str | None
@@ -112,7 +112,7 @@ def stock_leak(model: PreTrainedModel) -> str | None:
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a small copy of the model as the probe uses it: large random weights, on the CPU, in evaluation mode.
 
-    Returns None if the copy cannot be built. Call it inside `undisturbed`.
+    Returns None if the copy cannot be built. Call this function inside `undisturbed`.
     """
     required = frozenset(_module_classes(model))
     for num_layers in NUM_LAYERS:
@@ -247,7 +247,7 @@ class _Samples:
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
         """Compare outputs and gradients of the pack with those of one sample at a time.
 
-        Returns a negative verdict if they differ, else None.
+        Returns a negative verdict if they differ, otherwise None.
         """
         gradients = _gradients(model, packed, self.weights)
         leak = _difference("outputs", packed, self.outputs)
@@ -372,7 +372,7 @@ def _by_lengths(
 ) -> tuple[Tensor, None]:
     """Compute attention in place of flash attention, which needs a GPU.
 
-    Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if it is None.
+    Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if `cu_seq_lens_q` is None.
     """
     del cu_seq_lens_k, max_length_q, max_length_k  # cu_seq_lens_q holds the same information
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)

@@ -35,7 +35,7 @@ DRAWN_ON = ("cuda",)
 
 
 class InitialisingCall(NamedTuple):
-    """A call that creates a tensor, or that writes to it or to a view of it."""
+    """A recorded call that creates a tensor, or that writes to the tensor or to a view of it."""
 
     function: Any
     args: tuple[Any, ...]  # without the tensor that is written to

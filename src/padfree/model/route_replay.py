@@ -8,11 +8,11 @@ replaces only the choice: `torch.topk` returns the experts in `AttnContext.route
 the router's own code: it computes the weights of the given experts by softmax or sigmoid, with its normalisation and
 scale, and with gradients. If the routes are the router's own choices, no bit changes.
 
-Routes are an argument of the model's forward. A hook stores the context of a call when it enters a decoder layer,
-including when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
+Routes are an argument of the model's forward. A hook stores the `AttnContext` of each call of a decoder layer, also
+when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
 
-The load-balancing loss counts the experts that the router itself would choose. They are in the attribute `own_choices`
-of the tensor of choices that the router returns.
+The load-balancing loss counts the experts that the router itself would choose. These experts are in the attribute
+`own_choices` of the tensor of choices that the router returns.
 """
 
 from __future__ import annotations

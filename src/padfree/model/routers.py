@@ -39,7 +39,9 @@ class Router:
         return self.bias != ""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the probabilities [T, E] of the experts for each token, in float32. They sum to 1 over the experts."""
+        """Return the probabilities [T, E] of the experts for each token, in float32. The probabilities of a token sum
+        to 1.
+        """
         if not self.by_sigmoid:
             return logits.float().softmax(-1)
         scores = logits.float().sigmoid()

@@ -7,8 +7,8 @@ Sizes are replaced. Everything else (activations, norms, scaling factors, soft c
 decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows
 become shorter than the probe's samples, so that a window that is ignored changes the results.
 
-The result can be wrong for a new architecture. `padfree.model.probe` builds a model from it, and rejects this model if
-it is too large or lacks a module class of the real model.
+The small config can be wrong for a new architecture. `padfree.model.probe` builds a model from the config, and rejects
+this model if it is too large or lacks a module class of the real model.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ class SplitWeight(Tensor):
 
     @property
     def rounded(self) -> Tensor:
-        """Return the bfloat16 rounding of the whole weight. It shares the memory of the weight and must not be written
-        to.
+        """Return the bfloat16 rounding of the whole weight. The result shares the memory of the weight and must not be
+        written to.
         """
         return self.storage_.rounded[self.start : self.stop].view(self.whole)
 
@@ -200,7 +200,9 @@ class SplitWeight(Tensor):
 
 
 def split_in_place(parameter: Tensor, storage: SplitStorage, start: int) -> None:
-    """Move a contiguous float32 parameter into `storage`, from `start` on. The object keeps its identity."""
+    """Move a contiguous float32 parameter into `storage`, from `start` on. The parameter stays the same Python
+    object.
+    """
     assert parameter.dtype == torch.float32
     assert parameter.is_contiguous()
     storage.split(parameter, start)

@@ -29,7 +29,7 @@ CONCATENATED = [*STACKED, ("Concatenate", 1)]
 
 
 def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | None:
-    """Map the name of each tensor of the model to the names of the tensors in the files that it is read from.
+    """Map the name of each model tensor to the names of the tensors in the files from which it is read.
 
     Returns None if transformers changes tensors on loading in a way that this function does not know.
     """

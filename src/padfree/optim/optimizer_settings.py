@@ -143,7 +143,7 @@ class OptimizerConfig:
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
-        """Return a copy of the settings with this learning rate for all parameters.
+        """Return a copy of the settings with the learning rate `lr` for all parameters.
 
         If `lr` is None, the settings are unchanged.
         """

@@ -9,8 +9,8 @@ A step computes the new moments in float32, updates the weight with them, and on
 stochastic: a value is rounded up or down at random, so that the mean is the value itself. Rounding to nearest would
 lose every small change: with `betas` of 0.999, exp_avg_sq would never decay.
 
-In int8, up to `BLOCK` consecutive weights of a matrix row form a block. Its scale is the largest magnitude in it. A
-code c stands for:
+In int8, up to `BLOCK` consecutive weights of a matrix row form a block. The scale of a block is the largest magnitude
+in the block. A code c stands for:
 
     exp_avg       sign * (c / 127)^4 * scale      c = 0 .. 127     4.9, 15.5, 37.9 for c = 60, 80, 100 and scale 98.6
     exp_avg_sq    (c / 255)^8 * scale             c = 0 .. 255     never 0 if the value is positive

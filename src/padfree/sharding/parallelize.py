@@ -1,6 +1,7 @@
 """Prepare a plain Hugging Face model for training with an ordered list of transformations.
 
-The columns are the transformation, what it does, and the setting or function that decides about it:
+The columns are the transformation, what it does, and the setting, function or condition that decides whether it is
+applied:
 
     attach          attention within each sample                         padfree.model.attach
     freeze          no gradients for whole models or parts of them       model.freeze; reference models, teachers

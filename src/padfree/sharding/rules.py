@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     split: DeviceMesh | None = None  # if set, `mesh` shards the first dimension after 0 that it divides, not `dim`
 
     def dim_of(self, parameter: nn.Parameter) -> int:
-        """Return the dimension of this parameter that is sharded over `mesh`."""
+        """Return the dimension along which `parameter` is sharded over `mesh`."""
         if self.split is None:
             return self.dim
         shards = self.mesh.size(self.mesh.ndim - 1)

@@ -90,8 +90,8 @@ def float8_matmul(
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the bits of |x| in float32, as integers. They have the order of the values; infinity and NaN are the
-    largest.
+    """Return the bits of |x| in float32, as integers. The integers have the same order as the values; those of infinity
+    and NaN are the largest.
     """
     return x.float().view(torch.int32) & WITHOUT_SIGN
 

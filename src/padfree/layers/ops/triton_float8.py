@@ -140,7 +140,7 @@ def _bits(value):
 def _cast(value, q, ROUND: tl.constexpr):
     """Round float32 values of at most 448 to the dtype of the pointer q: to nearest, ties to even.
 
-    `ROUND`: round in float32 before the cast, because Triton's interpreter casts differently.
+    If `ROUND` is True, the kernel rounds in float32 before the cast, because Triton's interpreter casts differently.
     """
     if ROUND:
         bits = value.to(tl.int32, bitcast=True)

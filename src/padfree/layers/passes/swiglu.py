@@ -83,8 +83,8 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Return whether the tensor of `node` may be overwritten: this graph computes it, and has `num_users` readers of
-    it.
+    """Return whether the tensor of `node` may be overwritten: this graph computes it, and exactly `num_users` nodes
+    read it.
     """
     if len(node.users) != num_users:
         return False

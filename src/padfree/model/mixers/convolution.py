@@ -37,7 +37,7 @@ def convolution(
     seq_idx: Segments | None = None,
     **_: Any,
 ) -> Tensor:
-    """Apply a causal depthwise convolution along a pack. It replaces transformers' `causal_conv1d_fn`.
+    """Apply a causal depthwise convolution along a pack. This function replaces transformers' `causal_conv1d_fn`.
 
     `hidden_states` are [1, C, T] for C channels and T tokens, `weight` is [C, W] for W taps, and the result is [1, C,
     T]. Callers without an argument `segments` pass the segments as `seq_idx`.

@@ -7,8 +7,8 @@ A small copy of the model (see `padfree.model.probe`) runs once, and the call of
 below a layer is a mixer if a changed token changes its outputs for other tokens, and if none of its submodules calls
 transformers' attention.
 
-If mixers are nested, the probe tries the innermost modules first, because their calls are the simplest. Then it tries
-the outermost modules, which include mixing between the inner ones (a convolution before a recurrence).
+If mixers are nested, `padfree.model.probe` tries the innermost modules first, because their calls are the simplest.
+Then it tries the outermost modules, which include mixing between the inner ones (a convolution before a recurrence).
 """
 
 from __future__ import annotations

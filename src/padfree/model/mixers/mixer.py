@@ -3,8 +3,9 @@
 `MixerKind` says how a kind of mixer is recognised, how many FLOPs it takes and how many activations it saves.
 
 A mixer is a module that mixes tokens without softmax attention: a recurrence, a convolution, a shift.
-`padfree.model.mixers.find_mixers` finds the mixers of a model by their behaviour on the probe's small copy. The kind of
-a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by segment.
+`padfree.model.mixers.find_mixers` finds the mixers of a model by the behaviour of modules in a small copy of the model.
+The kind of a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by
+segment.
 """
 
 from __future__ import annotations

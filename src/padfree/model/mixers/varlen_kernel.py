@@ -127,7 +127,7 @@ _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A test of one implementation of a mixer. It runs on a copy of the mixer with random weights."""
+    """A test of one implementation of a mixer. The test runs on a copy of the mixer with random weights."""
 
     name: str  # of the implementation
     call: Function  # a function of (module, hidden states [T, D], Segments) that returns [T, D]

@@ -209,7 +209,7 @@ def why_refused(model_class: type) -> str | None:
 
 def _base_class(model_class: type) -> Any:
     """Return the class without a head that belongs to a class with a language-model head, or the class itself if it has
-    none.
+    no such head.
     """
     module = sys.modules[model_class.__module__]
     return getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)

@@ -4,11 +4,11 @@
     features       gathered for the M placeholders of the pack  -> [M, D]              gradients of shared images add up
     input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own language model
 
-Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. They are gathered for
-the placeholder tokens like the main features.
+Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These further
+features are gathered for the placeholder tokens like the main features.
 
-Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). They exchange features
-and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
+Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). The ranks exchange
+features and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
 
 A pack without images, and a context rank that encodes none, run the tower on the smallest possible image and use none
 of its features. This has two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times,
@@ -96,8 +96,9 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImag
 
 
 def _joined(features: Any) -> Tensor:
-    """Join features to one tensor [F, D]. They are a list with one tensor per image or sample, or one tensor [tiles, n,
-    D].
+    """Join features to one tensor [F, D].
+
+    `features` is a list with one tensor per image or sample, or one tensor [tiles, n, D].
     """
     return cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
 

@@ -28,7 +28,8 @@ IMAGE = 1
 
 
 def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
-    """Return the sample with the positions that this model gives its tokens. Without images it is returned unchanged.
+    """Return the sample with the positions that this model gives its tokens. A sample without images is returned
+    unchanged.
 
     Raises `UserError` if the model cannot be trained on these images.
     """
@@ -79,7 +80,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
 
 
 def _check_apart(sample: Sample) -> None:
-    """Raise `UserError` if two images are adjacent. The model would take them for one image."""
+    """Raise `UserError` if two images are adjacent. The model would take two such images for one."""
     for one, other in zip(sample.images, sample.images[1:], strict=False):
         if one.positions[-1] + 1 == other.positions[0]:
             raise UserError(
