@@ -1,4 +1,4 @@
-"""Count and time compilations, so that a run that waits for the compiler can say so."""
+"""Count and time compilations, so that a run can report that it waits for the compiler."""
 
 from __future__ import annotations
 

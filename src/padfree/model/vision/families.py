@@ -65,7 +65,8 @@ def _encode_tiles(base: Any, inputs: Inputs) -> Any:
 def _encode_sized(base: Any, inputs: Inputs) -> Any:
     """Encode the images of a pack with LLaVA-OneVision.
 
-    The model divides only images into tiles that are alone in their sample, so each image is passed as such a sample.
+    The model divides an image into tiles only if the image is alone in its sample, so each image is passed as a sample
+    of its own.
     """
     images = torch.ones(len(inputs["image_sizes"]), dtype=torch.int64)
     return base.get_image_features(**inputs, batch_num_images=images, return_dict=True)
@@ -104,7 +105,7 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
     """Return an image as large as one tile, for towers that read an image both as a whole and in parts.
 
-    The tower gets two tiles: the whole image, and its only part.
+    The tower gets two tiles: the whole image, and the only part of the image.
     """
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
