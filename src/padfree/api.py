@@ -8,10 +8,11 @@
     )
     run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
 
-The keywords are the sections of a recipe, with the same names and values. They override settings of the recipe that
-`recipe=` names. Instead of a dictionary, a section may be the value of its main setting, e.g. `model="my-model"`. The
-main setting is `folder` for run, and `path` for model, data, reference, teacher, critic and eval. Functions (a reward,
-an environment, a loss) may be passed directly if they are defined at the top level of a module or of a notebook.
+The keywords are the sections of a recipe, with the same names and values. If `recipe=` names a recipe file, the
+keywords override settings of this file. Instead of a dictionary, a section may be the value of its main setting, e.g.
+`model="my-model"`. The main setting is `folder` for run, and `path` for model, data, reference, teacher, critic and
+eval. Functions (a reward, an environment, a loss) may be passed directly if they are defined at the top level of a
+module or of a notebook.
 
 A call runs in this process and returns when the run has ended. Under torchrun, every process makes the same call.
 Without `progress=True`, the call prints nothing to stdout. At its end, the call restores signal handlers and random
@@ -117,9 +118,9 @@ class TrainCall:
     ) -> TrainedRun:
         """Run the task and return when the run has ended.
 
-        `recipe`: the path of a recipe file. `sections`: sections of a recipe, whose settings override those of the
+        `recipe` is the path of a recipe file. `sections` are sections of a recipe, whose settings override those of the
         file. `on_step` is called with the metrics of each step, and `on_note` with the text of each message of the run.
-        `progress`: print one line for each step and each message.
+        If `progress` is True, the call prints one line for each step and each message.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 
@@ -253,7 +254,9 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return the settings `values` with the defaults of a call without a recipe. `command`: e.g. "sft"."""
+    """Return the settings `values` with the defaults of a call without a recipe. `command` is the task, for example
+    "sft".
+    """
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)
@@ -265,7 +268,7 @@ def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
 def _plain(value: Any, name: str) -> Any:
     """Convert a value to its form in a recipe: a path to a string, a function to `module:function`.
 
-    `name`: the setting, for error messages.
+    `name` is the name of the setting, for error messages.
     """
     if isinstance(value, Mapping):
         return {str(key): _plain(entry, f"{name}.{key}") for key, entry in value.items()}

@@ -57,7 +57,7 @@ def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -
 
 
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:
-    """Raise `UserError` unless `value` is an integer of at least `least`. `cure`: the advice in the message."""
+    """Raise `UserError` unless `value` is an integer of at least `least`. `cure` is the advice in the message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UserError(name, "", cure, value=value)
 
@@ -65,7 +65,7 @@ def need_whole(name: str, value: Any, least: int, cure: str) -> None:
 def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
     """Raise `UserError` unless `value` is a number from `low` to `high`. NaN is refused, too.
 
-    `cure`: the advice in the message.
+    `cure` is the advice in the message.
     """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:

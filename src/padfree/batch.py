@@ -95,7 +95,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """Facts about a packed sample that stay on the host. `index`: its index in the list that was packed."""
+    """What the host knows about a packed sample. `index` is the sample's index in the list that was packed."""
 
     index: int
     length: int
@@ -109,7 +109,10 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times, and where the copies are.
+    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times.
+
+    `copy_index` lists the copies of element 0, then those of element 1, and so on; `offsets` says where each list
+    begins.
 
     elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
     """
@@ -150,27 +153,27 @@ class PackedImages:
 
     @property
     def num_features(self) -> int:
-        """F, the number of features of all distinct images."""
+        """Return F, the number of features of all distinct images."""
         return sum(self.counts)
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """The number of patches or tiles of each distinct image: its rows in `pixel_values`."""
+        """Return the number of patches or tiles of each distinct image: its rows in `pixel_values`."""
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
-        """The tower's inputs of some of the distinct images."""
+        """Return the inputs that the vision tower needs to encode the given distinct images."""
         parts = {name: torch.split(tensor, list(self.rows[name])) for name, tensor in self.inputs.items()}
         return {name: torch.cat([part[image] for image in images]) for name, part in parts.items()}
 
     def map(self, function: Any) -> PackedImages:
-        """The same images with `function` applied to each input."""
+        """Return the same images with `function` applied to each input."""
         return replace(self, inputs={name: function(tensor) for name, tensor in self.inputs.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedKept:
-    """The kept sets of a pack's M labels: the token ids left by top-p, top-k and min-p. They stay on the host."""
+    """The kept sets of a pack's M labels: the token ids left by top-p, top-k and min-p. The sets stay on the host."""
 
     positions: NDArray[np.int64]  # [M] ascending indices of the labels in `PackedBatch.labels`
     sets: KeptSets  # [M]
@@ -219,7 +222,7 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T, including the pad."""
+        """Return T, the number of tokens, including the pad."""
         return self.segments.num_tokens
 
     @property
@@ -232,7 +235,7 @@ class PackedBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of the B samples, [B], without the pad."""
+        """Return the lengths of the B samples, [B], without the pad."""
         return [info.length for info in self.samples]
 
     def to(self, device: torch.device | str, *, non_blocking: bool = True) -> PackedBatch:
@@ -257,7 +260,7 @@ class PackedBatch:
         )
 
     def with_weights(self, weights: Tensor) -> PackedBatch:
-        """The same batch with other token weights [T]."""
+        """Return the same batch with other token weights [T]."""
         need_tensor("weights", weights)
         return replace(self, weights=weights.to(self.weights))
 
@@ -327,7 +330,7 @@ class PackedBatch:
         return list(torch.split(values[: self.num_tokens - self.pad_length], self.lengths))
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments for a Hugging Face model that runs a pack with its own attention, not padfree's.
+        """Return the keyword arguments for a Hugging Face model that runs a pack with its own attention, not padfree's.
 
         Whether the model's own attention keeps packed samples apart is not checked here.
         `padfree.compat.hf.PackedCollator` tests this on a small copy of the model.
@@ -339,7 +342,7 @@ class PackedBatch:
 
 
 def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> dict[str, Any]:
-    """The keyword arguments with which transformers' own attention keeps packed samples apart.
+    """Return the keyword arguments with which transformers' own attention keeps packed samples apart.
 
     There is no key `attention_mask`, not even with the value None, because TRL would treat the value as a tensor.
     """
@@ -386,7 +389,8 @@ class PrefixKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
-    """The data that attention needs about a micro-batch. It is an argument of the model's forward, never a global.
+    """The data that attention needs about a micro-batch. The context is an argument of the model's forward, never a
+    global.
 
     `segments` describes the whole pack. With context parallelism, `layout` says which tokens each rank holds, and
     `padfree.cp` has prepared `plan` for the tokens of this rank. Otherwise both are None. `prefix_keys` is set if
@@ -411,7 +415,7 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """If samples share prefixes: the predictions (`Entries`) that the tokens of one context rank make."""
+    """The predictions (`Entries`) that the tokens of one context rank make, for a pack whose samples share prefixes."""
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
     positions: Copies  # [e] gathers the hidden state of each entry from this rank's tokens
@@ -478,22 +482,22 @@ class LocalBatch:
 
     @property
     def num_samples(self) -> int:
-        """B, the number of samples of the whole pack."""
+        """Return B, the number of samples of the whole pack."""
         return self.context.segments.num_samples if self.entries is None else len(self.samples)
 
     @property
     def positions(self) -> Tensor:
-        """The positions for the model: [1, T/world], or [P, 1, T/world] for rotary positions in P dimensions."""
+        """Return the positions for the model: [1, T/world], or [P, 1, T/world] for rotary positions in P dimensions."""
         return self.position_ids[None] if self.rotary_positions is None else self.rotary_positions[:, None]
 
     def model_inputs(self) -> dict[str, Any]:
-        """The keyword arguments for a Hugging Face model to which `padfree.attach` was applied.
+        """Return the keyword arguments for a Hugging Face model to which `padfree.attach` was applied.
 
         Raises `UserError` for a batch with images, because the arguments do not include their features.
         """
         if self.images is not None:
             raise UserError(
-                "images", "are not among the arguments of a model", "call padfree.hidden_states(model, batch)"
+                "images", "cannot be passed as arguments of a model", "call padfree.hidden_states(model, batch)"
             )
         return {
             "input_ids": self.input_ids[None],

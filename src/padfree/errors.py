@@ -32,10 +32,10 @@ EXIT_BUG = 70
 class UserError(ValueError):
     """A mistake that the user can fix.
 
-    `setting`: the name of a setting, flag, argument, column or variable. `fix`: what to do. `value`, if given, is shown
-    before the `problem`, which may then be empty.
+    `setting` is the name of a setting, flag, argument, column or variable. `fix` says what to do. `value`, if given, is
+    shown before the `problem`, which may then be empty.
 
-    A subclass of `ValueError`, so that code that catches `ValueError` also works.
+    The class is a subclass of `ValueError`, so that code that catches `ValueError` also works.
     """
 
     def __init__(self, setting: str, problem: str, fix: str, value: object = ...) -> None:
@@ -146,7 +146,7 @@ def system_error(error: OSError, setting: str | None = None) -> UserError | None
 
 
 def bug_note() -> str:
-    """The note that is printed after the traceback of a bug."""
+    """Return the note that is printed after the traceback of a bug."""
     versions = [f"Python {platform.python_version()}"]
     for package in ("padfree", "torch", "transformers"):
         with suppress(metadata.PackageNotFoundError):

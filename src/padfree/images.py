@@ -27,7 +27,7 @@ class Image:
     """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
 
     `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images: a pack
-    concatenates its images along it.
+    concatenates its images along this axis.
     """
 
     digest: str  # identifies the tower's inputs
@@ -41,7 +41,9 @@ class Image:
         positions = token_array(self.positions, "positions of an image").astype(np.int64, copy=False)
         if not len(positions) or positions[0] < 0 or (np.diff(positions) <= 0).any():
             raise UserError(
-                "positions", "of an image are not ascending indices", "give one index per placeholder token"
+                "positions",
+                "of an image are not ascending indices",
+                "give the indices of its placeholder tokens, sorted",
             )
         object.__setattr__(self, "positions", positions)
 
@@ -82,7 +84,9 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Bools [n]: which tokens are placeholders that lack an image. Tokens that a policy `sampled` [n] do not count."""
+    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy `sampled` [n] are never
+    marked.
+    """
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:
         missing[image.positions] = False
@@ -90,7 +94,7 @@ def without_image(
 
 
 def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
-    """The images of the first `length` tokens. Raises `UserError` if the cut is inside an image."""
+    """Return the images of the first `length` tokens. Raises `UserError` if the cut is inside an image."""
     kept = tuple(image for image in images if image.positions[0] < length)
     if kept and kept[-1].positions[-1] >= length:
         raise UserError("length", f"{length} cuts an image", "cut before or after all of its placeholder tokens")

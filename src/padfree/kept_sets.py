@@ -27,7 +27,10 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSets:
-    """The kept sets of n tokens. `counts` [n]: length of each list. `ids` [K]: all lists, one after the other."""
+    """The kept sets of n tokens: the token ids that the sampler could choose from at each token.
+
+    `counts` [n] are the lengths of the tokens' lists of ids, and `ids` [K] are all lists, one after the other.
+    """
 
     counts: NDArray[np.int32]  # [n]
     ids: NDArray[np.int32]  # [K]
@@ -40,12 +43,12 @@ class KeptSets:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Where the list of each token begins in `ids`, [n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
+        """Return where the list of each token begins in `ids`, [n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
     @staticmethod
     def whole(length: int) -> KeptSets:
-        """Return the kept sets of `length` tokens that were not sampled, or sampled from the whole vocabulary."""
+        """Return kept sets for `length` tokens that stand for the whole vocabulary, as for tokens of a prompt."""
         return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     @staticmethod
@@ -74,7 +77,7 @@ class KeptSets:
 
     @staticmethod
     def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
-        """Return the sets of one array of ids per token."""
+        """Build kept sets from one array of ids per token, stored as in `ids`."""
         ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
         return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
 
@@ -87,7 +90,7 @@ class KeptSets:
         return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
 
     def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
-        """Return the sets of the tokens `index`, in this order."""
+        """Return the kept sets of the tokens with the indices `index`, in this order."""
         counts = self.counts[index]
         return KeptSets(counts, self.ids[concatenated_ranges(self.offsets[:-1][index], counts.astype(np.int64))])
 
@@ -98,11 +101,11 @@ class KeptSets:
         return KeptSets(self.counts[begin:end], self.ids[offsets[begin] : offsets[max(begin, end)]])
 
     def of_ids(self) -> NDArray[np.int64]:
-        """For each entry of `ids`, the index of the token to whose list the entry belongs, [K]."""
+        """Return, for each entry of `ids`, the index of the token to whose list the entry belongs, [K]."""
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Bools [n]: whether the kept set of each token contains the token itself."""
+        """Return bools [n] that say whether the kept set of each token contains the token itself."""
         of_ids = self.of_ids()
         listed = np.zeros(len(self), np.bool_)
         own = tokens[of_ids]
@@ -111,7 +114,7 @@ class KeptSets:
         return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether the list of each token stores the excluded ids instead of the kept ids."""
+        """Return bools [n] that say whether the list of each token stores the excluded ids instead of the kept ids."""
         excluded = np.zeros(len(self), np.bool_)
         excluded[self.of_ids()[self.ids < 0]] = True
         return excluded

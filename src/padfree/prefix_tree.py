@@ -77,7 +77,7 @@ def subtree_ends(parents: Indices) -> Indices:
 
 
 def paths(parents: Indices) -> list[list[int]]:
-    """For each node, the nodes on the path from its root to the node itself."""
+    """Return, for each node, the nodes on the path from its root to the node itself."""
     found: list[list[int]] = []
     for node, parent in enumerate(parents.tolist()):
         found.append([*(found[parent] if parent >= 0 else ()), node])

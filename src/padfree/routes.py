@@ -31,7 +31,9 @@ MOST_EXPERTS = 32767
 
 
 def route_dtype(num_experts: int) -> np.dtype[Any]:
-    """Return the dtype of routes to `num_experts` experts."""
+    """Return the dtype in which routes (the experts chosen for each token) are stored if a layer has `num_experts`
+    experts.
+    """
     assert num_experts <= MOST_EXPERTS
     return np.dtype(np.uint8 if num_experts <= 255 else np.int16)
 
@@ -42,20 +44,20 @@ def unknown_in(dtype: np.dtype[Any]) -> int:
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return unknown routes [length, R, k] of `length` tokens. `like` are routes with the same dtype, R and k."""
+    """Return unknown routes [length, R, k] for `length` tokens, with the dtype, R and k of the routes `like`."""
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 
 
 def is_unknown(routes: Routes) -> NDArray[np.bool_]:
-    """Return for each token whether its route is unknown, [n]."""
+    """Return bools [n] that say whether the route of each token (the experts chosen for it) is unknown."""
     found: NDArray[np.bool_] = (routes == unknown_in(routes.dtype)).reshape(len(routes), -1).any(1)
     return found
 
 
 def checked_routes(values: Any, length: int, name: str) -> Routes:
-    """Convert the routes of the sample called `name` to an array [n, R, k] of uint8 or int16.
+    """Convert the routes of the sample called `name` to an array [n, R, k] of expert indices in uint8 or int16.
 
-    If the given integers have another dtype, -1 marks an unknown route.
+    If `values` have another integer dtype, -1 marks an unknown route.
     """
     array = host_array(values, f"routes of {name}")
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
@@ -107,7 +109,7 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens. A route that `first` does not know is taken from `later`.
+    """Return the routes of `length` tokens: those in `first` and, where a route is unknown there, those in `later`.
 
     `first` and `later` may cover fewer tokens. A token that is an input of several turns keeps its first route.
     """
@@ -122,7 +124,11 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Number the pairs (token, route) of each sample: [n] integers. Equal pairs have equal numbers, in all samples."""
+    """Give each pair (token, route) of each sample a number: [n] integers. Equal pairs have equal numbers, in all
+    samples.
+
+    Samples share a prefix only as far as their numbers are equal, because another route changes the hidden states.
+    """
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []
     for ids, own in zip(tokens, routes, strict=True):

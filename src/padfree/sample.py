@@ -87,7 +87,7 @@ class Sample:
             object.__setattr__(self, "routes", checked_routes(self.routes, len(tokens), name))
 
     def _check_kept(self, name: str) -> None:
-        """Raise a `UserError` if a trained token is not in its own kept set."""
+        """Raise a `UserError` if a trained token is not in its kept set, the ids from which it was sampled."""
         wrong = (
             np.zeros(0, np.int64) if self.kept is None else np.flatnonzero(self.mask & ~self.kept.contain(self.tokens))
         )
@@ -109,7 +109,7 @@ class Sample:
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether a policy sampled each token.
+        """Return bools [n] that say whether a policy sampled each token.
 
         A policy sampled all trained tokens of a sample that has `logprobs`, and no tokens of other samples.
         """
@@ -117,7 +117,9 @@ class Sample:
 
     @property
     def scored(self) -> NDArray[np.bool_]:
-        """Bools [n]: whether each token is scored. These are the trained tokens, except the sample's first token."""
+        """Return bools [n] that say whether each token is scored. These are the trained tokens, except the sample's
+        first token.
+        """
         return self.mask & (np.arange(len(self)) > 0)
 
     @property
@@ -126,7 +128,9 @@ class Sample:
         return int(np.count_nonzero(self.mask[1:]))
 
     def with_numbers(self, **arrays: NDArray[Any]) -> Sample:
-        """Return a copy of the sample with some per-token arrays (`TOKEN_ARRAYS`) replaced. Only these are checked."""
+        """Return a copy of the sample with new values for some per-token arrays (`TOKEN_ARRAYS`). Only the new arrays
+        are checked.
+        """
         other = object.__new__(type(self))
         for about in fields(self):
             object.__setattr__(other, about.name, getattr(self, about.name))

@@ -57,8 +57,8 @@ class Segments:
     ) -> Segments:
         """Make segments of these lengths, followed by a pad: lengths `[5, 3]` and pad 3 give cu_seqlens `0 5 8 11`.
 
-        `parents` [B]: the segments are nodes of a prefix tree. With `-1 0 0`, the first node is the parent of the other
-        two.
+        If `parents` [B] is given, the segments are nodes of a prefix tree. With parents `-1 0 0`, the first node is the
+        parent of the other two.
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():
@@ -93,14 +93,14 @@ class Segments:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """The lengths of the segments, [S], on the host. The pad counts as a segment."""
+        """Return the lengths of the segments, [S], on the host. The pad counts as a segment."""
         return np.diff(self.offsets)
 
     @property
     def first_positions(self) -> NDArray[np.int64]:
-        """The position of the first token of each segment, [S].
+        """Return the position of the first token of each segment, [S].
 
-        It is 0, or in a prefix tree the number of tokens on the path before the node.
+        The position is 0 or, for a node of a prefix tree, the number of tokens on the path before the node.
         """
         if self.parents is None:
             return np.zeros(self.num_segments, dtype=np.int64)
@@ -108,9 +108,10 @@ class Segments:
 
     @property
     def num_positions(self) -> int:
-        """The number of positions that a model needs: the tokens of the longest segment or, in a tree, of its path.
+        """Return the number of positions that a model needs for this pack.
 
-        The pad counts as a segment.
+        This is the length of the longest segment (the pad included) or, in a prefix tree, of the longest path from a
+        root.
         """
         return self.max_seqlen if self.parents is None else self.path_length
 
@@ -118,7 +119,7 @@ class Segments:
         return replace(self, cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking))
 
     def with_pad(self, pad_length: int) -> Segments:
-        """Return the same samples, followed by a pad of this length in place of the present pad."""
+        """Return the same segments with a pad of `pad_length` tokens at the end, in place of the present pad."""
         samples = self.lengths[: self.num_samples]
         parents = None if self.parents is None else self.parents[: self.num_samples]
         return Segments.from_lengths(samples, pad_length=pad_length, parents=parents, device=self.cu_seqlens.device)

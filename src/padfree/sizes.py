@@ -75,7 +75,7 @@ class ModelSizes:
 
     @staticmethod
     def of(config: Any) -> ModelSizes:
-        """Return the sizes of a model from its config. Raise `UserError` if it lacks the sizes of a decoder."""
+        """Return the sizes of a model from its config. Raise `UserError` if the config lacks the sizes of a decoder."""
         if not isinstance(config, PreTrainedConfig):
             config = _from_dict(_fields(config))
         config = language_config(config) or config
@@ -83,7 +83,8 @@ class ModelSizes:
 
     @property
     def head(self) -> int:
-        """The size of an attention head: the larger one, if full and windowed attention differ.
+        """Return the size of an attention head. If full and windowed attention have different head sizes, the result is
+        the larger one.
 
         The properties `query`, `key`, `value` and `output` also return the larger of the sizes of full and windowed
         attention.
@@ -108,7 +109,9 @@ class ModelSizes:
 
 
 def attends(layer: nn.Module) -> bool:
-    """Whether a layer on the meta device has attention, even if it also has a mixer (recurrence or convolution)."""
+    """Return whether a layer on the meta device has attention, even if it also has a mixer (recurrence or
+    convolution).
+    """
     return bool(_attentions(layer))
 
 
@@ -161,7 +164,7 @@ def _counted(key: _SizeKey) -> ModelSizes:
 
 
 def count(model: PreTrainedModel) -> ModelSizes:
-    """Measure the sizes of a model. It must have no adapters and must not be sharded."""
+    """Measure the sizes of a model. The model must have no adapters and must not be sharded."""
     config, layers = model.config.get_text_config(), list(layers_of(model))
     heads, hidden = int(getattr(config, "num_attention_heads", 0)), int(config.hidden_size)
     types = tuple(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
@@ -220,7 +223,7 @@ def _attentions(layer: nn.Module) -> list[nn.Module]:
 
 
 def _attention(config: PreTrainedConfig, layer: nn.Module) -> AttentionSizes | None:
-    """Return the widths of a layer's attention projections; None if the layer has no attention.
+    """Return the widths of a layer's attention projections, or None if the layer has no attention.
 
     A projection that computes q, k and v together has keys and values of equal width: (its output width − width of the
     queries) / 2.

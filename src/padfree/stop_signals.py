@@ -10,8 +10,8 @@
     warnings      SIGUSR1 SIGUSR2 SIGXCPU       sent by schedulers before a time limit: they only request a stop
     not handled   SIGQUIT                       ends the process at once, which is the system's default
 
-A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). So does a handler
-of other code for SIGHUP or for a warning.
+A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). If other code has
+a handler for SIGHUP or for a warning, that handler stays in place.
 
 Each signal prints one message at once. Python runs a handler only between two bytecode instructions, so a handler would
 be late while a step waits for a GPU or other ranks. Therefore a thread reads the signals from a pipe. A launcher may
@@ -19,7 +19,8 @@ forward a signal that the process has already received. A second request within 
 therefore counts as the same request.
 
 `StopRequested` can be lost, because some packages catch all exceptions while they are imported. `deferred` therefore
-raises it again. If it is still lost, the thread ends the process `PATIENCE` seconds after the signal.
+raises `StopRequested` again. If the exception is still lost, the thread ends the process `PATIENCE` seconds after the
+signal.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StopSignals:
     """A context manager that records signals and prints, for each signal, what happens next."""
 
     def __init__(self, say: Callable[[str], None] = _to_stderr) -> None:
-        """`say` prints a message. It is called from a thread and must not block."""
+        """Set the function `say` that prints a message. `say` is called from a thread and must not block."""
         self.number: int | None = None  # the first signal
         self._say = say
         self._then: str | None = None  # inside `deferred`: what the run will do after a signal, for the message
@@ -177,7 +178,11 @@ _INSTALLED: list[StopSignals] = []
 
 
 def _is_ours(number: signal.Signals) -> bool:
-    """Whether this module may handle a signal. The module docstring gives the rules."""
+    """Return whether this module may handle a signal.
+
+    The module never handles an ignored signal. Of handlers that other code set, it replaces only those of SIGINT and
+    SIGTERM.
+    """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN or handler is None:  # None: installed by code outside Python
         return False

@@ -1,4 +1,6 @@
-"""Attention in which each token of a pack sees only its own segment, on the fastest kernel that supports the call."""
+"""Attention in which each token of a pack sees only its own segment, computed by the fastest kernel that supports the
+call.
+"""
 
 from padfree.attention.backend import AttentionBackend, AttentionNeeds, Capabilities
 from padfree.attention.function import varlen_attention, varlen_backward, varlen_forward

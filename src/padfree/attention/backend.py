@@ -6,12 +6,13 @@
 There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
 for values. lse is the log-sum-exp of the scores of each query.
 
-Every backend supports gradients, windows and grouped key heads. `Capabilities` lists the features that differ. No
-backend computes attention sinks: `padfree.attention.sinks` adds them afterwards.
+Every backend supports gradients, windows and grouped key heads. `Capabilities` lists the features that differ between
+backends. No backend computes attention sinks (a learned extra score in the softmax of each head):
+`padfree.attention.sinks` adds them afterwards.
 
-A backend with a *raw backward* can compute the gradients of one block of the keys by itself, given the output and the
-log-sum-exp over all blocks. Ring attention needs this. The other backends use autograd, and their `backward` is never
-called.
+A backend with a *raw backward* computes the gradients of one block of the keys without the other blocks, given the
+output and the log-sum-exp over all blocks. Ring attention needs this. The other backends use autograd, and their
+`backward` is never called.
 
 Some backends read keys in pages of `PAGE_SIZE` tokens, so that several segments can share pages.
 """
@@ -38,7 +39,9 @@ PAGE_SIZE = 128
 
 
 class Pages(NamedTuple):
-    """The page table of an attention call: which pages of keys each segment sees."""
+    """The page table of an attention call. A page holds the keys of `PAGE_SIZE` tokens, and the table lists the pages
+    that each segment sees.
+    """
 
     table: Tensor  # [S, m] int32: the pages of each segment, in order; entries after its last page are arbitrary
     lengths: Tensor  # [S] int32: the number of keys of each segment; its last query is aligned with its last key
@@ -78,7 +81,9 @@ class Capabilities:
     auto_dtypes: tuple[torch.dtype, ...] = FLOAT_TYPES
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """Return the reason why the backend does not support the call, or None if it does."""
+        """Return the reason why a backend with these capabilities cannot serve a call with these `needs`, or None if it
+        can.
+        """
         major, minor = needs.compute_capability
         if needs.device not in self.devices:
             return f"it runs on {' and '.join(self.devices)}, not on {needs.device}"
@@ -109,11 +114,14 @@ class AttentionBackend(Protocol):
     key_block: int = 1
 
     def is_installed(self) -> bool:
-        """Whether the package that the backend needs, `capabilities.package`, is installed."""
+        """Return whether the package that the backend needs is installed."""
         return True
 
     def unsupported_reason(self, needs: AttentionNeeds) -> str | None:
-        """Return the reason why the backend does not support the call on this machine, or None if it does."""
+        """Return the reason why the backend cannot serve a call with these `needs` on this machine, or None if it can.
+
+        A reason is an unsupported feature or a package that is not installed.
+        """
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():
             return f"its package is not installed ({self.capabilities.package})"
@@ -147,20 +155,24 @@ class AttentionBackend(Protocol):
         ...
 
     def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Whether the caller should call `paged_forward` instead of `forward` for these queries."""
+        """Return whether the backend reads the keys of these queries in pages, so that callers should use
+        `paged_forward`.
+        """
         return False
 
     def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Whether `paged_forward`, with one query per segment, gives the same bits as the packed forward pass.
+        """Return whether a decode step gives the same bits as training.
 
-        Only the dtype, the device and the head size of `q` matter.
+        A decode step is `paged_forward` with one query per segment; training calls `forward` on a whole pack. Only the
+        dtype, the device and the head size of `q` matter.
         """
         return False
 
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Like `forward`, with k [n, PAGE_SIZE, Hkv, d] and v [n, PAGE_SIZE, Hkv, dv] in n pages.
+        """Compute the same as `forward`, with the keys and values in n pages: k [n, PAGE_SIZE, Hkv, d], v [n,
+        PAGE_SIZE, Hkv, dv].
 
         `pages` says which pages each segment reads. This default implementation gathers the keys and calls `forward`.
         """

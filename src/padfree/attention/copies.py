@@ -5,7 +5,7 @@
 
 In the two lines above, a b c are the elements, and p q r s t are the gradients of their five copies.
 
-padfree copies elements if samples of a pack share a prefix: each sample that continues the prefix gets a copy of the
+padfree makes such copies if samples of a pack share a prefix: each sample that continues the prefix gets a copy of the
 prefix's keys. The sums have a fixed order, so the results are deterministic. The gradient of an element without copies
 is 0.
 """
@@ -43,7 +43,7 @@ def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64
 def copies_to_device(
     device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
-    """Copy the arrays to the device, without synchronising with the device."""
+    """Copy the three index arrays of a gather to the device as `Copies`, without synchronising with the device."""
 
     def moved(array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -59,7 +59,10 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
 
 
 def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the gradients [m, ...] of the copies of each element in float32 or float64 -> [n, ...]."""
+    """Sum the gradients [m, ...] of the m copies of n elements -> [n, ...], in float32 or float64.
+
+    `index`, `copy_index` and `offsets` are the arrays of `Copies`, which say which copies belong to which element.
+    """
     count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
         from padfree.attention.triton_copies import sum_rows

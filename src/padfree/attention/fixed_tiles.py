@@ -1,16 +1,17 @@
 """The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
 A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
-shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Places without a
-token are filled with 0.
+shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Empty places of a
+tile are filled with 0.
 
     segment of 300 keys      queries of the last 40 keys          a single query at key 299
     blocks of keys           0..127   128..255   256..299 0 0     the same
     tiles of queries         260..271   272..287   288..299       288..299, with zeros at 288..298
 
-Blocks of keys are merged from the first to the last. A block in which a query sees no key does not change a bit. A
-decode step with one query therefore gives the same bits as the packed forward pass, which `rollout.exact` needs. The
-decode step does 16 times the necessary arithmetic.
+Blocks of keys are merged from the first to the last. A block in which a query sees no key does not change a bit of the
+query's result. A decode step with one query therefore gives the same bits as the packed forward pass, which the setting
+`rollout.exact` needs (sampled log-probabilities equal those in training). The decode step does 16 times the necessary
+arithmetic.
 """
 
 from __future__ import annotations
@@ -106,8 +107,9 @@ class TiledAttention(AttentionBackend):
 
 
 class _Tiles:
-    """The tiles of queries of all segments, and the blocks of keys that they see. The index -1 means that there is no
-    token.
+    """The tiles of 16 queries of all segments, and the blocks of 128 keys that each tile sees.
+
+    A place of a tile or block holds the index of a token, or -1 if it is empty.
     """
 
     def __init__(self, segments_q: Segments, segments_k: Segments) -> None:
@@ -133,7 +135,7 @@ class _Tiles:
         return places
 
     def seen(self, tiles: NDArray[np.int64], block: int, spec: AttentionSpec) -> Tensor:
-        """The mask [tiles, 16, 128]: which keys of a block each query sees."""
+        """Return the mask [tiles, 16, 128] of the keys in block `block` that each query of the given tiles sees."""
         query = (self._start[tiles, None] + np.arange(QUERIES))[:, :, None]
         key = block * KEYS + np.arange(KEYS)
         seen = np.broadcast_to(key < self._num_keys[tiles, None, None], (len(tiles), QUERIES, KEYS))
@@ -145,7 +147,7 @@ class _Tiles:
 
 
 def _padded(states: Tensor, places: NDArray[Any]) -> Tensor:
-    """Select tokens of `states` [T, H, d] by their indices. The index -1 gives zeros."""
+    """Gather tokens of `states` [T, H, d] by their indices `places`. The index -1 gives zeros."""
     index = torch.from_numpy(places)
     return torch.where((index >= 0)[:, None, None], states[index.clamp(min=0)], 0)
 

@@ -2,7 +2,7 @@
 
 The kernels take tensors [T, H, d] of T tokens and H heads of size d. They return the log-sum-exp as [H, T], which
 padfree transposes to [T, H]. For a query that sees no key, padfree sets the output to 0 and the log-sum-exp to -inf,
-because the kernels differ there.
+because the two kernels return different values for such a query.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """The number of keys before its own that a query sees, or -1 if no segment is longer than the window."""
+    """Return how many keys before its own key a query sees.
+
+    Returns -1 if the window limits nothing: there is no window, or no segment is longer than the window.
+    """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 
 
@@ -35,7 +38,10 @@ def fill_blind_queries(
 
 
 def lse_for_kernel(lse: Tensor, segments_q: Segments, segments_k: Segments) -> Tensor:
-    """Transpose lse [Tq, H] to [H, Tq], and replace -inf by +inf, so that exp(score - lse) is 0."""
+    """Transpose lse [Tq, H] to [H, Tq] for the backward kernel.
+
+    For a query that sees no key, -inf becomes +inf, so that the kernel computes exp(score - lse) = 0.
+    """
     kernel_lse = lse.T.contiguous()
     if segments_q is segments_k or not (segments_q.lengths > segments_k.lengths).any():
         return kernel_lse

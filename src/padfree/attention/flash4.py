@@ -1,9 +1,9 @@
 """The `fa4` backend: the package `flash-attn-4`, which is pure Python and compiles its kernels on first use.
 
-The backend needs a Hopper GPU or a newer one. It calls internal functions of the package, because the public ones do
-not give access to the backward pass.
+The backend needs a Hopper GPU or a newer one. The backend calls internal functions of flash-attn-4, because the public
+functions do not give access to the backward pass.
 
-The package takes some seconds to compile a kernel for each head size and mask. It caches compiled kernels on disk,
+flash-attn-4 takes some seconds to compile a kernel for each head size and mask, and caches compiled kernels on disk,
 because padfree sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED to 1 unless the user has set this variable.
 
 Query heads that share a key head can be packed into one tile, which fills the tiles of short segments. On a Hopper GPU,
@@ -140,7 +140,9 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel and return (out, lse). `keys` are the arguments with the keys and values."""
+    """Run the kernel and return (out, lse). `keys` are the kernel's arguments that describe the segments or pages of k
+    and v.
+    """
     out, lse = _kernels()._flash_attn_fwd(
         q,
         k,
@@ -170,7 +172,7 @@ def _kernels() -> Any:
 
 
 def _packed(q: Tensor, segments_q: Segments) -> bool | None:
-    """Whether to pack query heads into one tile. None lets the package decide."""
+    """Return whether to pack the query heads that share a key head into one tile. None lets flash-attn-4 decide."""
     long = len(q) >= UNPACKED_FROM * (len(segments_q.cu_seqlens) - 1)
     return False if long and _is_hopper(q.device) else None
 

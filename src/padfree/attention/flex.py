@@ -114,7 +114,7 @@ def _cached_mask(key: _MaskKey) -> Any:
 
 
 def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
-    """The mask of flex attention in which each query sees the keys that `spec` allows in its segment."""
+    """Return the `BlockMask` for flex attention: each query sees the keys of its own segment that `spec` allows."""
     from torch.nn.attention.flex_attention import BlockMask
 
     first, end = key_ranges(segments_q, segments_k, spec)
@@ -138,8 +138,8 @@ def block_table(
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Classify the blocks of a mask in which query t sees the keys `first[t] <= key < end[t]`.
 
-    Returns two masks [query blocks, key blocks]. In a block of the mask `full`, every query sees every key. In a block
-    of the mask `partial`, some queries see some keys.
+    Returns two masks [query blocks, key blocks]: first `partial`, which marks the blocks in which some queries see some
+    keys, then `full`, which marks the blocks in which every query sees every key.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)
@@ -149,7 +149,10 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """Count the queries of each query block that see each key block: [query blocks, key blocks]."""
+    """Count the queries that see a key block: for each query block and key block, an array [query blocks, key blocks].
+
+    Query t sees the key blocks `first[t] <= block < end[t]`.
+    """
     query_block = np.arange(len(first)) // BLOCK
     change = np.zeros((-(-len(first) // BLOCK), num_blocks + 1), dtype=np.int64)
     np.add.at(change, (query_block, first), 1)
@@ -159,7 +162,9 @@ def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blo
 
 
 def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each query block, return the number of visible key blocks, and all key blocks, visible ones first."""
+    """Return, for each query block, the number of key blocks that `table` marks, and all key blocks with the marked
+    ones first.
+    """
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)

@@ -3,7 +3,7 @@
     q [Tq, H, d]     k [Tk, Hkv, d]     v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
 
 There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
-for values. `lse` is the log-sum-exp of the scores of each query, without sinks.
+for values. `lse` is the log-sum-exp of the scores of each query, without attention sinks (learned extra scores).
 
 Each query segment sees only the key segment with the same index. The last query of a segment is aligned with its last
 key, so a segment may hold only the last queries of a sample. A query that sees no key has output 0 and lse -inf.
@@ -76,11 +76,13 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], in which each query sees only its own segment.
+    """Compute attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], in which each query sees only its own
+    segment.
 
     Returns out [Tq, H, dv], or (out, lse) with lse [Tq, H] if `return_lse` is True. `scale` defaults to d ** -0.5.
-    `window` is the number of keys that a query sees, its own included. The output is differentiable once; lse is not
-    differentiable.
+    `window` is the number of keys that a query sees, its own included. `softcap` replaces a score s by softcap · tanh(s
+    / softcap). `sinks` [H] are learned extra scores in the softmax of each head. The output is differentiable once; lse
+    is not differentiable.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     if sinks is not None:

@@ -2,11 +2,11 @@
 
     image          a b c d              the causal mask shows a: a    b: a b    c: a b c    d: a b c d
     later keys                          a: b c d    b: c d    c: d    d: none
-    reversed       queries c b a        keys d c b: again a causal mask, aligned bottom-right
+    second call    queries c b a        keys d c b      (in reversed order, these later keys form a causal mask again)
 
 A causal call covers the whole pack. A second call computes the attention of image tokens to the later keys of their
 image. The two results are merged by their log-sum-exp. A window limits only earlier keys, so it affects only the first
-call. The backend must be able to compute the gradients of one block of keys by itself (a raw backward).
+call. The backend needs a raw backward: it computes the gradients of one block of keys without the other blocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """The queries that see later keys, and these keys. Query segment i attends to key segment i with a causal mask."""
+    """The queries that also see later keys, the keys after their own in the same image.
+
+    Queries and keys are in reversed order within a segment, so that query segment i attends to key segment i with a
+    causal mask.
+    """
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order
     segments_q: Segments
@@ -44,9 +48,11 @@ def attend_with_later_keys(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """Causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], and to the later keys of `later`.
+    """Compute causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], where some queries also see later
+    keys.
 
-    `later_k` and `later_v` are the keys and values of `later.segments_k`. Returns [Tq, H, dv]; differentiable once.
+    `later` says which queries see later keys. `later_k` and `later_v` are these later keys and their values. Returns
+    [Tq, H, dv]; differentiable once.
     """
     calls = ((segments_q, segments_k, {**options, "window": window}), (later.segments_q, later.segments_k, options))
     out: Tensor = _WithLaterKeys.apply(q, k, v, later_k, later_v, later.queries, calls)  # type: ignore[no-untyped-call]

@@ -3,9 +3,9 @@
     self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
     self_attention_backward   dout [T, H, dv], the same arguments, out and lse             -> dq, dk, dv, dsinks
 
-The operator calls the same kernels as `varlen_attention`. All data about the pack are arguments, so that recomputation
-and a second model in the process get the right data. The length of the longest segment is a tensor on the host: the
-compiler does not see its value, and so does not recompile for another length.
+The operator calls the same kernels as `varlen_attention`. All data about the pack are arguments of the operator and not
+global state, so that recomputation and a second model in the process get the right data. The length of the longest
+segment is a tensor on the host: the compiler does not see its value, and so does not recompile for another length.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def self_attention(
     sinks: Tensor | None,
     backend: str,
 ) -> Tensor:
-    """Causal attention of a pack to itself, segment by segment, for use inside a compiled region.
+    """Compute causal self-attention within each segment of a pack, for use inside a compiled region.
 
     q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. The arguments are those of `varlen_attention`.
     """
@@ -63,7 +63,7 @@ def self_attention(
 
 
 class _AttentionCall(NamedTuple):
-    """The arguments of an attention kernel that are not tensors."""
+    """What one attention call needs besides q, k, v and sinks: the backend, the segments and the parameters."""
 
     backend: AttentionBackend
     segments: Segments

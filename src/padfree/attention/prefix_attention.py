@@ -16,7 +16,7 @@ These queries are adjacent in the pack, so the call needs no copies.
     long prefix   a a b b b   see   p p p               without a mask
 
 Long prefixes are used only in layers without a window, and only with backends that can compute the gradients of one
-block of keys by themselves (`Capabilities.raw_backward`).
+block of keys without the other blocks (`Capabilities.raw_backward`).
 
 Backends with pages share whole pages of a prefix in the forward pass. Only the partial page at a branch point is
 copied. Pages need a layer without a window.
@@ -98,10 +98,10 @@ torch.library.define(
 def prepare_prefix_keys(
     segments: Segments, long_prefixes: Indices | None = None, *, paged: bool | None = None
 ) -> PrefixKeys | None:
-    """The keys that each node of a prefix tree sees.
+    """Return arrays that say which keys each node of a prefix tree sees, or None if the samples share no prefix.
 
-    Returns None if the samples share no prefix. `long_prefixes` are the indices of the nodes that are treated as long
-    prefixes, and `paged` says whether to prepare pages. This function chooses each of the two if it is None.
+    `long_prefixes` are the indices of the nodes whose keys are read in a separate call instead of copied. `paged` says
+    whether to prepare pages of keys. If one of these two arguments is None, this function chooses its value.
     """
     if segments.parents is None:
         return None
@@ -127,10 +127,10 @@ def prepare_prefix_keys(
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
-    """Choose the nodes for which a separate call is cheaper than copying their keys.
+    """Choose the nodes of a prefix tree for which a separate attention call is cheaper than copying their keys.
 
     `parents` [S] and `offsets` [S + 1] describe the S nodes of the tree. A separate call for a node costs `call_cost`,
-    plus `query_cost` for each query below the node. The unit is the cost of copying one key.
+    plus `query_cost` for each query below the node. The unit of both is the cost of copying one key.
     """
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
@@ -148,7 +148,8 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return the arrays that describe the paths of all nodes, and the length of the longest path.
+    """Return the arrays that describe the path of each node (its tokens and those of its ancestors), and the longest
+    path's length.
 
     The first array is the cu_seqlens of the paths. The others are the arrays of `Copies` that gather the tokens of the
     paths. The nodes in `without` are left out of the paths.
@@ -181,7 +182,9 @@ def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
 
 
 def _array_starts(sizes: Sequence[int]) -> list[int]:
-    """The start of each array in the tensor that `_concatenated` returns, and the end of the last array."""
+    """Return where each array of the given sizes starts in the tensor of `_concatenated`, and where the last array
+    ends.
+    """
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 
@@ -198,7 +201,7 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention in which each query sees the keys of its path in the prefix tree, up to its own token.
+    """Compute attention in which each query sees the keys of its path in the prefix tree, up to its own token.
 
     q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree, and `keys` comes
     from `prepare_prefix_keys`. Differentiable once.
@@ -220,7 +223,7 @@ class _LongPrefix(NamedTuple):
 
 
 class _Pack(NamedTuple):
-    """The arguments of an attention kernel that describe the pack."""
+    """The arguments of an attention kernel that describe the pack, such as segments and key copies."""
 
     backend: AttentionBackend
     queries: Segments

@@ -25,16 +25,16 @@ from padfree.segments import Segments
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the computation: float64 for float64 inputs, float32 for all others."""
+    """Return the dtype in which attention is computed: float64 for float64 inputs, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def visible_keys(
     num_queries: int, num_keys: int, spec: AttentionSpec, device: torch.device, *, diagonal: int | None = None
 ) -> Tensor:
-    """The mask [num_queries, num_keys]: True if the query sees the key.
+    """Return the mask [num_queries, num_keys]: True if the query sees the key.
 
-    The first query is aligned with key `diagonal`. None: the last query is aligned with the last key.
+    The first query is aligned with key `diagonal`. If `diagonal` is None, the last query is aligned with the last key.
     """
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -97,7 +97,7 @@ def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tupl
 
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys.
+    """Compute attention over one block of keys.
 
     q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]
     """
@@ -111,9 +111,9 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: Attent
 def block_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients (dq, dk, dv) of one block of keys.
+    """Return the gradients (dq, dk, dv) for one block of keys k and values v.
 
-    `out` [Lq, H, dv] and `lse` [Lq, H] may belong to attention over more keys than k.
+    `out` [Lq, H, dv] and `lse` [Lq, H] are the results of attention to all keys, of which k may be a part.
     """
     q_, k_, v_ = q.to(compute_dtype(q.dtype)), _per_query_head(k, q), _per_query_head(v, q)
     dout_, out_ = dout.to(q_.dtype), out.to(q_.dtype)
@@ -131,12 +131,12 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """Repeat each key head for its query heads: [Lk, Hkv, d] -> [Lk, H, d], in the computation's dtype."""
+    """Repeat each key head for the H query heads of q that share it: [Lk, Hkv, d] -> [Lk, H, d], in `compute_dtype`."""
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 
 def _sum_over_group(gradient: Tensor, keys: Tensor) -> Tensor:
-    """Sum a gradient over the query heads of each key head: [Lk, H, d] -> [Lk, Hkv, d]."""
+    """Sum a gradient over the query heads that share each key head: [Lk, H, d] -> [Lk, Hkv, d]."""
     grouped = gradient.reshape(*keys.shape[:2], gradient.shape[1] // keys.shape[1], keys.shape[2])
     return grouped.sum(dim=2).to(keys.dtype)
 

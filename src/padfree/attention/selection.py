@@ -1,7 +1,7 @@
 """Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA it chooses `reference`
-only for float64, and it never chooses `tiles`.
+`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA, `auto` chooses
+`reference` only for float64. On no device does `auto` choose `tiles`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def choose_backend(
     raw_backward: bool = False,
     requested: str = "auto",
 ) -> str:
-    """The name of the fastest backend that supports the call.
+    """Return the name of the fastest backend that supports the call.
 
-    `requested` is `auto` or the name of a backend, which must support the call. `head_dim` is the head size of q and k;
-    `value_dim` is that of v, if different. `softcap`: scores are soft-capped. `raw_backward`: `varlen_backward` will be
-    called.
+    `requested` is `auto` or the name of a backend, which must support the call. `head_dim` is the head size of q and k.
+    `value_dim` is the head size of v, if it differs. `softcap` says whether scores are soft-capped, and `raw_backward`
+    whether the caller will use `varlen_backward`.
     """
     if not isinstance(requested, str):
         raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)
@@ -105,7 +105,7 @@ def _choose(
 
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
-    """Return the reason why `auto` does not choose a backend that supports the call."""
+    """Return the reason why `auto` skips a backend that supports the call, or None if `auto` may choose the backend."""
     return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
 
 
@@ -126,7 +126,7 @@ def _compute_capability(device: torch.device) -> tuple[int, int]:
 
 
 def capability_table() -> str:
-    """The capabilities of all backends as a Markdown table, for docs/reference/backends.md."""
+    """Return the capabilities of all backends as a Markdown table, for docs/reference/backends.md."""
     rows = [["backend", "devices", "types", "head sizes", "v's head size", "soft cap", "ring", "`auto`", "needs"]]
     rows.append(["---"] * len(rows[0]))
     for name, backend in BACKENDS.items():
@@ -158,5 +158,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def key_block(requested: str) -> int:
-    """The `key_block` of the backend `requested`. `auto` chooses no backend that needs one."""
+    """Return the `key_block` of the backend `requested`: its results depend on the division of keys into blocks of this
+    size.
+
+    Returns 1 for `auto`, because `auto` never chooses a backend whose results depend on blocks.
+    """
     return BACKENDS[requested].key_block if requested in BACKENDS else 1

@@ -2,9 +2,9 @@
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 
-Sinks are applied after attention, so kernels need no support for them. A kernel's backward gives the right gradients of
-q, k and v if it gets the output and the log-sum-exp lse' with the sink. The gradient of the sink is -Σ exp(sink - lse')
-· δ over the queries, where δ is the dot product of the output and its gradient.
+Sinks are applied after attention, so kernels need no support for sinks. A kernel's backward gives the right gradients
+of q, k and v if it gets the output and the log-sum-exp lse' with the sink. The gradient of the sink is -Σ exp(sink -
+lse') · δ over the queries, where δ is the dot product of the output and its gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from padfree.errors import UserError
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Include the sinks [H] in the softmax.
+    """Include the sinks [H], one learned extra score for each head, in the softmax of attention.
 
     `out` [Tq, H, dv] and `lse` [Tq, H] are the results without sinks. Returns both with sinks.
     """
@@ -33,7 +33,10 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 
 
 def sinks_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks [H]. `dout` is the gradient of the output with sinks, `out`."""
+    """Return the gradient of the sinks [H].
+
+    `out` and `lse` are the results with sinks, and `dout` is the gradient of `out`.
+    """
     _need_floats(dout=dout, out=out, lse=lse, sinks=sinks)
     if sinks.shape != lse.shape[1:] or dout.shape != out.shape:
         raise UserError(

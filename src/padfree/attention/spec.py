@@ -57,7 +57,7 @@ class AttentionSpec:
 def key_ranges(
     segments_q: Segments, segments_k: Segments, spec: AttentionSpec
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Two arrays [Tq], `first` and `end`: query t sees the keys `first[t] <= key < end[t]` of the key axis.
+    """Return two arrays [Tq], `first` and `end`: query t sees the keys `first[t] <= key < end[t]` of the key axis.
 
     If `first[t]` equals `end[t]`, query t sees no key.
     """
@@ -73,7 +73,7 @@ def key_ranges(
 
 
 def blind_queries(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> NDArray[np.int64] | None:
-    """The indices of the queries that see no key, or None if every query sees a key."""
+    """Return the indices of the queries that see no key, or None if every query sees a key."""
     if segments_q is segments_k:
         return None
     lengths_q, lengths_k = segments_q.lengths, segments_k.lengths

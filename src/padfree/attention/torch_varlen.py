@@ -1,7 +1,8 @@
-"""The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. It needs no extra package.
+"""The `torch` backend: the variable-length flash attention that PyTorch includes for CUDA. The backend needs no extra
+package.
 
-The backend calls the two operators below `torch.nn.attention.varlen`, because the arguments of the module changed
-between PyTorch 2.11 and 2.13. The operators support grouped key heads and return the log-sum-exp.
+The backend calls the two operators that `torch.nn.attention.varlen` itself calls, because the arguments of that module
+changed between PyTorch 2.11 and 2.13. The operators support grouped key heads and return the log-sum-exp.
 
     out [Tq, H, d], lse [H, Tq]   for a query that sees no key: out 0 and lse +inf, which padfree replaces by -inf
 """

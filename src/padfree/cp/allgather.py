@@ -1,8 +1,8 @@
 """Context parallelism by gathering keys: each rank holds some queries and receives all keys that they see.
 
-A pack of T tokens is divided over `world` ranks. Each rank holds pieces of documents, T/world tokens in total. The rank
-receives the keys and values that its pieces read from the other ranks, and then calls the kernel once. This call sees
-all keys of a query, so no partial results are merged.
+A pack of T tokens is divided over `world` ranks. Each rank holds pieces of documents (segments of the pack), T/world
+tokens in total. The rank receives the keys and values that its pieces read from the other ranks, and then calls the
+kernel once. This call sees all keys of a query, so no partial results are merged.
 
 The amount of communication depends on the documents. Short documents are mostly whole on one rank, and almost nothing
 is sent. If one document fills the pack, every key is sent to other ranks.
@@ -45,7 +45,7 @@ def attend_allgather(
     image_blocks: ImageBlocks | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+    """Compute attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """
@@ -72,10 +72,10 @@ def local_attention(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
+    """Compute attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
 
-    The pool holds the rank's own keys and the received keys: `k_pool` [N, Hkv, d] and `v_pool` [N, Hkv, dv]. Each may
-    also be a tuple (own, received). Returns [T/world, H, dv].
+    The pool holds the rank's own keys and the keys received from other ranks: `k_pool` [N, Hkv, d] and `v_pool` [N,
+    Hkv, dv]. Each pool may also be a tuple (own, received). Returns [T/world, H, dv].
     """
     keys = _keys_of(plan, causal, window, options)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -97,7 +97,9 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select the K keys that this rank's pieces read from a pool of N keys, in one or two tensors."""
+    """Select the K keys that this rank's queries read from a pool of N keys. The pool is one tensor, or own and
+    received keys.
+    """
 
     @staticmethod
     def forward(ctx: Any, keys: KeyPlan, *pool: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class _SelectKeys(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Exchange keys and values with the other ranks, and return those that this rank's pieces read.
+    """Exchange keys and values with the other ranks, and return those that this rank's queries see.
 
     Takes the keys and values that this rank owns, each [T/world, ...]. Returns the K keys and values that the queries
     of this rank see, each [K, ...].
@@ -148,11 +150,12 @@ class _GatherKeys(torch.autograd.Function):
 def _exchanged(
     leaving: Sequence[Tensor], like: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Exchange slices of several tensors with all ranks in one all-to-all.
+    """Exchange slices of several tensors, such as keys and values, with all ranks in one all-to-all.
 
     `leaving` holds the slices of tokens to send: those for rank 0 first, then those for rank 1, and so on. `send[r]`
-    and `receive[r]` are the numbers of tokens sent to rank r and received from it. Returns, for each tensor, the slices
-    that were received from rank 0, rank 1, and so on.
+    and `receive[r]` are the numbers of tokens sent to rank r and received from it. `like` has one tensor for each
+    exchanged tensor, to give its shape. Returns, for each tensor, the slices that were received from rank 0, rank 1,
+    and so on.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

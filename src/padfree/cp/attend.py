@@ -6,7 +6,7 @@
 `communication_bytes` counts what each rank sends per layer:
 
     method       forward                                        backward
-    allgather    keys and values that other ranks' pieces read  gradients of the keys and values it received
+    allgather    keys and values that other ranks' pieces read  gradients of the received keys and values
     ring         K and V of a block, in world - 1 steps         K and V again, and float32 gradients in world steps
     ulysses      (world - 1)/world of q, k, v and the output    the same
 """
@@ -56,7 +56,7 @@ def attend(
     sinks: Tensor | None = None,
     image_blocks: bool = False,
 ) -> Tensor:
-    """Attention of this rank's tokens within their pack; differentiable.
+    """Compute attention of this rank's tokens, each of which sees only its own sample; differentiable.
 
     q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]. The gradient of `sinks` [H] is
     this rank's contribution: sum it over the ranks. If `image_blocks` is True, the tokens of an image attend to each
@@ -108,20 +108,22 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """The bytes that are sent for one attention layer. Element (i, j) of an array is what rank i sends to rank j."""
+    """The bytes that context ranks send for one attention layer. Element (i, j) of each array is what rank i sends to
+    rank j.
+    """
 
     forward_links: Indices  # [world, world]
     backward_links: Indices  # [world, world]
 
     @property
     def forward(self) -> Indices:
-        """The bytes that each rank sends in the forward pass of the attention layer, as an array [world]."""
+        """Return the bytes that each rank sends in the forward pass of the attention layer, as an array [world]."""
         sent: Indices = self.forward_links.sum(axis=1)
         return sent
 
     @property
     def backward(self) -> Indices:
-        """The bytes that each rank sends in the backward pass of the attention layer, as an array [world]."""
+        """Return the bytes that each rank sends in the backward pass of the attention layer, as an array [world]."""
         sent: Indices = self.backward_links.sum(axis=1)
         return sent
 
@@ -138,7 +140,9 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """Count the bytes that ranks send to each other for one causal attention layer."""
+    """Count the bytes that ranks send to each other for one causal attention layer with the context-parallel method
+    `method`.
+    """
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size

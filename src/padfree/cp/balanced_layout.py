@@ -5,12 +5,14 @@ A document is a segment of the pack, a piece is a range of a document, and the *
 
 Tokens and work can always be divided equally. Lay the documents on a circle, and slide a window of half of the tokens
 around it. The work in the window changes continuously, and its mean is half of the total. So some window holds exactly
-half of the work. One half of the ranks gets the window, the other half gets the remainder. Both are divided in the same
-way until each rank has one part. There are at most S + 2 (world - 1) pieces for S documents.
+half of the work. One half of the ranks gets the window, the other half gets the remainder. The window and the remainder
+are divided in the same way, each as a new circle, until each rank has one part. There are at most S + 2 (world - 1)
+pieces for S documents.
 
 Work is not the only cost. Kernels compute whole tiles, each tile of keys has a fixed cost, and keys of other ranks must
-be fetched. `tile_cost` counts all of this. The search accepts windows whose work per rank is at most 1 + TOLERANCE of
-the mean. Among these it takes the window whose more expensive side is cheapest.
+be fetched. `tile_cost` counts all of this. The search accepts windows whose work per rank is at most 1 + TOLERANCE
+times the mean. The two sides of a window are its inside and the remainder. The search takes the accepted window whose
+more expensive side costs least.
 """
 
 from __future__ import annotations
@@ -47,12 +49,18 @@ REFUSED = 2.0**40
 
 
 def causal_work(first: Indices, end: Indices) -> Indices:
-    """The number of (query, key) pairs of each piece [first, end)."""
+    """Return the number of (query, key) pairs of each piece of a document, from position `first` up to `end`
+    (exclusive).
+    """
     return (end - first) * (first + end + 1) // 2
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """The cost of each piece [first, end) in query-key pairs. Tiles count as full, and each key adds a fixed cost."""
+    """Return the attention cost, in (query, key) pairs, of each piece of a document from position `first` to `end`
+    (exclusive).
+
+    A partly filled tile costs as much as a full one, and each key adds a fixed cost.
+    """
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
     keys, diagonal = end + (TILE - 1) >> TILE_BITS, (first >> TILE_BITS) + 1
@@ -64,7 +72,10 @@ def tile_cost(first: Indices, end: Indices) -> Indices:
 
 
 def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
-    """Divide a pack over `world` ranks. Returns the ascending starts of the pieces, and the rank of each piece."""
+    """Divide the documents of a pack into pieces for `world` ranks, with equal tokens and nearly equal cost per rank.
+
+    Returns the ascending start of each piece in the pack, and the rank of each piece.
+    """
     offsets, first = segments.offsets, segments.first_positions
     share = int(offsets[-1]) // world
     lengths = np.diff(offsets)
@@ -86,7 +97,10 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """The number of tokens of each document, or of its whole tree if it is a node of a prefix tree: an array [S]."""
+    """Return a number of tokens for each document, as an array [S].
+
+    For a node of a prefix tree it counts the whole tree, for any other document the document itself.
+    """
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
         return lengths
@@ -96,7 +110,9 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """P pieces of the pack on C circles. `world[c]` ranks share circle c."""
+    """C circles, each a cyclic order of pieces that `world[c]` ranks share. The circles have P pieces of the pack in
+    total.
+    """
 
     start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
@@ -108,8 +124,8 @@ class _Circles(NamedTuple):
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
     """Cut each circle of pieces in two: a window for one half of the circle's ranks, the remainder for the other half.
 
-    Each rank gets `share` tokens. Its work, in (query, key) pairs, is near `mean_work` and at most `most_work`. `last`
-    is True if every new circle belongs to one rank, so that it is not cut again.
+    Each rank gets `share` tokens. The rank's work, in (query, key) pairs, is near `mean_work` and at most `most_work`.
+    `last` is True if every new circle belongs to one rank, so that it is not cut again.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -143,7 +159,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
 
 
 class _WindowEnds(NamedTuple):
-    """The two ends, begin and end, of N windows."""
+    """The two ends (begin and end) of N windows, each a range of tokens on a circle of pieces."""
 
     piece: Indices  # [2, N]
     first: Indices  # [2, N] start of the piece in its document
@@ -157,7 +173,7 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches each circle of pieces for a window that divides the cost equally between inside and outside."""
+    """Searches each circle of pieces for a window of tokens whose inside and outside cost the same per rank."""
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -189,8 +205,9 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """The modelled cost of attention on the parts [first, end) of documents that a cut creates, in (query, key)
-        pairs.
+        """Return the modelled attention cost, in (query, key) pairs, of parts of documents that a cut creates.
+
+        A part holds the positions `first` to `end` (exclusive) of a document.
         """
         if self.last:
             return tile_cost(first, end).astype(np.float64)
@@ -202,7 +219,7 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """The expected cost, in (query, key) pairs, of later cuts through the parts [first, end) of documents.
+        """Return the expected cost, in (query, key) pairs, of cutting the parts [first, end) of documents again later.
 
         A part is cut again if its work exceeds one rank's share. The cost of a cut is proportional to the number of
         keys before the cut, because a second rank must read these keys. If n ranks share the work of a part equally,
@@ -223,15 +240,15 @@ class _Search:
         return _WindowEnds(piece, first, first + location - self.edges[piece], wrapped, circle)
 
     def load(self, window_ends: _WindowEnds) -> Indices:
-        """The work inside each window."""
+        """Return the work, in (query, key) pairs, inside each window."""
         piece, first, position, wrapped, circle = window_ends
         before: Indices = self.done[piece] + causal_work(first, position) + wrapped * self.whole[circle]
         load: Indices = before[1] - before[0]
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """The cost per rank inside and outside each of N windows, relative to the mean over the circle's ranks: an
-        array [2, N].
+        """Return the cost per rank inside and outside each of N windows, relative to the mean over the circle's ranks:
+        an array [2, N].
         """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
@@ -247,9 +264,11 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """The score of each window: its cost per rank inside or outside, whichever is higher, relative to the mean.
+        """Return the score of each window: its cost per rank inside or outside, whichever is higher, relative to the
+        mean.
 
-        Windows with too much work inside or outside get `REFUSED` or more.
+        A window with too much work inside or outside gets `REFUSED` or more, so it is never chosen over an accepted
+        window.
         """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
@@ -268,9 +287,9 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """For each circle of pieces, find the best window that begins at the start of a piece.
+        """For each circle of pieces, find the best window of tokens that begins at the start of a piece.
 
-        Returns the window's begin and its score.
+        Returns where the window begins on the circle, and its score.
         """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
@@ -279,9 +298,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in the mask `which`, find the best window among those that begin or end inside a piece.
+        """For each circle in the mask `which`, find the best window of tokens; its ends may also lie inside a piece.
 
-        Returns the window's begin and its score.
+        `least` is, for each circle, the shortest distance between two piece boundaries that is searched. Returns where
+        the window begins on the circle, and its score.
         """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.
@@ -320,14 +340,16 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """The given windows, and copies of them moved by less than a tile so that one end falls between two tiles."""
+        """Return the given windows, and copies of them that are moved by less than a tile so that one end is at a tile
+        boundary.
+        """
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
         moved = (begin + np.concatenate([step, step - QUERY_TILE])) % self.total[circle]
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """For each circle, the window with the lowest score, and this score."""
+        """Return, for each circle, where the window with the lowest score begins, and this score."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]

@@ -6,8 +6,8 @@
     pieces       ranges of `own`, one document each           the query segments; pieces of one document are adjacent
 
 A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. The first
-attention layer of a model also computes, for example, which rank sends which keys. The results are cached here for the
-other layers.
+attention layer of a model also computes, for example, which rank sends which keys. `ContextPlan` caches these results
+for the other layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ Prepared = TypeVar("Prepared")
 
 
 class Pieces:
-    """The P pieces of a layout, in rank order: arrays [P] with the rank, the start and the end of each piece."""
+    """The P pieces of a layout. A piece is a range of tokens of one document on one rank.
+
+    Arrays [P] hold the rank, the start and the end of each piece. The pieces of rank 0 come first, then those of rank
+    1, and so on.
+    """
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
         self.world, self.share = layout.world, layout.num_tokens // layout.world
@@ -55,7 +59,11 @@ class Pieces:
 
 
 class ContextPlan:
-    """The data of one rank for one pack and layout. The layers only read it."""
+    """What one context rank needs to know about a pack that is divided over ranks: its tokens, all pieces, cached
+    results.
+
+    The layers of a model only read the plan.
+    """
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
         self.layout, self.segments, self.rank, self.device = layout, segments, rank, device
@@ -70,17 +78,18 @@ class ContextPlan:
         return self.layout.world
 
     def to_pack_order(self, gathered: Tensor) -> Tensor:
-        """Reorder tokens [T, ...] from rank order (rank 0's tokens first) to the order of the pack."""
+        """Reorder the values [T, ...] of all tokens from rank order (rank 0's tokens first) to pack order."""
         order = self.prepared("order", self._order)
         return gathered if order is None else gathered.index_select(0, order[1])
 
     def to_rank_order(self, values: Tensor) -> Tensor:
-        """Reorder tokens [T, ...] from the order of the pack to rank order (rank 0's tokens first)."""
+        """Reorder the values [T, ...] of all tokens from pack order to rank order (rank 0's tokens first)."""
         order = self.prepared("order", self._order)
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """The permutation between rank order and pack order, as two index arrays [T]. None if the orders are equal.
+        """Return the permutation between rank order and pack order, as two index arrays [T], or None if the orders are
+        equal.
 
         Rank order is rank 0's tokens, then rank 1's, and so on. The first array has, for each token in rank order, the
         index of the token in the pack. The second array is the inverse: it has, for each token of the pack, its index

@@ -2,11 +2,11 @@
 
     pack       7 * * * 9 | 4 * * * 2        two blocks: ranges of adjacent placeholder tokens of one sample
     ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
-    queries    rank 0: 1 2 8    rank 1: 3 6 7     see the later keys of their block, which may be on other ranks
+    queries    rank 0: 1 2 8    rank 1: 3 6 7     indices of the tokens that see later keys of their block, on any rank
 
 In Gemma 3, for example, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`).
-With the method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`, each rank has all
-tokens.
+With the context-parallel method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`,
+each rank has all tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WholePack:
-    """The data for attention over a whole pack. With shared prefixes, `paths` copies the keys of each node's path."""
+    """What attention over a whole pack with images needs, if the pack is on one rank.
+
+    If samples share prefixes, `paths` gathers, for each node of the prefix tree, the keys of the node and its
+    ancestors.
+    """
 
     later: LaterKeys
     keys: Copies  # gathers the later keys from the keys of the pack
@@ -42,10 +46,10 @@ class WholePack:
 
 
 class ImageBlocks:
-    """The image blocks of a pack, prepared once and cached for all layers."""
+    """The image blocks of a pack (ranges of image tokens that attend to each other), prepared once for all layers."""
 
     def __init__(self, tokens: Indices, segments: Segments, device: torch.device) -> None:
-        """`tokens` [M] are the ascending indices of the image tokens in the pack."""
+        """Take the ascending indices `tokens` [M] of the image tokens in the pack."""
         self.tokens, self.segments, self.device = tokens, segments, device
         self._whole: WholePack | None = None
         self._shared_out: tuple[LaterKeys, RowExchange, Copies] | None = None
@@ -70,7 +74,9 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """For the method `allgather`: this rank's queries that see later keys, and how the rank receives these keys."""
+        """Return this rank's queries that see later keys, and how the rank receives these keys with the method
+        `allgather`.
+        """
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends
             own = [concatenated_ranges(first, last - first) for first, last in zip(starts, ends, strict=True)]
@@ -83,7 +89,11 @@ class ImageBlocks:
         return self._shared_out
 
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
-        """Return the queries among this rank's tokens `own` that see later keys, and the pack indices of these keys."""
+        """Find the queries among this rank's tokens `own` that see later keys (keys after their own in the same image).
+
+        `starts` are the pack indices at which the rank's pieces start. Returns the queries, and the pack indices of the
+        later keys.
+        """
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
         first[1:] = (np.diff(self.tokens) != 1) | (np.diff(after) != 0)
@@ -111,14 +121,16 @@ class ImageBlocks:
 
 
 def _descending(begin: Indices, end: Indices) -> Indices:
-    """The numbers of each range [begin, end), the largest first."""
+    """Return the integers of each range [begin, end) from the largest to the smallest, one range after the other."""
     ascending = concatenated_ranges(begin, end - begin)
     reversed_: Indices = np.repeat(begin + end - 1, end - begin) - ascending
     return reversed_
 
 
 def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **options: Any) -> Tensor:
-    """Attention of all T tokens of a pack. q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]."""
+    """Compute attention of all T tokens of a pack with images: q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H,
+    dv].
+    """
     pack = blocks.whole()
     later_k, later_v = (take_copies(tensor, pack.keys) for tensor in (k, v))
     if pack.paths is not None:
@@ -131,7 +143,7 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Exchange the later keys and values of this rank's queries, for the method `allgather`. Collective."""
+    """Receive the later keys and values that this rank's image queries see, for the method `allgather`. Collective."""
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)
     later_k, later_v = torch.split_with_sizes(received, [k.shape[2], v.shape[2]], dim=2)

@@ -3,11 +3,11 @@
     pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
     encode     rank 0: a    rank 1: b                 each distinct image on one rank
     tokens     rank 0: 7 * * * 9 4 *    rank 1: * * 2 8 * * 1
-    receive    rank 0: a0 a1 a2         rank 1: a1 a2 b0 b1
+    receive    rank 0: a0 a1 a2         rank 1: a1 a2 b0 b1     features 0, 1, ... of the images a and b
 
 The vision tower must see a whole image, but the image tokens of a pack are divided over ranks. So each image is encoded
-by one rank, which sends the features to the ranks that hold its tokens. Images are assigned from the largest to the
-smallest, each to the rank with the fewest patches.
+by one rank, which sends the features (the outputs of the vision tower) to the ranks that hold the tokens of the image.
+Images are assigned from the largest to the smallest, each to the rank with the fewest patches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from padfree.cp.row_exchange import Indices, plan_rows
 
 
 def local_images(images: PackedImages, context: AttnContext, device: torch.device) -> LocalImages:
-    """The images that this context rank encodes, and the features that its tokens need."""
+    """Return the images that this context rank encodes, and the image features that the tokens on this rank need."""
     layout, rank = context.layout, context.rank
     if layout is None:
         features = copies_of(images.index, images.num_features, device)
@@ -64,7 +64,9 @@ def local_images(images: PackedImages, context: AttnContext, device: torch.devic
 
 
 def owners(patches: Sequence[int], world: int) -> Indices:
-    """The rank that encodes each image, given the number of patches of each image."""
+    """Return the rank that encodes each image, given the number of patches of each image. Ranks get similar patch
+    counts.
+    """
     loads = [(0, rank) for rank in range(world)]
     owner = np.zeros(len(patches), dtype=np.int64)
     for image in sorted(range(len(patches)), key=lambda image: -patches[image]):

@@ -6,10 +6,10 @@
 
 A piece [a, b) of a document reads the keys [0, b) of the document. With a window of W it reads only the keys [a - W +
 1, b). If the backend has a `key_block`, the first key is rounded down to a multiple of it, counted from the first key
-of the sample, so that the backend divides the keys into the same blocks as without context ranks.
+of the sample. So the backend divides the keys into the same blocks as without context parallelism.
 
-The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key once,
-even if several of its pieces read it.
+The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key once, even
+if several of its pieces read it.
 
 If samples share prefixes, documents are nodes of a prefix tree. The queries of a piece then also read the keys of all
 ancestors of the piece's node.
@@ -34,7 +34,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeyPlan:
-    """The keys that the queries of one rank see, and the ranks that own these keys."""
+    """The keys that the queries of one context rank see, and the keys that the rank sends and receives."""
 
     # the ranges of the pool, (starts, ends) in the pack: the rank's own, then those received from rank 0, rank 1, ...
     pool: tuple[Indices, Indices]
@@ -49,15 +49,17 @@ class KeyPlan:
 
     @property
     def pool_tokens(self) -> Tensor:
-        """The pack indices [N] of the keys that this rank owns or receives, to simulate a rank."""
+        """Return the pack indices [N] of the keys that this rank owns or receives, so that one process can simulate a
+        rank.
+        """
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
 
 
 def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None = None, key_block: int = 1) -> KeyPlan:
-    """Return the plan of which keys this rank sends, receives and reads. It is computed once per micro-batch.
+    """Return the plan of which keys this rank sends, receives and reads. The plan is computed once per micro-batch.
 
-    `key_block`: the number of keys in a block of the attention kernel (see `AttentionBackend`).
+    `key_block` is the number of keys in a block of the attention kernel (see `AttentionBackend`).
     """
     if window is None:
         key_block = 1  # all keys from the first on are read
@@ -65,7 +67,7 @@ def prepare_keys(plan: ContextPlan, *, causal: bool = True, window: int | None =
 
 
 def key_traffic(pieces: Pieces, *, causal: bool = True, window: int | None = None) -> Indices:
-    """Element (i, j) is the number of keys that rank i receives from rank j: an array [world, world]."""
+    """Return an array [world, world]: element (i, j) is the number of keys that rank i receives from rank j."""
     needs = _needs(pieces, _key_ranges(pieces, causal, window))
     moved = np.zeros((pieces.world, pieces.world), dtype=np.int64)
     np.add.at(moved, (needs.reader, needs.owner), needs.end - needs.begin)
@@ -112,13 +114,15 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None, key_block: in
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int = 1) -> PathRanges:
-    """The keys that each piece reads, as ranges of the pack; those of ancestors come first."""
+    """Return the keys that each piece reads, as ranges of the pack. Keys of ancestors in the prefix tree come first."""
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
 
     def first_visible(position: Indices) -> Indices:
-        """The position of the first key that a piece reads, whose first query is at `position` of its sample."""
+        """Return the position in its sample of the first key that a piece reads, if its first query is at
+        `position`.
+        """
         if window is None:
             return np.zeros_like(position)
         return np.maximum(position - window + 1, 0) // key_block * key_block
@@ -141,7 +145,10 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut key ranges [begin, end) at the borders of pieces. Returns, for each part, its range, piece, begin and end."""
+    """Cut ranges [begin, end) of keys at the borders of pieces, because each piece is on one rank.
+
+    Returns four arrays with an element for each part: the index of its range, its piece, its begin and its end.
+    """
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
     low = np.searchsorted(starts, begin, side="right") - 1
@@ -152,7 +159,10 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """The keys that ranks need: rank `reader` needs the keys [begin, end) of rank `owner`. Five arrays [n]."""
+    """The keys that ranks need from each other, as arrays [n] of ranges.
+
+    Rank `reader` needs the keys with pack indices `begin` to `end` (exclusive), which rank `owner` holds.
+    """
 
     reader: Indices
     owner: Indices
@@ -165,13 +175,13 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """Select the key ranges in the mask `which`, and sort them by reader or owner, then by pack order."""
+        """Select the key ranges that the mask `which` marks, and sort them by reader or owner, then by pack order."""
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """The index of each key if the key ranges [begin, end) are concatenated. `keys` are indices in the pack."""
+        """Return the index that each key gets if all key ranges are concatenated. `keys` are indices in the pack."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

@@ -36,7 +36,7 @@ Indices = NDArray[np.int64]
 
 
 def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -> Layout:
-    """The layout of a pack of T tokens over `world` ranks. Every rank holds exactly T / world tokens."""
+    """Divide a pack of T tokens over `world` ranks. In the layout, every rank holds exactly T / world tokens."""
     if not isinstance(segments, Segments):
         raise UserError("segments", f"got a {type(segments).__name__}", "give batch.segments, the segments of a batch")
     num_tokens = segments.num_tokens
@@ -60,43 +60,46 @@ def make_layout(segments: Segments, world: int, kind: LayoutKind = "balanced") -
 
 
 def work(layout: Layout, segments: Segments) -> Indices:
-    """The number of (query, key) pairs that each rank computes: an array [world]."""
+    """Return the number of (query, key) pairs that each rank computes: an array [world]."""
     return np.array(
         [causal_work(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
 
 
 def pieces(layout: Layout) -> Indices:
-    """[world] the number of pieces each rank holds."""
+    """Return the number of pieces (ranges of tokens of one document) that each rank holds: an array [world]."""
     return np.array([len(starts) for starts in layout.starts], dtype=np.int64)
 
 
 def keys_read(layout: Layout, segments: Segments) -> Indices:
-    """The number of keys that each rank reads: an array [world]."""
+    """Return the number of keys that each rank reads: an array [world]. Keys that two pieces read count twice."""
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
 def modelled_cost(layout: Layout, segments: Segments) -> Indices:
-    """The modelled cost of each rank, in whole tiles: an array [world]."""
+    """Return the modelled cost of attention on each rank, in (query, key) pairs of whole tiles: an array [world]."""
     return np.array(
         [tile_cost(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """The segment of each token. `tokens` are pack indices."""
+    """Return the index of the segment that holds each token. `tokens` are indices in the pack."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """The bounds [a, b) of each piece of a rank, as positions in its document."""
+    """Return the bounds [a, b) of each piece of rank `rank`, as positions in the document of the piece."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
 
 
 def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
-    """The rank and the start of each chunk of tokens. With `pairs`, a rank has two chunks, otherwise one."""
+    """Return the rank and the start of each chunk of tokens, in pack order.
+
+    Each rank has `share` tokens: in two chunks if `pairs` is True (layout `headtail`), otherwise in one (`contiguous`).
+    """
     ranks = np.arange(world)
     if not pairs:
         return ranks, ranks * share
@@ -131,10 +134,11 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Return the sort key of each piece in the layout `balanced`.
+    """Return the numbers by which the pieces of the layout `balanced` are sorted.
 
-    Pieces are sorted by owner. Pieces of divided documents come before whole documents, and larger positions come
-    first. The pieces of one document stay adjacent. `first` and `end` are positions in the document.
+    The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of divided documents come
+    before whole documents, and documents whose pieces end at larger positions come first. The pieces of one document
+    stay adjacent. `first` and `end` are positions of the piece in the document.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

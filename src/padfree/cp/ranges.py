@@ -1,7 +1,7 @@
 """Gather ranges of tokens one after the other (forward), and sum the gradients of each token (backward).
 
-    ranges [0, 3) [0, 5)   of 5 tokens      take     a b c d e        ->  a b c a b c d e
-                                            summed   p q r s t u v w  ->  p+s q+t r+u v w
+    the ranges [0, 3) and [0, 5) of 5 tokens      take     a b c d e        ->  a b c a b c d e      forward
+                                                  summed   p q r s t u v w  ->  p+s q+t r+u v w      backward
 
 Two pieces of one document on a rank both read the start of the document. So some tokens are selected twice, and their
 gradients must be added. The order of additions is fixed, so that the sum is deterministic.
@@ -40,7 +40,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def segments_of(lengths: Indices, device: torch.device) -> Segments:
-    """The `Segments` with these lengths, with cu_seqlens on the device."""
+    """Return `Segments` with the given lengths, and with cu_seqlens on `device`."""
     host = Segments.from_lengths(lengths)
     return replace(host, cu_seqlens=to_device(host.cu_seqlens.numpy(), device))
 
@@ -49,8 +49,8 @@ def segments_of(lengths: Indices, device: torch.device) -> Segments:
 class Selection:
     """A selection of m of the n tokens of a tensor, in any order and with repetitions: [n, ...] -> [m, ...].
 
-    The n tokens may be given as several tensors (parts). Token numbers count through all parts: with parts of 3 and 2
-    tokens, token 3 is the first token of the second part.
+    The n tokens may be given as several tensors (parts). Tokens are then numbered through all parts: if the parts have
+    3 and 2 tokens, token 3 is the first token of the second part.
     """
 
     sizes: tuple[int, ...]  # [n_i]
@@ -61,7 +61,7 @@ class Selection:
 
     @property
     def is_everything(self) -> bool:
-        """Whether the selection is all tokens in their order."""
+        """Return whether the selection is all tokens of a single tensor, in their order."""
         return self.ranges == ((0, 0, sum(self.sizes)),)
 
     def take(self, *parts: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `summed`, but returns two gradients: of the first of the parts, and of all other parts together.
+        """Return the result of `summed` as two gradients: that of the first part, and that of all other parts together.
 
         May overwrite `gradient`. If no token is selected twice and few tokens must move, both results are views of
         `gradient`.
@@ -113,7 +113,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Ranges (index in the selection, length) that hold every token once. Tokens of the first part come last."""
+        """Return ranges (index in the selection, length) that hold every token once. Tokens of the first part come
+        last.
+        """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
         for token, place, length in self.copies:
@@ -135,9 +137,9 @@ class Selection:
 
 
 def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: torch.device) -> Selection:
-    """The `Selection` of the ranges [starts, ends) of tokens from parts of the given sizes.
+    """Return the `Selection` of the token ranges [starts, ends) from parts (tensors) with `sizes` tokens each.
 
-    Token numbers count through all parts, and no range crosses the boundary between two parts.
+    Tokens are numbered through all parts, and no range crosses the boundary between two parts.
     """
     starts, ends = starts[ends > starts], ends[ends > starts]
     borders = np.cumsum(sizes, dtype=np.int64)
@@ -154,10 +156,11 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """One occurrence of each token in the selection, as ranges of tokens.
+        """Return one occurrence of each token in the selection, as arrays (token, index in the selection, length) of
+        ranges.
 
         `layer` 0 stands for the last occurrence of each token, 1 for the second to last, and so on. Tokens with fewer
-        occurrences are left out. Returns arrays (token, index in the selection, length), sorted by token.
+        occurrences are left out. The ranges are sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

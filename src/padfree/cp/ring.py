@@ -4,11 +4,11 @@
     block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
 
 A rank's *block* is the keys and values of its T/world tokens. In each step a rank computes with one block while the
-next block is in flight. In step 0 it uses its own block.
+next block is in flight. In step 0 each rank uses its own block.
 
-Each rank holds pieces of documents. A query piece sees all of a piece of the same document that comes earlier, and
-nothing of a later one. The pieces of a document are adjacent in a block, so a query piece sees one range of the block.
-A step without visible keys is skipped.
+Each rank holds pieces of documents. The queries of a piece see all keys of an earlier piece of the same document, and
+no key of a later piece. The pieces of a document are adjacent in a block, so the queries of a piece see one range of
+the block. A step without visible keys is skipped.
 
 If samples share prefixes, documents are nodes of a prefix tree. A piece then also sees the pieces of its node's
 ancestors.
@@ -18,7 +18,7 @@ Each block gives an output and the log-sum-exp lse of its scores. Two results ar
     lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
 
 In the backward pass the blocks go round once more, together with their gradients in float32. Each rank adds its
-contribution. After `world` steps a gradient is back on the rank that owns its block.
+contribution. After `world` steps, the gradient of each block is back on the rank that owns the block.
 
 `PlayedRing` replaces the communication, so that one process can simulate the ranks one after the other.
 """
@@ -45,7 +45,9 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingStep:
-    """One step of one rank: which of its queries see which keys of the current block."""
+    """One step of ring attention on one rank: which of the rank's queries see which keys of the block that it now
+    holds.
+    """
 
     queries: Tensor | None  # the queries that see a key of the block; None if all do
     segments_q: Segments
@@ -55,7 +57,7 @@ class RingStep:
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """The `world` ring steps of this rank. None for a step in which the rank computes nothing."""
+    """Return the `world` ring steps of this rank, with None for a step in which the rank computes nothing."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )
@@ -94,10 +96,10 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """A ring step with shared prefixes. None if this rank computes nothing in the step.
+    """Return a ring step for a pack with shared prefixes, or None if this rank computes nothing in the step.
 
     The keys in this step come from the rank `distance` places earlier in the ring. `border[i]` is the index of the
-    first key of that rank's i-th piece in its block of keys.
+    first key of that rank's i-th piece in its block of keys. `in_pack_order` sorts that rank's pieces by their start.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -133,7 +135,11 @@ def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order:
 
 
 class RingLike(Protocol):
-    """The interface of a ring, which `padfree.distributed.Ring` implements."""
+    """The interface of a ring of ranks: `post` sends tensors to the next rank, `collect` returns those of the previous
+    rank.
+
+    `padfree.distributed.Ring` implements this interface.
+    """
 
     def post(self, *tensors: Tensor) -> None: ...
     def collect(self) -> tuple[Tensor, ...]: ...
@@ -164,10 +170,10 @@ class PlayedRing:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
+    """Compute attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
 
-    `ring` passes the keys and values on. Returns the output [T/world, H, dv] and the log-sum-exp [T/world, H] in
-    float32.
+    `ring` passes the keys and values from rank to rank. Returns the output [T/world, H, dv] and the log-sum-exp
+    [T/world, H] in float32.
     """
     block: tuple[Tensor, ...] = (k, v)
     out: Tensor | None = None
@@ -219,7 +225,8 @@ def ring_backward(
     gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's q, k and v in float32.
+    """Return the gradients of this rank's q, k and v in float32. `ring` passes keys and values on, `gradient_ring`
+    their gradients.
 
     `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp of attention to all blocks,
     with the sinks included.
@@ -281,7 +288,7 @@ def attend_ring(
     image_blocks: Any = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+    """Compute attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """

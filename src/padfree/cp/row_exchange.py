@@ -1,6 +1,6 @@
 """Exchange rows of a tensor between context ranks, with gradients.
 
-    owner      0 0 1 1 1        row i of the group is row `row[i]` of rank `owner[i]`
+    owner      0 0 1 1 1        row i of all rows is row `row[i]` of the tensor of rank `owner[i]`
     row        0 1 0 1 2
     wanted     rank 0: 4 0      rank 1: 0 1       the rows that each rank needs, in any order and with repetitions
 
@@ -33,9 +33,9 @@ Indices = NDArray[np.int64]
 def plan_rows(
     owner: Indices, row: Indices, wanted: Sequence[Indices], rank: int, group: Any, device: torch.device
 ) -> tuple[RowExchange, Copies]:
-    """The rows that one rank sends and receives, and the order in which it uses them.
+    """Return the rows that rank `rank` sends and receives, and the order in which it uses the received rows.
 
-    `owner` [n] is the rank of each row and `row` [n] its index there. `wanted[r]` are the rows that rank r needs.
+    Row i of all n rows is row `row[i]` of the tensor on rank `owner[i]`. `wanted[r]` are the rows that rank r needs.
     """
     world = len(wanted)
     order = np.lexsort((row, owner))
@@ -57,7 +57,9 @@ def plan_rows(
 
 
 def receive_rows(tensor: Tensor, exchange: RowExchange) -> Tensor:
-    """Fetch the rows [received, ...] that this rank needs. `rows` [n, ...] are the rows that it owns. Collective."""
+    """Fetch the rows [received, ...] that this rank needs. `tensor` [n, ...] holds the rows that this rank owns.
+    Collective.
+    """
     if exchange.group is None:
         raise UserError(
             "group",

@@ -4,8 +4,8 @@
     shard      [T/world]   A A A A                              rank 0 of 4, contiguous
     gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
 
-T is the number of tokens of the pack, and `world` the number of ranks. Labels were shifted when the pack was built, so
-a rank can score its tokens without its neighbours.
+T is the number of tokens of the pack, and `world` the number of ranks. The label of each token (the next token of the
+sample) was set when the pack was built, so a rank can score its tokens without tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -49,10 +49,12 @@ def shard(
     method: str = "allgather",
     backend: str = "auto",
 ) -> LocalBatch:
-    """The part of a pack that belongs to context rank `rank`, with its `AttnContext`.
+    """Return the part of a pack that belongs to context rank `rank`.
 
-    `group` is the process group of the context ranks. Without it, one process can create the shards of all ranks, but
-    attention cannot be computed. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
+    The part includes the `AttnContext`, which tells attention how the pack is divided.
+
+    `group` is the process group of the context ranks. Without a group, one process can create the shards of all ranks,
+    but attention cannot be computed. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -122,7 +124,10 @@ def _local(batch: PackedBatch, context: AttnContext, own: Tensor | None) -> Loca
 
 
 def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries | None) -> KeptSets | None:
-    """The kept sets of the labels on this rank, in the order of this rank's labels."""
+    """Return the kept sets of the labels on this rank, in the order of these labels.
+
+    The kept set of a label is the part of the vocabulary that sampling could choose from.
+    """
     if batch.kept is None:
         return None
     if entries is not None:
@@ -137,9 +142,9 @@ def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries 
 
 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
-    """The entries of the pack that belong to this rank.
+    """Return the entries of the pack that belong to this rank.
 
-    An entry is a token to score. It belongs to the rank that holds the position which predicts it.
+    An entry is a token to score. The entry belongs to the rank that holds the position whose logits predict the token.
     """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device
@@ -162,9 +167,9 @@ def gather_tokens(
 
     - "replicated": every rank computes the same loss. Each rank keeps the part of its own gradient for its tokens.
     - "partial": each rank computes one term of the loss. The gradients of all ranks are summed, and each rank keeps the
-      part for its tokens.
+      part of the sum for its tokens.
 
-    With both values of `loss`, the gradients of the parameters, summed over the ranks, equal those of one process.
+    In both cases, the parameter gradients, summed over the ranks, equal those of a single process.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)

@@ -4,8 +4,8 @@
     k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head per rank
 
 T tokens, H query heads and Hkv key heads of size d are divided over the ranks. Before attention, each rank receives all
-tokens of some heads. It then computes attention as on one device, so every mask, window and length is supported. A
-second exchange returns the output to the ranks of the tokens.
+tokens of some heads. The rank then computes attention as on one device, so every mask, window and length is supported.
+A second exchange returns the output of each token to the rank that holds the token.
 
 If there are fewer key heads than ranks, a key head is sent to every rank whose query heads use it. The layout
 `contiguous` is slightly faster than the other layouts, because it needs no permutation.
@@ -44,7 +44,7 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """The keys that each node of the prefix tree sees, or None without shared prefixes."""
+    """Return which keys each node of the prefix tree sees, or None if the samples share no prefix."""
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
@@ -59,7 +59,7 @@ def attend_ulysses(
     image_blocks: ImageBlocks | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
+    """Compute attention of this rank's queries q [T/world, H, d] to all keys that they see, on any rank of `group`.
 
     k [T/world, Hkv, d] and v [T/world, Hkv, dv] are this rank's keys and values. Returns [T/world, H, dv].
     """
@@ -101,7 +101,7 @@ class _RepeatHeads(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange this rank's tokens with all heads for all tokens with this rank's heads.
+    """Exchange some tokens with all heads (held before) for all tokens with some heads (held afterwards).
 
     Each tensor [T/world, h, d] becomes [T, h/world, d] in pack order.
     """
@@ -119,7 +119,7 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange all tokens with this rank's heads for this rank's tokens with all heads.
+    """Exchange all tokens with some heads (held before) for some tokens with all heads (held afterwards).
 
     Each tensor [T, h/world, d] in pack order becomes [T/world, h, d]: the inverse of `_heads_of_all_tokens`.
     """

@@ -5,10 +5,10 @@
     moved       rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
 
 Segments are assigned from the longest to the shortest, each to the rank with the fewest tokens. Among several such
-ranks, the one that already holds most of the segment gets it. The pad stays where it is. A segment may not be longer
-than a rank's share of the tokens; a longer one raises an error.
+ranks, the one that already holds most of the segment gets it. The pad stays where it is. A segment that is longer than
+a rank's share of the tokens raises an error.
 
-Bytes that a rank sends for values with `width` numbers per token:
+A rank sends this many bytes for values with `width` numbers per token:
 
     forward     (tokens that it sends to other ranks + tokens that it receives and returns) · width · element size
     backward    the same
@@ -36,7 +36,7 @@ from padfree.segments import Segments
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:
-    """The rank of each of the B samples of a pack, as an array [B].
+    """Return the rank that gets each of the B samples of a pack (without the pad), as an array [B].
 
     Raises `UserError` if a sample is longer than a rank's share of the tokens.
     """
@@ -65,7 +65,7 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moves:
-    """The tokens that one rank sends and receives to get whole segments: pure index arithmetic."""
+    """The tokens that one rank sends and receives so that each segment is whole on one rank: pure index arithmetic."""
 
     lengths: tuple[int, ...]  # lengths of the segments assigned to this rank, in pack order
     leaving: Indices  # indices of this rank's tokens to send: tokens for rank 0 first, then for rank 1, ...
@@ -95,7 +95,8 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """The bytes that each rank sends in the forward pass of one layer with whole segments, as an array [world].
+    """Return the bytes that each rank sends in the forward pass of one layer that needs whole segments, as an array
+    [world].
 
     Ranks send tokens of the layer's input [T, width] before the layer, and tokens of its output [T, width] back after
     it. The backward pass sends the same number of bytes again.
@@ -132,14 +133,20 @@ def _prepared(context: AttnContext) -> _Prepared:
 
 
 def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
-    """Move values [T/world, ...] so that each segment is on one rank; return them with the lengths of its segments."""
+    """Move values [T/world, ...] between ranks so that each segment is whole on one rank.
+
+    Returns the values of the segments of this rank, and the lengths of these segments.
+    """
     prepared = _prepared(context)
     moved: Tensor = _ToSegments.apply(values, prepared, need_group(context))  # type: ignore[no-untyped-call]
     return moved, prepared.moves.lengths
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """The inverse of `to_whole_segments`: move the values [T/world, ...] back. Padding tokens get zeros."""
+    """Move values of whole segments back to the ranks that held their tokens: the inverse of `to_whole_segments`.
+
+    Returns [T/world, ...], with zeros for padding tokens.
+    """
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world
     back: Tensor = _FromSegments.apply(values, prepared, need_group(context), share)  # type: ignore[no-untyped-call]

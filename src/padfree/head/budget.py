@@ -3,7 +3,7 @@
 M is the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes the gradients of
 `width` vocabulary columns at a time for all M tokens.
 
-`fused_loss` processes chunks of C tokens. It stores:
+`fused_loss` processes chunks of C tokens, and stores:
 
     logits of a chunk [C, V]    16 bits per logit in bfloat16 training
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
@@ -45,7 +45,7 @@ FUSED_TWICE_BYTES = -4
 
 
 def budget_bytes(memory: Memory) -> int:
-    """The number of bytes for a `memory` setting: "low", "speed" or a number of bytes."""
+    """Return the number of bytes for a `memory` setting: "low", "speed" or a number of bytes."""
     if isinstance(memory, str):
         if memory not in BUDGETS:
             raise UserError(
@@ -60,7 +60,7 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """The budget in bytes, raised if it cannot hold the sums of the gradient of the hidden states.
+    """Return the budget in bytes, or the size of the gradient sums of the hidden states if that is larger.
 
     The sums are `num_rows` x `hidden` elements of `sum_bytes` each. A smaller budget would make tiles too small to be
     fast.
@@ -69,20 +69,26 @@ def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) ->
 
 
 def block_columns(vocabulary: int) -> int:
-    """The number of vocabulary columns per block: a power of two up to 4096, for about eight blocks."""
+    """Return the number of vocabulary columns in a block of the blockwise softmax.
+
+    The number is a power of two from 64 to 4096. It gives about eight blocks, or more for a vocabulary above 32,768.
+    """
     return min(MAX_BLOCK, max(64, _power_of_two(-(-vocabulary // 8))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """The size of the largest tile of float32 logits. `columns` is a multiple of the block size."""
+    """The size of the largest tile of float32 logits, in tokens and vocabulary columns.
+
+    `columns` is a multiple of the block size.
+    """
 
     rows: int
     columns: int
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """A tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget."""
+    """Return a tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget."""
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -91,7 +97,7 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
 
 
 def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) -> int:
-    """The number of vocabulary columns that `score` processes at a time for `num_rows` tokens."""
+    """Return the number of vocabulary columns whose gradients `score` computes at a time for `num_rows` tokens."""
     block = block_columns(vocabulary)
     widest = max(block, budget // max(1, num_rows * itemsize))
     return min(vocabulary, even_part(vocabulary, widest, multiple=64))
@@ -99,7 +105,9 @@ def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedPlan:
-    """How `fused_loss` uses its memory: the chunk size, and the vocabulary columns whose logits are kept."""
+    """How `fused_loss` uses its memory: the number of tokens in a chunk, and the vocabulary columns whose logits are
+    stored.
+    """
 
     chunk_rows: int  # C
     kept: int  # the logits of columns [0, kept) are kept, the logits of columns [kept, V) are computed twice
@@ -176,5 +184,5 @@ def rounded_up(number: int, multiple: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest power of two that is at least `number`."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,7 +1,7 @@
-"""The loop of `fused_loss` over chunks of tokens. It records no autograd graph.
+"""The loop of `fused_loss` over chunks of tokens. The loop records no autograd graph.
 
-    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss with respect to its scores  ->  gradient of
-    the logits, in the same memory  ->  gradient of hidden [C, D], and one more term of the weight gradient [kept, D]
+    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss w.r.t. log-probabilities and entropies [C]
+    ->  gradient of the logits, in the same memory  ->  gradient of hidden [C, D], and a term of the gradient of weight
 
 C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. Only the logits of the vocabulary
 columns [0, kept) are stored. The other columns take part in the softmax; `tiles.tiled_gradients` computes their
@@ -39,7 +39,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def chunked_gradients(
     task: ScoringTask, score_gradient: ScoreGradient, wanted: tuple[bool, bool, bool]
 ) -> tuple[Softmax, Gradients]:
-    """Compute the softmax of all M > 0 labelled tokens, and the gradients that `wanted` asks for."""
+    """Compute the softmax of all M > 0 labelled tokens, and the gradients of hidden states, weight and bias.
+
+    `wanted` says for each of the three gradients whether it is computed.
+    """
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
     plan = _plan(task, wants_weight)
@@ -122,7 +125,9 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 
 
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
-    """Write gradient [C, K] @ weight [K, D] into `out` [C, D], for the K ids of the vocabulary that are scored."""
+    """Write gradient [C, K] @ weight [K, D] into `out` [C, D]. `weight` is the part of the head for the first K
+    vocabulary ids.
+    """
     kept = gradient.shape[1]
     # If the weight must be converted to another dtype, 4096 of its columns are converted and multiplied at a time.
     width = kept if gradient.dtype == task.head.weight.dtype else 4096
@@ -149,7 +154,10 @@ class WeightSums:
             self.parts = [part for part in self.parts if len(part[2])]
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add the weight gradient of one chunk, from the gradient [C, kept] of its logits and `hidden` [C, D]."""
+        """Add the weight gradient of one chunk of tokens.
+
+        `gradient` [C, kept] is the gradient of the chunk's logits, and `hidden` [C, D] are the chunk's hidden states.
+        """
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)
             return

@@ -40,7 +40,9 @@ from padfree.head.tiles import ROW_NUMBERS, ScoringTask, parts_of, restore_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss:
-    """The differentiable loss, and values per token [N] without gradient. They are 0 for tokens without a label."""
+    """The differentiable loss, and values per token [N] without gradient. The values are 0 for tokens without a
+    label.
+    """
 
     loss: Tensor  # [] Σ weight · divergence
     divergences: Tensor  # [N] float32
@@ -64,7 +66,7 @@ def distillation_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> DistillationLoss:
-    """The weighted sum over all labelled tokens of the divergence between student and teacher.
+    """Return the weighted sum over all labelled tokens of the divergence between student and teacher.
 
     `hidden` [N, D] and `teacher_hidden` [N, E] are the hidden states. The heads have weights [V, D] and [V, E] of the
     same dtype. Tokens with label -100 do not count. The result also has the log-probability of each label. The loss is
@@ -74,11 +76,12 @@ def distillation_loss(
     generalised Jensen-Shannon divergence, where `beta` is the teacher's share of the mixture.
 
     top_k: compare only the k entries that are most probable under the teacher, and merge all others into one outcome.
-    None: compare all entries.
+    If `top_k` is None, all entries are compared.
 
-    weights [N]: one weight per token. None: all weights are 1.
+    weights [N]: one weight per token. If `weights` is None, all weights are 1.
 
-    temperature: divides the logits of both models. A higher temperature makes gradients smaller; they are not rescaled.
+    temperature: divides the logits of both models. A higher temperature makes gradients smaller, and the loss does not
+    rescale them.
 
     memory: the budget for chunks, as in `fused_loss`. The other arguments are those of `score`.
     """
@@ -140,7 +143,10 @@ teacher's.
 def chunked_distillation(
     pair: _Pair, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, wanted: tuple[bool, bool, bool]
 ) -> tuple[TokenResults, Gradients]:
-    """Compute the divergences, and the gradients that `wanted` asks for, chunk by chunk without autograd."""
+    """Compute the divergences, and the gradients of the student's hidden states, weight and bias, chunk by chunk.
+
+    No autograd graph is recorded. `wanted` says for each of the three gradients whether it is computed.
+    """
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
     operand, vocabulary = student.operand_dtype, len(weight)
@@ -251,7 +257,7 @@ class _Distillation(torch.autograd.Function):
 
 
 def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
-    """The reference for `distillation_loss`: all logits of both models at once, differentiated by autograd."""
+    """Compute the reference for `distillation_loss`: all logits of both models at once, differentiated by autograd."""
     call, scale = pair.call, pair.call.rows.inverse_temperature
     student = full_log_softmax(picked(hidden, call.index), head, scale)
     teacher = full_log_softmax(picked(pair.teacher_hidden, call.index), pair.teacher, scale)
@@ -290,9 +296,9 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
     if rows != (len(hidden), *width):
         raise UserError(
             "teacher_hidden",
-            f"has shape {tuple(teacher_hidden.shape)} for {len(hidden)} tokens and "
-            f"a weight {tuple(teacher.weight.shape)}",
-            "give teacher_hidden [N, E] and a weight [V, E] of the teacher",
+            f"has shape {tuple(teacher_hidden.shape)}, for {len(hidden)} tokens and a teacher weight of shape "
+            f"{tuple(teacher.weight.shape)}",
+            "give teacher_hidden [N, E] and a teacher weight [V, E]",
         )
     if len(teacher.weight) != len(student.weight):
         raise UserError(
@@ -308,7 +314,7 @@ def _check_teacher(hidden: Tensor, student: LmHead, teacher_hidden: Tensor, teac
 
 
 def _weights_of_labelled(weights: Tensor | None, call: Call, hidden: Tensor) -> Tensor:
-    """The weights [M] of the M labelled tokens. If `weights` is None, all weights are 1."""
+    """Return the weights [M] of the M labelled tokens. If `weights` is None, all weights are 1."""
     scale = call.rows.inverse_temperature
     if weights is None:
         return torch.ones_like(scale)

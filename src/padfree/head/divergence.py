@@ -45,7 +45,9 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model (student or teacher), and what turns them into log-probabilities."""
+    """The stored logits of R tokens of one model (student or teacher), and the softmax sums that turn logits into
+    log-probabilities.
+    """
 
     below: Tensor  # [R, V] x - peak of the block
     block_peak: Tensor  # [R, K]
@@ -61,7 +63,11 @@ class StoredLogits:
         )
 
     def below_peak(self, start: int, end: int) -> Tensor:
-        """The logits [R, W] of the columns [start, end) of a block, minus the largest logit of each token."""
+        """Return the logits [R, W] of the columns [start, end), minus the largest logit of each token over the
+        vocabulary.
+
+        The columns must lie inside one block.
+        """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
         if self.below.dtype == torch.float16:
@@ -103,7 +109,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """The teacher's k-th largest logit minus its largest logit, for each of R tokens."""
+    """Return the teacher's k-th largest logit minus its largest logit, for each of R tokens."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):
@@ -112,7 +118,7 @@ def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
 
 
 def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | None) -> TokenDivergence:
-    """The divergence of each token, computed from `sums` [4, R], the result of `divergence_sums`."""
+    """Return the divergence of each token, computed from `sums` [4, R], the result of `divergence_sums`."""
     first, second, student_rest, teacher_rest = sums
     rest = None
     beta = settings.beta
@@ -138,7 +144,7 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """Sums over the vocabulary for each of R tokens, as [4, R].
+    """Return sums over the vocabulary for each of R tokens, as [4, R].
 
     The distributions of the student and the teacher are s and t. Sum 0 is their divergence. For jsd with the mixture m
     of s and t, sum 0 is KL(s | m) and sum 1 is KL(t | m). With top-k, these sums cover only the teacher's top k
@@ -204,7 +210,7 @@ def divergence_gradient(
 
 
 def _log_mixture(log_s: Tensor, log_t: Tensor, beta: float) -> Tensor:
-    """log(βt + (1−β)s), computed from log_s and log_t without underflow."""
+    """Compute log(βt + (1−β)s) from log_s and log_t without underflow."""
     tiny = torch.finfo(log_s.dtype).tiny
     return (beta * log_t.exp() + (1 - beta) * log_s.exp()).clamp(min=tiny).log()
 

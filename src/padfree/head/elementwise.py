@@ -1,16 +1,16 @@
-"""The elementwise work on a tile of logits, in plain torch. `triton_elementwise` has the same functions as Triton
-kernels.
+"""The elementwise work on a tile of logits (soft cap, softmax sums, gradients), in plain torch. `triton_elementwise`
+has the same functions as Triton kernels.
 
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
 
-The vocabulary is divided into K blocks. Three values per token and block are computed. They are relative to the largest
-logit of the block, so blocks can be merged without overflow:
+The vocabulary is divided into K blocks. Three values per token and block are computed. The values are relative to the
+largest logit of the block, so blocks can be merged without overflow:
 
     peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
 
-If the gradient will need the logits again, they are stored minus the largest logit of their token and block. In
-bfloat16 training they are stored in float16, which is more precise than bfloat16 near 0, where the probable entries
+If the gradient needs the logits again, each logit is stored minus the largest logit of its token and block. In bfloat16
+training these differences are stored in float16, which is more precise than bfloat16 near 0, where the probable entries
 are.
 """
 
@@ -49,13 +49,17 @@ class BlockedHead(LmHead):
         return -(-len(self.weight) // self.block)
 
     def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
-        """The size in bytes of the `BlockSums` of one token."""
+        """Return the size in bytes of the `BlockSums` of one token."""
         return self.num_blocks * (3 if entropy else 2) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """The label and the inverse temperature of each of R scored tokens. `kept`: their kept sets, or None."""
+    """The label and the inverse temperature of each of R scored tokens.
+
+    `kept` holds the kept set of each token (the vocabulary ids that its softmax covers), or None for the whole
+    vocabulary.
+    """
 
     labels: Tensor  # [R] int64
     inverse_temperature: Tensor  # [R]
@@ -71,7 +75,10 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """Three values (`peak`, `total`, `moment`) for each of R tokens and K blocks, and the logit of each label."""
+    """Softmax values of R tokens for each of K vocabulary blocks, and the logit of each token's label.
+
+    `peak` is the largest logit, `total` the sum of exponentials, and `moment` the sum that the entropy needs.
+    """
 
     peak: Tensor  # [R, K]
     total: Tensor  # [R, K]
@@ -100,7 +107,9 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each token, as two numbers: the log-probability of x is (x − peak) − log_total."""
+    """The softmax of each token, as two numbers: an entry with logit x has the log-probability (x − peak) −
+    log_total.
+    """
 
     peak: Tensor  # [R]
     log_total: Tensor  # [R]
@@ -151,7 +160,9 @@ def _join(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 class Elementwise(Protocol):
-    """The interface of the elementwise work on logits, in plain torch or with Triton."""
+    """The interface of the elementwise work on logits (soft cap, softmax sums, gradients), in plain torch or with
+    Triton.
+    """
 
     def reduce_tile(
         self,
@@ -191,7 +202,9 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """The interface of a matmul with the elementwise work on its result."""
+    """The interface of a matmul that computes logits and at once does the elementwise work on them (softmax sums,
+    gradients).
+    """
 
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
@@ -338,7 +351,9 @@ def _gradient(
 
 
 def _logits_(raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows) -> Tensor:
-    """Turn the raw logits [R, W] into logits, in place."""
+    """Turn the raw logits [R, W] (hidden @ weight.T) into logits in place: add the bias, scale, cap, divide by the
+    temperature.
+    """
     if head.bias is not None:
         raw_logits.add_(head.bias[first : first + raw_logits.shape[1]])
     if head.softcap is None:

@@ -28,10 +28,10 @@ def full_scores(
     entropy: bool,
     kept: KeptRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probability of the label and the entropy of each labelled token, [M] each.
+    """Return the log-probability of the label and the entropy of each labelled token, [M] each.
 
-    Results are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. With `kept`,
-    the softmax of a token covers only its kept set.
+    Results are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. `kept` holds
+    the vocabulary ids that the softmax of each token covers; None stands for the whole vocabulary.
     """
     logits = full_logits(hidden, head, inverse_temperature)
     if kept is not None:
@@ -45,12 +45,12 @@ def full_scores(
 
 
 def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
-    """The log-probabilities [M, V] of all vocabulary entries."""
+    """Return the log-probabilities [M, V] of all vocabulary entries."""
     return full_logits(hidden, head, inverse_temperature).log_softmax(1)
 
 
 def full_logits(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
-    """The logits [M, V] for the hidden states [M, D], divided by the temperature."""
+    """Return the logits [M, V] for the hidden states [M, D], divided by the temperature."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     logits = hidden.to(dtype) @ head.weight.to(dtype).T
     if head.bias is not None:
@@ -62,7 +62,7 @@ def full_logits(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Te
 
 
 def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> Tensor:
-    """The divergence [M] of each token, from the log-probabilities [M, V] of student and teacher."""
+    """Return the divergence [M] of each token, from the log-probabilities [M, V] of student and teacher."""
     if settings.top_k is not None and settings.top_k < student.shape[1]:
         least = teacher.topk(settings.top_k, dim=1).values[:, -1:]
         student, teacher = (_with_rest(log_p, teacher < least) for log_p in (student, teacher))
@@ -76,7 +76,7 @@ def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> T
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p | q) = Σ p (log p − log q) of each token, [M]. Entries with p = 0 add 0."""
+    """Compute KL(p | q) = Σ p (log p − log q) of each token, [M]. Entries with p = 0 add 0."""
     there = log_p > -torch.inf
     return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
 

@@ -61,13 +61,14 @@ def fused_loss(
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> FusedLoss:
-    """The sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
+    """Return the sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
 
     token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the c losses of a chunk of tokens. `positions`
     are the indices of the tokens in `hidden`, as in advantages[positions]. The loss of a token may depend only on the
     log-probability and the entropy of this token. Tensors that `token_loss` captures get no gradient.
 
-    memory: as in `score`. With little memory, some logits are computed twice. The other arguments are those of `score`.
+    memory: the memory budget, as in `score`. With a small budget, some logits are computed twice. The other arguments
+    are those of `score`.
     """
     if not callable(token_loss):
         raise UserError(
@@ -120,7 +121,11 @@ class _Terms:
         return losses
 
     def score_gradient(self, softmax: Softmax, start: int) -> Upstream:
-        """The gradient of the losses of the chunk at token `start` with respect to its scores."""
+        """Return the gradient of a chunk's losses with respect to the log-probability and the entropy of each of its
+        tokens.
+
+        The chunk begins at labelled token `start`.
+        """
         with torch.enable_grad():
             leaves = [softmax.logprobs.detach().requires_grad_()]
             if softmax.entropy is not None:
@@ -138,7 +143,7 @@ class _Terms:
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the scalar loss, and the scores of all N tokens."""
+        """Return the scalar loss, and the log-probabilities and entropies of all N tokens."""
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:

@@ -3,8 +3,9 @@
     sets of 3 tokens     {0 3}   whole   all but 4          of a vocabulary of 6 entries
     columns 2 to 5       . 3 . .    2 3 4 5    2 3 . 5      `tile(2, 4)`: True for the kept entries
 
-A tile has R tokens and W columns of the vocabulary. Logits outside a token's kept set get the lowest logit, so their
-probability is 0 and their gradient is 0. The mask takes 1 byte per logit of the tile.
+The kept set of a token is the set of vocabulary ids that sampling could choose from. A tile has R tokens and W columns
+of the vocabulary. Logits outside a token's kept set get the lowest logit, so their probability is 0 and their gradient
+is 0. The mask takes 1 byte per logit of the tile.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from padfree.kept_sets import KeptSets
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptRows:
-    """The kept sets of R scored tokens. K is the number of ids in all sets."""
+    """The kept sets of R scored tokens: the vocabulary ids that the softmax of each token covers.
+
+    K is the number of ids in the lists of all tokens. A list holds the kept ids of its token, or the excluded ones.
+    """
 
     ids: Tensor  # [K] int32, 0 or greater: the kept ids of a token, or its excluded ids
     row: Tensor  # [K] int32, the token of each id, counted from `first`
@@ -50,7 +54,7 @@ class KeptRows:
         )
 
     def part(self, start: int, end: int) -> KeptRows:
-        """The sets of the tokens [start, end)."""
+        """Return the kept sets of the tokens [start, end)."""
         low, high = (int(self.offsets[index] - self.offsets[0]) for index in (start, end))
         return replace(
             self,
@@ -62,7 +66,9 @@ class KeptRows:
         )
 
     def tile(self, first: int, num_columns: int) -> Tensor:
-        """Bools [R, W]: whether the columns [first, first + W) of the vocabulary are in the kept set of each token."""
+        """Return bools [R, W] that say whether the vocabulary columns [first, first + W) are in the kept set of each
+        token.
+        """
         num_rows = len(self.is_excluded)
         is_listed = self.is_excluded.new_zeros(num_rows * num_columns + 1)
         column = (self.ids - first).long()
@@ -73,7 +79,7 @@ class KeptRows:
         return is_listed[:-1].view(num_rows, num_columns) != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
-        """Bools [R]: whether the label of each token is in its kept set."""
+        """Return bools [R] that say whether the label of each token is in the token's kept set."""
         row = (self.row - self.first).long()
         is_label = (self.ids == labels[row]).to(torch.int32)
         is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0

@@ -3,7 +3,7 @@
     hidden [R, D] --.                       tile [rows, columns] of one program, in registers
                      >--  matmul  -------->  peak, total, moment of each token  -> one of each per token and block
     weight [V, D] --'                       the label's logit                   -> one per token
-                                            x - peak as float16                 -> 2 bytes per logit, if it is kept
+                                            x - peak as float16                 -> 2 bytes per logit, if it is stored
                                             or: gradient of the raw logits      -> 2 bytes per logit
 
 R is the number of tokens, D the hidden size and V the vocabulary size. x are the logits, and `peak` is the largest
@@ -43,7 +43,7 @@ class MatmulConfiguration(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The number of columns that are reduced at once."""
+        """Return the number of vocabulary columns that the kernel reduces at once."""
         return self.columns // self.parts
 
 
@@ -54,7 +54,9 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """The fastest configuration for this head on an H200."""
+    """Return the tile sizes that were fastest on an H200: one set for heads without bias and soft cap, one for all
+    others.
+    """
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
@@ -178,7 +180,11 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """The configuration, with one pipeline stage less if rows of `written` do not end at a multiple of 16 bytes."""
+    """Return the configuration for a kernel that writes to `written`.
+
+    The returned configuration has one pipeline stage less if the matrix rows of `written` do not end at a multiple of
+    16 bytes.
+    """
     return (
         configuration
         if written is None or not _is_cut(written)
@@ -187,7 +193,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Whether matrix rows of `written` do not end at a multiple of 16 bytes."""
+    """Return whether matrix rows of `written` do not end at a multiple of 16 bytes."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

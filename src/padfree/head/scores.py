@@ -76,16 +76,16 @@ def score(
     labels [N]: integers; -100 for tokens that are not scored. The scores and gradients of such tokens are 0, and they
     take part in no matmul.
 
-    temperature: one number, or one number per token [N]. It gets no gradient.
+    temperature: one number, or one number per token [N]. The temperature gets no gradient.
 
     num_labels: the number of labelled tokens, if the host knows it; otherwise the host synchronises with the GPU. On a
-    GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU it raises an error.
+    GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU, either mistake raises an error.
 
-    kept: one kept set for each labelled token (`padfree.kept_sets`), which must contain the label. The softmax of the
-    token covers only its kept set. None: the whole vocabulary.
+    kept: for each labelled token, the set of vocabulary ids that its softmax covers (`padfree.kept_sets`). The set must
+    contain the label. If `kept` is None, the softmax covers the whole vocabulary.
 
-    memory: the memory in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a number of bytes. It is
-    at least the size of a float32 copy of the hidden states of the labelled tokens.
+    memory: the memory that may be used in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a
+    number of bytes. The budget is at least the size of a float32 copy of the hidden states of the labelled tokens.
 
     backend:
 
@@ -116,7 +116,7 @@ def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | No
     given = {"bias": bias is not None, "softcap": softcap is not None, "logit_scale": logit_scale != 1.0}
     for name, is_given in given.items():
         if is_given:
-            raise UserError(name, "cannot be given with an LmHead, which has its own", "leave it out")
+            raise UserError(name, f"cannot be given with an LmHead, which has its own {name}", f"leave out {name}")
     return weight
 
 
@@ -135,7 +135,7 @@ class Call:
     poison: Tensor | None  # a scalar that is added to every score: 0, or NaN if `num_labels` is wrong
 
     def task(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ScoringTask:
-        """The `ScoringTask` for the given hidden states, weight and bias. Gradients flow to all three."""
+        """Return the `ScoringTask` for the given hidden states, weight and bias. Gradients flow to all three."""
         assert self.elementwise is not None
         sum_bytes = self.rows.inverse_temperature.element_size()
         head = BlockedHead(
@@ -166,7 +166,7 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """Return the task with fused matmuls (`matmuls.py`) if they support it, else unchanged."""
+    """Return the task with fused matmuls (`matmuls.py`) if these support the task, otherwise the unchanged task."""
     if task.rows.kept is not None:  # the fused matmuls do not read the mask of a tile
         return task
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
@@ -227,7 +227,9 @@ class _Score(torch.autograd.Function):
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
-    """Select the labelled tokens of `values` [N, ...]. `index` None: all tokens have a label."""
+    """Select the labelled tokens of `values` [N, ...]. `index` holds their indices; None means that all tokens have a
+    label.
+    """
     return values.contiguous() if index is None else values[index]
 
 
@@ -308,7 +310,7 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor |
 
 
 def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 / temperature of each token, as [N]."""
+    """Return 1 / temperature of each token, as [N]."""
     if not isinstance(temperature, Tensor):
         need_number(
             "temperature",
@@ -367,7 +369,8 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
 
 
 def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledRows:
-    """Add the kept sets to the labelled tokens `rows`. On the CPU, a label outside its kept set raises a `UserError`.
+    """Add the kept sets (ids that the softmax covers) to the labelled tokens `rows`. On the CPU, a label outside its
+    kept set raises a `UserError`.
 
     On a GPU, the log-probability of a label outside its kept set is NaN instead, because a check would synchronise.
     """
@@ -388,7 +391,9 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
-    """The elementwise work of a backend. None for the reference backend."""
+    """Return the functions with which a backend does the elementwise work on logits, or None for the reference
+    backend.
+    """
     is_cuda = hidden.device.type == "cuda"
     if backend == "auto":
         can = is_cuda and hidden.dtype != torch.float64 and importlib.util.find_spec("triton") is not None

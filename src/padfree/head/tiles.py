@@ -1,4 +1,4 @@
-"""The loops of `score` and `fused_loss` over tiles of logits. They record no autograd graph.
+"""The loops of `score` and `fused_loss` over tiles of logits. The loops record no autograd graph.
 
     tiled_softmax      every tile of [M, V], discarded at once          -> the softmax of each token
     tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
@@ -50,21 +50,21 @@ class ScoringTask:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The dtype of logits and of sums over them."""
+        """Return the dtype of logits and of sums over them."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     @property
     def operand_dtype(self) -> torch.dtype:
-        """The dtype of matmul operands and of the gradients of the logits."""
+        """Return the dtype of matmul operands and of the gradients of the logits."""
         return self.hidden.dtype if self.hidden.device.type == "cuda" else self.sum_dtype
 
     @property
     def copies_rows(self) -> bool:
-        """Whether `hidden_rows` copies hidden states instead of returning a view."""
+        """Return whether `hidden_rows` copies hidden states instead of returning a view."""
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
-        """The hidden states of the labelled tokens [start, end). `start` and `end` count labelled tokens."""
+        """Return the hidden states of the labelled tokens [start, end). `start` and `end` count labelled tokens."""
         part = self.hidden[start:end] if self.index is None else self.hidden[self.index[start:end]]
         return part.to(self.operand_dtype)
 
@@ -72,7 +72,7 @@ class ScoringTask:
         return self.head.weight[start:end].to(self.operand_dtype)
 
     def tile(self, num_rows: int) -> Tile:
-        """The size of the tiles of logits for `num_rows` tokens."""
+        """Return the size of the tiles of logits for `num_rows` tokens."""
         return choose_tile(
             num_rows,
             len(self.head.weight),
@@ -82,7 +82,7 @@ class ScoringTask:
         )
 
     def tile_bytes(self, num_rows: int) -> int:
-        """The temporary memory in bytes of the matmuls for `num_rows` tokens."""
+        """Return the temporary memory in bytes of the matmuls for `num_rows` tokens."""
         tile = self.tile(num_rows)
         masks = (
             0 if self.rows.kept is None else 2
@@ -91,16 +91,18 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """The memory in bytes that a token takes while it is reduced."""
+        """Return the temporary memory in bytes per token: its softmax sums, and a copy of its hidden state if one is
+        made.
+        """
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """The implementation of the matmuls and of the elementwise work that this task uses."""
+        """Return the object that computes the matmuls of this task and the elementwise work on their results."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
-        """Allocate uninitialised memory of this shape for sums."""
+        """Allocate uninitialised memory of the given shape, in the dtype of sums."""
         return self.hidden.new_empty(shape, dtype=self.sum_dtype)
 
 
@@ -169,7 +171,7 @@ class TiledMatmuls:
 
 
 def tiled_softmax(task: ScoringTask) -> Softmax:
-    """The softmax of each labelled token. Each tile of logits is computed, reduced and discarded."""
+    """Return the softmax of each labelled token. Each tile of logits is computed, reduced and discarded."""
     num_rows = task.num_rows
     matmuls = task.matmuls(num_rows)
     # The running sums of the tokens that are processed at once fit into half of the memory budget: usually all do.
@@ -247,7 +249,7 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Like `matmul`, but the bits of a row do not depend on the number of rows.
+    """Compute the same as `matmul`, with bits of a row that do not depend on the number of rows.
 
     On a CPU, few rows are padded with zeros, because a library may use another kernel for few rows, which sums in
     another order.

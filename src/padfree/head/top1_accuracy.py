@@ -1,6 +1,6 @@
 """Top-1 accuracy without storing all logits, for evaluation.
 
-    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 without label
+    hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 if there is no label
 
 Soft cap, scale and temperature do not change the order of logits, so they are left out.
 """
@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 27
 
 @torch.no_grad()
 def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
-    """For each of N tokens [N, D]: 1 if its label is the most probable token, else 0."""
+    """Return, for each of N tokens with hidden states [N, D], 1 if its label is the most probable token, else 0."""
     assert head.logit_scale > 0, "a negative scale reverses the order"
     found = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
     labelled = (labels != IGNORE).nonzero()[:, 0]
@@ -31,7 +31,7 @@ def matches(hidden: Tensor, head: LmHead, labels: Tensor) -> Tensor:
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T, [c, V].
+    """Compute the logits [c, V] as hidden @ weight.T.
 
     On a GPU the logits are float32, because rounding to bfloat16 could make different logits equal.
     """

@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The functions of `divergence.py` as two Triton kernels: one for the sums, one for the gradient.
 
-    grid (R tokens, spans): a program holds `BLOCKS` blocks of `BLOCK` columns, for one token and both models
+    grid (R tokens, column ranges): a program holds `BLOCKS` blocks of `BLOCK` columns, for one token and both models
 
 Both kernels read the stored logits of student and teacher. Each program processes a range of columns, and the partial
 sums of the ranges are added in order. `BLOCK` is the smaller of the two models' block sizes, so each block of a program
@@ -42,7 +42,7 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The logits of [BLOCKS, BLOCK] columns minus the largest logit of the token."""
+    """Return the logits of [BLOCKS, BLOCK] columns of one token minus the largest logit of the token."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -164,7 +164,7 @@ def _gradient_kernel(
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """The same as `divergence.divergence_sums`, as a Triton kernel."""
+    """Compute the same as `divergence.divergence_sums`, as a Triton kernel."""
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     spans = -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"]))
@@ -198,7 +198,7 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """The same as `divergence.divergence_gradient`, as a Triton kernel.
+    """Compute the same as `divergence.divergence_gradient`, as a Triton kernel.
 
     `out` may be the memory of the student's stored logits.
     """

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The functions of `elementwise.py` as Triton kernels. Each reads a tile of logits once and writes it at most once.
+"""The functions of `elementwise.py` as Triton kernels. Each kernel reads a tile of logits once and writes the tile at
+most once.
 
     grid (R tokens, blocks of the tile): a program holds the `BLOCK` columns of one block of one token in registers
 
@@ -36,7 +37,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter, decided at import."""
+    """Return whether these kernels run in Triton's interpreter, decided at import."""
     return not isinstance(_reduce_kernel, triton.JITFunction)
 
 
@@ -69,7 +70,8 @@ def _logits(
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """The gradient of a logit with probability p: -p · (g + h · (log p + entropy)). The caller adds g for the label.
+    """Return the gradient of a logit with probability p: -p · (g + h · (log p + entropy)). The caller adds g for the
+    label.
 
     g is the gradient of the loss with respect to the token's log-probability, h that with respect to its entropy.
     """
@@ -87,7 +89,9 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """The derivative of the soft cap. It is finite also for logits outside a kept set, whose gradient is 0."""
+    """Return the derivative of the soft cap. It is also finite for ids outside a token's kept set (ids that sampling
+    could not choose), whose gradient is 0.
+    """
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)
 
@@ -240,7 +244,7 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """The same as `elementwise.reduce_tile`, but does not overwrite the raw logits."""
+    """Compute the same as `elementwise.reduce_tile`, without overwriting the raw logits."""
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels  # a placeholder for arguments that are absent and never read
@@ -282,7 +286,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same as `elementwise.gradient_from_raw_logits`, but does not overwrite the raw logits."""
+    """Compute the same as `elementwise.gradient_from_raw_logits`, without overwriting the raw logits."""
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels
@@ -314,7 +318,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """The same as `elementwise.merge`, without extra memory."""
+    """Compute the same as `elementwise.merge`, without extra memory."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -347,7 +351,9 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """The same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of `stored`."""
+    """Compute the same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of
+    `stored`.
+    """
     num_rows, num_columns = stored.shape
     absent = rows.labels
     blocks = max(1, STORED_SPAN // head.block)
@@ -377,7 +383,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """The same as `elementwise.scale_`, but the kernel writes nothing if the factor is 1."""
+    """Compute the same as `elementwise.scale_`. The kernel writes nothing if the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

@@ -22,7 +22,7 @@ _OUTSIDE = tl.constexpr(2 * FLOOR)
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """The (row tile, column tile) of tile number `tile`. The module `matmuls` describes the order of tiles."""
+    """Return the (row tile, column tile) of tile number `tile`. The module `matmuls` describes the order of tiles."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -162,13 +162,15 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile [ROWS, COLUMNS] of zeros, which the compiler must not recognise as constant."""
+    """Return a tile [ROWS, COLUMNS] of zeros, computed from `done` so that the compiler does not treat the tile as
+    constant.
+    """
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)
 
 
 @triton.jit
 def _part(tile, part: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half."""
+    """Return part number `part` of a tile [ROWS, COLUMNS]: the whole tile, or its left or right half."""
     if PARTS == 1:
         result = tile
     else:
@@ -182,7 +184,7 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """One step of the matmul loop, over one part of the hidden dimension.
+    """Do one step of the matmul loop, which covers one part of the hidden dimension.
 
     After the last part of the hidden dimension, the next call begins the next tile. Returns the new state of the loop:
     the partial sums of the tile's raw logits, the number of the step and the tile.

@@ -7,8 +7,8 @@ Attention is one operator in the graph, or a graph break if context ranks share 
 padfree's own operators for RMSNorm, QK-norm with RoPE, and SwiGLU. `parallel.kernels = "none"` leaves these to the
 compiler. The numbers of tokens and samples are dynamic; all other sizes are static.
 
-With `exact`, a token gets the same bits in every graph of a layer, for any number of tokens and any mode of
-recomputation (`rollout.exact`):
+With the argument `exact`, a token gets the same bits in every graph of a layer, for any number of tokens and any mode
+of recomputation (`rollout.exact`):
 
     reductions      RMSNorm and QK-norm are custom operators in every layer, whose order of sums depends on the width
     elementwise     the compiler rounds after each operation, as PyTorch without the compiler does, and fuses no
@@ -69,8 +69,9 @@ def compile_layers(
 ) -> None:
     """Compile each layer separately, in place.
 
-    `kept` says which activations are saved for backward. With `operators`, layers use the operators of
-    `padfree.layers.ops` if these save time. With `exact`, all layers on a GPU use them.
+    `backend` is a backend of `torch.compile`, and `kept` says which activations are saved for backward. If `operators`
+    is True, layers use the operators of `padfree.layers.ops` where these save time. If `exact` is True, all layers on a
+    GPU use them, so that a token gets the same bits in every call.
     """
     layers = list(layers)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
@@ -97,7 +98,7 @@ def compile_layers(
 
 
 def layer_compiler(backend: str, kept: Kept, *, operators: bool, exact: bool) -> Callable[..., Any]:
-    """Return the compiler of a layer's graph, for `backend` of `torch.compile`."""
+    """Return the function that compiles a layer's graph: padfree's graph passes, then `backend` of `torch.compile`."""
     return partial(_compiled, backend=lookup_backend(backend), kept=kept, operators=operators, exact=exact)
 
 
@@ -194,7 +195,7 @@ class InductorPass(CustomGraphPass):
 
 
 def _is_backward(graph: fx.Graph) -> bool:
-    """Whether a graph is a backward graph: some of its inputs are then named `tangents_...`."""
+    """Return whether a graph is a backward graph: some of its inputs are then named `tangents_...`."""
     return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
@@ -209,7 +210,7 @@ def _size(size: Any) -> int:
 
 
 def _operators_pay(hidden: Tensor | None) -> bool:
-    """Whether the operators save more time on the GPU than their launches cost on the host."""
+    """Return whether padfree's own operators save more time on the GPU than their launches cost on the host."""
     return hidden is not None and hidden.is_cuda and _size(hidden.shape[2]) >= WIDE_ROW
 
 

@@ -1,4 +1,4 @@
-"""Count and time compilations, so that a run that waits for the compiler can say so."""
+"""Count and time compilations, so that a run can report that it waits for the compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class CompilerWatch:
         self.seconds += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, Any]:
-        """Return the number of graphs compiled since the last call, and the seconds that it took."""
+        """Return the number of graphs compiled since the last call of `take`, and the seconds that these compilations
+        took.
+        """
         found = {"graphs": self.count, "seconds": round(self.seconds, 2)}
         self.count, self.seconds = 0, 0.0
         return found

@@ -23,7 +23,11 @@ CAPABILITY = (8, 9)
 
 
 class Float8Linear(nn.Linear):
-    """An `nn.Linear` that computes the matmuls that `float8_products` lists in float8, and the others as usual."""
+    """An `nn.Linear` with some of its three matmuls in float8.
+
+    `float8_products` lists these matmuls (output, input gradient, weight gradient). The other matmuls are computed in
+    the usual dtype.
+    """
 
     float8_products: tuple[Float8Product, ...]
 
@@ -46,7 +50,9 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(linear: nn.Linear, products: Iterable[Float8Product]) -> None:
-    """Compute these matmuls of `linear` in float8 from now on. Its parameters stay as they are."""
+    """Compute the matmuls `products` of a linear layer in float8 from now on. The parameters of the layer stay as they
+    are.
+    """
     assert type(linear).forward in (nn.Linear.forward, Float8Linear.forward)
     if not isinstance(linear, Float8Linear):
         linear.__class__ = Float8Linear
@@ -54,12 +60,14 @@ def use_float8(linear: nn.Linear, products: Iterable[Float8Product]) -> None:
 
 
 def fits_float8(linear: nn.Linear) -> bool:
-    """Whether float8 matmuls accept the sizes of a linear layer."""
+    """Return whether float8 matmuls accept the input and output sizes of a linear layer."""
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 
 def check_float8_device(device: torch.device) -> None:
-    """Raise an error if the device has no float8 matmul. A CPU emulates it in float32."""
+    """Raise a `UserError` if a CUDA device has no float8 matmul. Other devices pass: they emulate the matmul in
+    float32.
+    """
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

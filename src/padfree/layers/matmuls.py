@@ -46,10 +46,12 @@ MATMULS: dict[Stage, tuple[Any, ...]] = {
 
 
 def is_matmul(target: Any, stage: Stage) -> bool:
-    """Whether the function `target` of a graph node is a matmul."""
+    """Return whether the function `target` of a graph node is a matmul. `stage` says if the graph is before or after
+    autograd.
+    """
     return target in MATMULS[stage]
 
 
 def matmuls_of(graph: fx.Graph, stage: Stage) -> list[fx.Node]:
-    """The matmuls of a graph, in its order."""
+    """Return the nodes of a graph that are matmuls, in the order of the graph."""
     return [node for node in graph.nodes if node.op == "call_function" and is_matmul(node.target, stage)]

@@ -44,7 +44,7 @@ class ActivationOffload:
         layers_per_copy: float = LAYERS_PER_COPY,
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
-        """`offloaded` are the layers to offload. None: the first `fraction` of all layers."""
+        """Choose the layers to offload: those in `offloaded`, or the first `fraction` of all layers if it is None."""
         self.min_bytes = min_bytes
         self.offloaded = set(range(math.ceil(fraction * num_layers)) if offloaded is None else offloaded)
         # For each layer, the earlier layers whose device memory is freed when the forward pass reaches it.
@@ -124,7 +124,9 @@ class _LayerCall:
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
-        """Called when autograd saves a tensor. Starts the copy to the host if the tensor is to be offloaded."""
+        """Take a tensor that autograd saves for backward. Starts the copy to the host if the tensor is to be
+        offloaded.
+        """
         # Tensors of `vmap`, which flex attention uses for its masks, are not offloaded.
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return _SavedTensor(self, tensor)
@@ -139,7 +141,7 @@ class _LayerCall:
         return _SavedTensor(self, None, offloaded, tuple(tensor.shape), tensor.stride())
 
     def free(self) -> None:
-        """Wait for the copies to the host, then free the device memory."""
+        """Free the device memory of this layer's offloaded tensors after their copies to the host end."""
         if self.copied:
             self._wait()
             self.on_host = list(self.copied.values())
@@ -148,7 +150,7 @@ class _LayerCall:
                 offloaded.on_device = None
 
     def prefetch(self) -> None:
-        """Start to copy the tensors that are only in host memory back to the device."""
+        """Start to copy this layer's tensors that are only in host memory back to the device."""
         if not self.on_host:
             return
         pairs = []
@@ -159,7 +161,9 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Called when backward reaches this layer: wait for its tensors, and prefetch those of the layer below."""
+        """Wait for this layer's tensors, and prefetch those of the layer below. Called when backward reaches this
+        layer.
+        """
         self.prefetch()
         self._wait()
         self.copied = {}
@@ -169,7 +173,7 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free the device memory of all lower layers except the one directly below."""
+        """Free the device memory of the offloaded tensors of all lower layers except the one directly below."""
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()
@@ -181,7 +185,9 @@ class _LayerCall:
             self.event = None
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a saved tensor is a large activation. Weights and buffers are not."""
+        """Return whether a saved tensor is an activation large enough to offload. Weights and buffers are never
+        offloaded.
+        """
         if tensor.nbytes < self.offload.min_bytes or not tensor.is_contiguous():
             return False
         if self.weights is None:  # look up the weights now, because FSDP2 gathers them only when the layer is called
@@ -191,7 +197,7 @@ class _LayerCall:
 
 
 def _unpack(saved: _SavedTensor) -> Tensor:
-    """Called when backward needs a saved tensor. Returns the tensor on the device."""
+    """Return a saved tensor on the device. Autograd calls this function when backward needs the tensor."""
     saved.call.begin_backward()
     if saved.tensor is not None:
         return saved.tensor

@@ -46,7 +46,9 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
-    """Make layers that are not compiled recompute their activations in backward."""
+    """Make layers that are not compiled recompute activations in backward. `mode` says which activations are saved
+    instead.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)
@@ -90,7 +92,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """The first matmul on every path from `start` along `neighbours`."""
+    """Return the first matmul on every path that begins at a node in `start` and follows `neighbours`."""
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

@@ -4,17 +4,18 @@
     output = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
 
 `attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
-checks the arguments. It replaces no class, method or weight. `model.set_attn_implementation("sdpa")` undoes it.
+checks the arguments. `attach` replaces no class, method or weight. `model.set_attn_implementation("sdpa")` undoes
+`attach`.
 
 Apply the steps in this order: `attach`, compile the layers, wrap them in activation checkpointing, apply FSDP2. In a
-compiled layer, attention is one operator. If context ranks share a pack, attention is a graph break instead.
+compiled layer, attention is one operator. If a pack is divided over context ranks, attention is a graph break instead.
 
 Before `attach` changes anything, it tests the architecture: padfree must support the features in the config, and a
 small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises
 an error with the reason.
 
-The attention backend is the one that the batch's `AttnContext` names, or else the one given to `attach`. With `auto`,
-it is the fastest backend that supports the call.
+The attention backend is the one that the batch's `AttnContext` names, or else the one given to `attach`. `auto` stands
+for the fastest backend that supports the call.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ HARMLESS_FIELDS = (
 
 
 def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:
-    """Prepare a model for packs: its forward then takes `attn_context`, and tokens attend only to their own sample.
+    """Prepare a model for packs (samples one after the other without padding).
+
+    The model's forward then takes the argument `attn_context`, and tokens attend only to their own sample.
 
     Returns the same model. If `fast_mixers` is False, layers with a recurrent state run one sample at a time, even if
     faster kernels are installed.
@@ -177,9 +180,9 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
 
 def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrainedModel:
-    """Attach a model without the tests of `attach`, which `attached` has passed.
+    """Attach a model without testing its architecture, because `attached`, a model of the same class, passed the tests.
 
-    `attached` has the same class, and its config differs only in numbers.
+    The two configs may differ only in numbers, such as sizes.
     """
     assert type(model) is type(attached)
     if mixers := probe(_probed(attached)).mixers:
@@ -205,7 +208,10 @@ def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that the probe runs: the model, or its base model if the model's head has no output per token."""
+    """Return the module that `padfree.model.probe` tests on a small copy.
+
+    It is the model, or its base model if the model has no head with an output for each token.
+    """
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
@@ -216,7 +222,7 @@ def check_stock_packing(model: PreTrainedModel) -> None:
         raise UserError(
             "model",
             f"{name} is attached to padfree and needs an attn_context in every call",
-            "detach it with model.set_attn_implementation('sdpa')",
+            "first detach the model with model.set_attn_implementation('sdpa')",
         )
     reason = unsupported(model.config) or stock_leak(model)
     if reason:
@@ -226,7 +232,7 @@ def check_stock_packing(model: PreTrainedModel) -> None:
 
 
 def _class_name(model: object) -> str:
-    """The name of the model's class. Raises `UserError` if it is not a class of transformers."""
+    """Return the name of the model's class. Raises `UserError` if it is not a class of transformers."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         fix = "give the transformers model itself, before it is wrapped"
@@ -235,7 +241,7 @@ def _class_name(model: object) -> str:
 
 
 def unsupported(config: PreTrainedConfig) -> str | None:
-    """Describe a feature in the config that padfree does not support. None if there is none."""
+    """Return a description of a feature in the config that padfree does not support, or None if all are supported."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
         return f"it consists of several models ({', '.join(parts)}), and only its language model can be packed"
@@ -267,7 +273,9 @@ called for every micro-batch.
 
 
 def lm_head_of(model: PreTrainedModel) -> LmHead:
-    """The model's head as an `LmHead` with the current weight. Raises `UserError` if no `LmHead` gives its logits.
+    """Return the model's head as an `LmHead` (weight, bias, soft cap and scale).
+
+    Raises `UserError` if an `LmHead` cannot reproduce the model's logits.
 
     The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
     it is unsharded.

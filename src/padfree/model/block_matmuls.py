@@ -42,7 +42,7 @@ def is_narrow(module: nn.Module) -> bool:
 
 
 def narrow_forward(module: nn.Module, x: Tensor) -> Tensor:
-    """The forward of a linear layer with one output."""
+    """Compute a linear layer with one output as one with `BLOCK_ROWS` outputs, of which only the first is used."""
     own: Any = module
     weight = functional.pad(own.weight, (0, 0, 0, BLOCK_ROWS - 1))
     result = functional.linear(x, weight)[..., :1]
@@ -50,7 +50,9 @@ def narrow_forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    """The forward of stacked experts: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]. Differentiable."""
+    """Compute stacked experts in blocks of rows: hidden [T, D], choices [T, k] and weights [T, k] give [T, D].
+    Differentiable.
+    """
     own: Any = module
     num_choices = choices.shape[1]
     experts, order = torch.sort(choices.reshape(-1), stable=True)
@@ -72,7 +74,7 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
     """Multiply rows [R, K], sorted by expert, with the weight [E, N, K] of their expert; return [R, N].
 
-    `sizes`: the number of rows of each of the E experts. `transposed`: the weight is [E, K, N].
+    `sizes` are the numbers of rows of the E experts. If `transposed` is True, the weight is [E, K, N].
     """
     parts: list[Tensor] = []
     biases = [None] * len(sizes) if bias is None else bias.unbind(0)

@@ -89,7 +89,9 @@ def through_transformers(
 
 @contextmanager
 def _no_load_report() -> Iterator[None]:
-    """Hide the tables that transformers logs while loading; padfree reports problems in one line."""
+    """Context manager that hides the tables that transformers logs while loading; padfree reports problems in
+    one line.
+    """
     before = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
     try:
@@ -103,7 +105,8 @@ def _unlike_config(
 ) -> str | None:
     """Compare the tensors of the files with those that `save_pretrained` would write.
 
-    Returns a description of the first tensor that is missing, unexpected or of another shape. None if all agree.
+    Returns a description of the first tensor that is missing, unexpected or of another shape. Returns None if all
+    tensors agree.
     """
     with torch.device("meta"):
         model = model_from_config(copy.deepcopy(config), dtype, trust_remote_code)

@@ -14,7 +14,8 @@ The tokens are sorted by expert once, and every matmul is grouped by expert in t
 
 The adapters follow transformers' experts interface (`use_experts_implementation`): the module tells whether its experts
 have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
-the adapters. It is set on the module itself, so that the adapters are used with every `experts_implementation`.
+the adapters. This forward is set on the module itself, so that the adapters are used with every
+`experts_implementation`.
 
 A router is more than a linear layer: its forward reads its weight W [E, D] and chooses experts. With an adapter, the
 forward reads the small matrix W + scale * B A in place of W. The adapter has no dropout, because it gets no inputs.
@@ -49,7 +50,7 @@ class ExpertMatrices(nn.Module):
 
 
 def stacked_weights(module: nn.Module) -> tuple[str, ...]:
-    """The names of the stacked weights of experts that can have adapters; empty for any other module."""
+    """Return the names of the stacked weights of experts that can have adapters; empty for any other module."""
     experts: Any = module
     if not all(hasattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
         return ()
@@ -71,7 +72,9 @@ def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: flo
 
 
 def adapt_router(router: Any, *, adapter: str, rank: int, scale: float) -> None:
-    """Add an adapter to the weight of a router, on the meta device. Its parameters are named as in PEFT's layers."""
+    """Add an adapter to the weight of a router, on the meta device. The adapter's parameters are named as in PEFT's
+    layers.
+    """
     num_experts, width = router.weight.shape
     router.lora_A = nn.ModuleDict({adapter: nn.Linear(width, rank, bias=False, device="meta")})
     router.lora_B = nn.ModuleDict({adapter: nn.Linear(rank, num_experts, bias=False, device="meta")})
@@ -91,7 +94,7 @@ def _router_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """The stacked `weight` plus the scaled product of the adapters `a` [E, rank, in] and `b` [E, out, rank].
+    """Return the stacked `weight` plus the scaled product of the adapters `a` [E, rank, in] and `b` [E, out, rank].
 
     The result has the dtype of `weight`.
     """

@@ -154,7 +154,7 @@ def export_adapters(
 
 
 def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters of experts with PEFT's names and shapes.
+    """Return the adapters of experts with PEFT's names and shapes.
 
         lora_A  [E, rank, in]  -> [E * rank, in]
         lora_B  [E, out, rank] -> [out, rank * E]
@@ -185,7 +185,9 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def separate_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Like `whole_tensors`, but with adapters as tensors of their own. Collective."""
+    """Yield every tensor of the model like `whole_tensors`, but do not merge adapters: they are tensors of their own.
+    Collective.
+    """
     for name, tensor in named_tensors(model).items():
         yield name, gathered(tensor)
 
@@ -215,7 +217,7 @@ def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor, gathered from all ranks, on every rank. Collective."""
+    """Gather the whole tensor from all ranks, and return it on every rank. Collective."""
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
@@ -229,7 +231,7 @@ def _is_first() -> bool:
 
 
 def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
-    """Write an export on rank 0. If this fails, all ranks raise the error."""
+    """Write an export on rank 0. If writing fails, all ranks raise the error."""
     error = None
     if _is_first():
         try:
@@ -240,10 +242,7 @@ def _write_first(folder: Path, write: Callable[[Path], None], tokenizer: Any) ->
 
 
 def not_an_export(folder: Path) -> str | None:
-    """The reason why an export must not replace this folder, for example that other files are in it.
-
-    Returns None if the folder may be replaced.
-    """
+    """Return why an export must not replace this folder (for example, it holds other files), or None if it may."""
     paths = list(folder.iterdir()) if folder.is_dir() else [folder] if folder.exists() else []
     if not paths:
         return None
@@ -293,7 +292,9 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
 
 
 def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config on the meta device, without weights and without the wrappers of training."""
+    """Return a model of the same class and config on the meta device, without weights, sharding, compilation or
+    adapters.
+    """
     # fully_shard changes the class of a model to a subclass of FSDPModule and the original class.
     original = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     assert issubclass(original, PreTrainedModel)
@@ -309,7 +310,7 @@ def empty_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def sync(path: Path) -> None:
-    """Sync this file or folder to disk, so that a later rename cannot expose incomplete content."""
+    """Sync a file or folder to disk, so that a later rename cannot expose incomplete content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

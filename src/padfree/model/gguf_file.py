@@ -91,7 +91,10 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, path: Path, *, chat_templ
 
 
 def _checked_rope(model: PreTrainedModel) -> _GgufRope:
-    """The RoPE of the model. Raises `UserError` for a config that llama.cpp would compute differently."""
+    """Return what the GGUF file needs to know about the model's RoPE.
+
+    Raises `UserError` for a config that llama.cpp would compute differently.
+    """
     config: Any = model.config
     gemma = config.model_type == "gemma3_text"
     activation = config.hidden_activation if gemma else config.hidden_act
@@ -210,7 +213,7 @@ def _add_tokenizer(writer: GGUFWriter, model: PreTrainedModel, tokenizer: Any, c
 
 
 def _write_tensors(writer: GGUFWriter, model: PreTrainedModel, rope: _GgufRope) -> None:
-    """Describe all tensors, then convert and write them one at a time."""
+    """Write the names, shapes and dtypes of all tensors, then convert and write the tensors one at a time."""
     from gguf import GGMLQuantizationType
 
     for name, tensor in _named_tensors(model, rope):
@@ -226,7 +229,7 @@ def _write_tensors(writer: GGUFWriter, model: PreTrainedModel, rope: _GgufRope) 
 
 
 def _named_tensors(model: PreTrainedModel, rope: _GgufRope) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its name in the file."""
+    """Yield every tensor of the model with its name in the GGUF file."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     config: Any = model.config

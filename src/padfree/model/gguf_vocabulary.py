@@ -46,7 +46,7 @@ class GgufVocabulary:
 
 
 def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
-    """The vocabulary of a tokenizer, for a model whose embedding has `size` rows.
+    """Return the vocabulary of a tokenizer, for a model whose embedding has `size` rows.
 
     An embedding row without a token gets a name with its index: row 7 becomes `[PAD7]`.
     """
@@ -133,7 +133,7 @@ def _described(part: dict[str, Any]) -> str:
 
 
 def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether the tokenizer adds a space before a text.
+    """Return whether the tokenizer adds a space before a text.
 
     Apart from this first space, the tokenizer must only replace each space with U+2581. Raises `UserError` if it
     changes the text in other ways.

@@ -11,7 +11,7 @@ The `AttnContext` describes the samples of a pack of T tokens, and is passed wit
 calls, so that recomputed activations and other models in the same process always see their own batch.
 
 padfree registers no mask function in transformers. Therefore transformers passes None as the attention mask without
-looking at `position_ids`. With a mask function, it would compare positions on the device and synchronise.
+looking at `position_ids`. With a mask function, transformers would compare positions on the device and synchronise.
 
 Every keyword argument that reaches the function is either used, or known to be irrelevant to attention. Any other
 argument raises an error, so that a layer with an unsupported feature is not computed wrongly.
@@ -57,7 +57,7 @@ def register(backend: str) -> str:
 
 
 def is_attached(config: PreTrainedConfig) -> bool:
-    """Whether models with this config call padfree's attention."""
+    """Return whether models with this config call padfree's attention."""
     name = config._attn_implementation or ""
     return name == NAME or name.startswith(f"{NAME}_")
 
@@ -90,7 +90,7 @@ def attention(
     layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if the input was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer.
+    """Compute the attention of one layer. transformers calls this function in each layer of an attached model.
 
     query is [1, H, T, d], key [1, Hkv, T, d] and value [1, Hkv, T, dv] for the T tokens of a pack. Returns the output
     [1, T, H, dv], and None in place of the attention weights. A backend named in `attn_context` overrides `backend`.
@@ -171,13 +171,15 @@ def attention(
 
 
 def mark_image_layers(language: PreTrainedModel) -> None:
-    """Mark a language model in which the tokens of an image attend to each other, as in Gemma 3."""
+    """Mark all layers of a language model, so that its attention lets the tokens of an image attend to each other
+    (Gemma 3).
+    """
     for module in language.modules():
         module._padfree_whole_images = True  # type: ignore[assignment]
 
 
 def sees_whole_images(module: nn.Module) -> bool:
-    """Whether `mark_image_layers` has marked this layer."""
+    """Return whether `mark_image_layers` has marked this layer."""
     return getattr(module, "_padfree_whole_images", False)
 
 
@@ -195,13 +197,15 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The chunk size in tokens that `mark_chunked_layers` stored in this layer; None without chunks."""
+    """Return the chunk size in tokens that `mark_chunked_layers` stored in this layer, or None if the layer has no
+    chunks.
+    """
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """A context for the same pack in which samples are cut into segments of at most `chunk` tokens.
+    """Return a context for the same pack in which samples are cut into segments of at most `chunk` tokens.
 
     Each sample starts a new chunk, because its positions start at 0. `name` is the name of the layer's class, for error
     messages.
@@ -221,7 +225,7 @@ def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
 
 
 def counts_positions(module: nn.Module) -> bool:
-    """Whether the layer scales its queries by positions that it counts along the whole pack, as in Llama 4."""
+    """Return whether the layer scales its queries by positions that it counts along the whole pack, as in Llama 4."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
@@ -253,7 +257,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook that raises `UserError` for arguments with which a pack would silently give wrong results.
+    """Raise `UserError` for arguments with which a pack would silently give wrong results. A forward pre-hook.
 
     The hook does nothing while the model uses another attention implementation, so that
     `set_attn_implementation("sdpa")` restores the stock model, for example for generation.
@@ -336,12 +340,16 @@ def check_positions(limit: int | None, longest: int) -> None:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a vision-language model's language model. A config of any other model is returned unchanged."""
+    """Return the config of a vision-language model's language model. A config of any other model is returned
+    unchanged.
+    """
     return config.get_text_config(decoder=True) if "vision_config" in config.sub_configs else config
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """The length up to which rotary frequencies do not depend on the longest sample of a pack; None: no limit."""
+    """Return the length up to which rotary frequencies do not depend on the longest sample of a pack. None means that
+    there is no limit.
+    """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return None

@@ -19,9 +19,9 @@ The tensors are filled from one of three sources:
 
 Tied parameters stay one object under two names after `to_empty`.
 
-Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. It runs twice, first
-with these buffers filled with 0, then with 1. If a buffer differs between the two runs, the model's code does not
-restore it, and loading raises an error.
+Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. padfree runs
+`_init_weights` twice, first with these buffers filled with 0, then with 1. If a buffer differs between the two runs,
+the model's code does not restore it, and loading raises an error.
 
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
 `shard` changes the dtype of a parameter, the values are cast while they are read.
@@ -179,8 +179,9 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Two pairs (module, attribute) for each tied parameter: where it is stored, and where the parameter it is tied to
-    is stored."""
+    """Return two pairs (module, attribute) for each tied parameter: its own place, and the place of the parameter it is
+    tied to.
+    """
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
     for module in model.modules():
@@ -208,7 +209,8 @@ def opened_together(
 
 
 def matching_names(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: bool = False) -> StoredNames | None:
-    """The names in the files of all tensors of the model, if each rank can read its part of them. Otherwise None.
+    """Map the model's tensors to their names in the files, or return None if the ranks cannot read slices of the files
+    directly.
 
     If `fresh` is True, the model has a new scalar head, which need not be in the files.
     """
@@ -267,7 +269,7 @@ def _read_slices(tensors: Mapping[str, Tensor], names: StoredNames, files: Mappi
 
 
 def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.Size, path: Path) -> None:
-    """Read `region` of the tensor `name`, which has this shape, into `local`."""
+    """Read `region` of the tensor `name`, whose whole shape must be `shape`, into `local`."""
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(shape):
         raise UserError(

@@ -71,13 +71,13 @@ _ADAPTER_NAME = re.compile(rf"\.lora_[AB]\.({ADAPTER}\.weight|\w+_proj)$")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether `name` is the name of a parameter of an adapter."""
+    """Return whether `name` is the name of a parameter of an adapter."""
     return _ADAPTER_NAME.search(name) is not None
 
 
 def is_trained_with_adapters(name: str) -> bool:
-    """Whether a parameter of this name is trained in a model with adapters: it belongs to an adapter or to the scalar
-    head.
+    """Return whether a parameter of this name is trained in a model with adapters: it belongs to an adapter or to the
+    scalar head.
     """
     return is_adapter(name) or name == SCALAR_WEIGHT
 
@@ -148,25 +148,28 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether this is a linear layer or a router with an adapter."""
+    """Return whether a module is a linear layer or a router with an adapter."""
     return hasattr(module, "lora_A") and not has_expert_adapters(module)
 
 
 def needs_merging(model: nn.Module) -> bool:
-    """Whether sampling servers must get merged weights instead of adapters.
+    """Return whether sampling servers must get merged weights instead of adapters.
 
-    Servers do not reliably load adapters that are written as `target_parameters`.
+    Servers do not reliably load adapters that PEFT lists as `target_parameters` (of stacked experts and routers, for
+    example).
     """
     return any(config.target_parameters for config in getattr(model, "peft_config", {}).values())
 
 
 def adapted_modules(model: nn.Module) -> list[str]:
-    """The last parts of the names of all modules with adapters, for example q_proj and v_proj."""
+    """Return the last parts of the names of all modules with adapters, for example q_proj and v_proj."""
     return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_adapted(module)})
 
 
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The initial values of an adapter's tensor, on the CPU. `name` is the name of the tensor without wrappers."""
+    """Return the initial values of an adapter's tensor, on the CPU. `name` is the tensor's name without what
+    checkpointing and compilation add to names.
+    """
     if ".lora_B." in name:
         return torch.zeros(shape)
     number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
@@ -175,7 +178,7 @@ def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
-    """The adapter's contribution to the weight of its layer, in float32.
+    """Return the adapter's contribution to the weight of its layer, in float32.
 
     `a` [rank, in] and `b` [out, rank] are unsharded.
     """
@@ -184,13 +187,13 @@ def added_weight(layer: Any, a: Tensor, b: Tensor) -> Tensor:
 
 
 def adapts_experts(model: PreTrainedModel, targets: Sequence[str]) -> bool:
-    """Whether these targets select stacked weights of experts."""
+    """Return whether `targets` select stacked weights of experts."""
     modules = (name.rpartition(".")[0] for name in _targets(model, targets)[1])
     return any(stacked_weights(model.get_submodule(name)) for name in modules)
 
 
 def _outside_language_model(model: PreTrainedModel) -> set[str]:
-    """The names of the modules that belong to the tower or the projector of a vision-language model."""
+    """Return the names of the modules that belong to the tower or the projector of a vision-language model."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for name, part in parts_of(model).items():
         pieces = name.split(".")
@@ -199,7 +202,7 @@ def _outside_language_model(model: PreTrainedModel) -> set[str]:
 
 
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The full names of the linear layers, and of the weights of experts and routers, that get adapters."""
+    """Return the full names of the linear layers, and of the weights of experts and routers, that `targets` select."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
     ends = (model.get_input_embeddings(), *heads)
     elsewhere = _outside_language_model(model)
@@ -258,7 +261,7 @@ def _ends_with(name: str, ending: str) -> bool:
 
 
 def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 1) -> list[str]:
-    """The shortest endings of names, such as `q_proj`, that select exactly `names` out of `everything`.
+    """Return the shortest endings of names, such as `q_proj`, that select exactly `names` out of `everything`.
 
     An ending has at least `least` parts, which are separated by dots.
     """
@@ -278,7 +281,9 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Whether PEFT would treat target modules as experts because their names are those of experts in old files."""
+    """Return whether PEFT would treat target modules as experts, because they are named like experts in old
+    checkpoints.
+    """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     trial = copy.deepcopy(config)
@@ -290,7 +295,9 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def weights_read_by(module: nn.Module) -> set[str]:
-    """The names of submodules that a mixer's forward does not call, but whose weight it reads as `self.name.weight`."""
+    """Return the names of submodules that the forward of a mixer (a recurrence or convolution) does not call, but whose
+    weight it reads as `self.name.weight`.
+    """
     if kind_of(module).name == "other":
         return set()
     return {

@@ -87,7 +87,10 @@ def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch.dtype:
-    """The dtype of most elements in the files. Without files, the dtype in the config, or float32 if it has none."""
+    """Return the dtype of most elements in the files.
+
+    Without files, it is the dtype that the config names, or float32 if the config names none.
+    """
     if files is None:
         named = str(getattr(config, "dtype", None)).removeprefix("torch.")
         return next((dtype for dtype in FLOATS.values() if str(dtype) == f"torch.{named}"), torch.float32)
@@ -102,7 +105,7 @@ def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch
 
 
 def weight_files(folder: Path) -> dict[str, Path] | None:
-    """The file of each tensor of a model folder. None if the folder has no weights.
+    """Return the file of each tensor of a model folder, or None if the folder has no weights.
 
     Raises `UserError` if files are missing or inconsistent.
     """
@@ -122,7 +125,7 @@ def weight_files(folder: Path) -> dict[str, Path] | None:
 
 
 def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
-    """The file of each tensor according to the index file.
+    """Return the file of each tensor according to the index file.
 
     Raises `UserError` if the index and the files do not match.
     """

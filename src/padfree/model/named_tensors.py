@@ -22,14 +22,16 @@ Region = tuple[slice, ...]
 
 
 def clean_name(name: str) -> str:
-    """The name of a parameter in HF files: its name without the wrappers of training."""
+    """Return the name of a parameter in HF files, without the parts that checkpointing, torch.compile and PEFT add to
+    it.
+    """
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.lstrip(".")
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer once, by name in HF files. A tied tensor has the first of its names.
+    """Return every parameter and persistent buffer once, by name in HF files. A tied tensor has the first of its names.
 
     Under FSDP2 the tensors are sharded. A unit that a forward without backward has left unsharded is resharded first.
     """
@@ -45,7 +47,7 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def local_region(tensor: Tensor) -> Region:
-    """The part of the whole tensor that this rank holds."""
+    """Return the part of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
@@ -56,7 +58,7 @@ def local_region(tensor: Tensor) -> Region:
 def region_of(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
 ) -> Region:
-    """The part of a tensor of this shape that the rank at `coordinate` of the mesh holds.
+    """Return the part of a tensor of this shape that the rank at `coordinate` of the mesh holds.
 
     [5, 2] sharded in dim 0 over 2 ranks -> rows [0:3] at coordinate 0, rows [3:5] at coordinate 1.
     """
@@ -72,7 +74,7 @@ def region_of(
 
 
 def sharded_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros [shape] that are sharded like a parameter.
+    """Return zeros [shape] that are sharded like a parameter.
 
     `shape` may differ from the parameter's in the last dimension if that dimension is not sharded.
     """

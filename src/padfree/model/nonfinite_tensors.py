@@ -19,10 +19,11 @@ from padfree.model.named_tensors import clean_name, named_tensors
 
 
 def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] | None = None) -> str | None:
-    """The name of the first tensor with a non-finite value in this rank's part. None if all values are finite.
+    """Return the name of the first tensor with a non-finite value in this rank's part, or None if all values are
+    finite.
 
-    `parameters`: the names of the parameters among `tensors`; None means all. The other tensors are buffers, which may
-    hold infinity (as masks do) but not NaN.
+    `parameters` are the names of the parameters among `tensors`; None means that all are parameters. The other tensors
+    are buffers, which may hold infinity (as masks do) but not NaN.
     """
     flags: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -46,5 +47,7 @@ def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] 
 
 
 def nonfinite_weight(model: nn.Module) -> str | None:
-    """The name in HF files of the first tensor with a non-finite value in this rank's part. None if all are finite."""
+    """Return the name in HF files of the first tensor with a non-finite value in this rank's part, or None if all are
+    finite.
+    """
     return nonfinite_tensor(named_tensors(model), {clean_name(name) for name, _ in model.named_parameters()})

@@ -22,7 +22,7 @@ from padfree.model.vision.features import vision_hidden_states
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """The hidden states that the head of an attached model would get, computed by the base model's own forward.
+    """Return the hidden states that the head of an attached model would get, computed by the base model's own forward.
 
     Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks.
 
@@ -55,7 +55,7 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of the model below its head. A model without a head is its own base."""
+    """Return the part of the model below its head, or the model itself if it has no head."""
     base = model.base_model
     if base is model and model.get_output_embeddings() is not None:  # type: ignore[no-untyped-call]
         # The model has no attribute named by base_model_prefix, because the prefix belongs to a larger model. Take the
@@ -66,7 +66,10 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """The head that the config describes. None if there is no head. The probe compares its logits with the model's."""
+    """Return the head that the config describes as an `LmHead`, or None if the model has no head.
+
+    `padfree.model.probe` compares the logits of this `LmHead` with those of the model.
+    """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:
         return None

@@ -24,7 +24,9 @@ Part = Literal["tower", "projector", "language_model"]
 
 
 class FrozenWeights(TypedDict):
-    """The share of the matmul weights below the head that are frozen, and whether the head is."""
+    """The share of the language model's matmul weights that are frozen (without the head), and whether the head is
+    frozen.
+    """
 
     frozen: float
     frozen_head: bool
@@ -34,7 +36,9 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """The part of each parameter of a vision-language model, by name. A language model has only `language_model`."""
+    """Return the part of a vision-language model (tower, projector or language model) that each parameter belongs to. A
+    language model has only `language_model`.
+    """
     family = family_of(model)
     names = [clean_name(name) for name, _ in model.named_parameters()]
     if family is None:
@@ -56,7 +60,9 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def selected(model: nn.Module, selection: str, setting: str) -> set[str]:
-    """The names of the parameters that `selection` stands for. Raises `UserError` about `setting` if there are none."""
+    """Return the names of the parameters that `selection` stands for. Raises `UserError` about `setting` if there are
+    none.
+    """
     parts = parts_of(model)
     if selection in PARTS:
         found = {name for name, part in parts.items() if part == selection}
@@ -83,7 +89,7 @@ def freeze(model: nn.Module, selections: Iterable[str]) -> None:
 
 
 def frozen_weights(model: PreTrainedModel) -> FrozenWeights:
-    """Which matmul weights of the language model are frozen."""
+    """Return which share of the matmul weights of the language model is frozen, and whether its head is frozen."""
     roles, parts = roles_of(model), parts_of(model)
     sums = {True: 0, False: 0}
     for name, parameter in model.named_parameters():

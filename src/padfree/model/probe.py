@@ -79,10 +79,10 @@ NUM_LAYERS = (2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The result of the test.
+    """The result of testing on a small copy whether an architecture can be trained on packs.
 
-    - `leak`: why the architecture cannot be packed. None if it can.
-    - `head`: why an `LmHead` does not reproduce the logits. None if it does.
+    - `leak`: why the architecture cannot be packed, or None if it can.
+    - `head`: why an `LmHead` does not reproduce the logits, or None if it does.
     """
 
     leak: str | None
@@ -96,7 +96,9 @@ def probe(model: PreTrainedModel) -> Verdict:
 
 
 def stock_leak(model: PreTrainedModel) -> str | None:
-    """The reason why this model cannot be trained on packs with its own attention implementation. None if it can."""
+    """Return the reason why this model cannot be trained on packs with its own attention implementation, or None if it
+    can.
+    """
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
         # flex attention needs a compiler, so eager is tested instead. The same code creates the masks of both.
@@ -108,9 +110,9 @@ def stock_leak(model: PreTrainedModel) -> str | None:
 
 
 def small_copy(model: PreTrainedModel) -> PreTrainedModel | None:
-    """A small copy of the model as the probe uses it: large random weights, on the CPU, in evaluation mode.
+    """Return a small copy of the model as the probe uses it: large random weights, on the CPU, in evaluation mode.
 
-    Returns None if the copy cannot be built. Call it inside `undisturbed`.
+    Returns None if the copy cannot be built. Call this function inside `undisturbed`.
     """
     required = frozenset(_module_classes(model))
     for num_layers in NUM_LAYERS:
@@ -132,7 +134,7 @@ Compare = Callable[[PreTrainedModel], Verdict]
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
     """Run the test `compare` on a small copy of the model that has all its module classes. Return the verdict.
 
-    `how`: a name for `compare`, part of the key under which the result is cached.
+    `how` is a name for `compare` and a part of the key under which the result is cached.
     """
     with undisturbed():
         required = frozenset(_module_classes(model))
@@ -185,7 +187,9 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """The names of a model's module classes. Adapters and torch's own classes except convolutions are left out."""
+    """Return the names of a model's module classes. Adapters, and torch's own classes except convolutions, are left
+    out.
+    """
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
     return {
@@ -243,7 +247,7 @@ class _Samples:
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
         """Compare outputs and gradients of the pack with those of one sample at a time.
 
-        Returns a negative verdict if they differ, else None.
+        Returns a negative verdict if they differ, otherwise None.
         """
         gradients = _gradients(model, packed, self.weights)
         leak = _difference("outputs", packed, self.outputs)
@@ -303,7 +307,7 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
 
 
 def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
-    """The model inputs for a pack whose index i holds token order[i]."""
+    """Return the model inputs for a pack whose index i holds token order[i]."""
     return {
         "input_ids": input_ids[order][None],
         "position_ids": position_ids[order][None],
@@ -366,9 +370,9 @@ def _by_lengths(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A substitute for flash attention.
+    """Compute attention in place of flash attention, which needs a GPU.
 
-    Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if it is None.
+    Attends inside the segments that `cu_seq_lens_q` describes, or over the whole pack if `cu_seq_lens_q` is None.
     """
     del cu_seq_lens_k, max_length_q, max_length_k  # cu_seq_lens_q holds the same information
     lengths = torch.tensor([query.shape[2]]) if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q)
@@ -414,7 +418,9 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _first(output: object) -> Tensor:
-    """The logits [T, ...] of a model with a head, or the last hidden states [T, ...] of a model without a head."""
+    """Return the logits [T, ...] of a model with a head, or the last hidden states [T, ...] of a model without
+    a head.
+    """
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:

@@ -35,7 +35,7 @@ DRAWN_ON = ("cuda",)
 
 
 class InitialisingCall(NamedTuple):
-    """A call that creates a tensor, or that writes to it or to a view of it."""
+    """A recorded call that creates a tensor, or that writes to the tensor or to a view of it."""
 
     function: Any
     args: tuple[Any, ...]  # without the tensor that is written to
@@ -74,7 +74,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """The calls that give `tensor` its value. None if they are not known, or if it is a part of its storage."""
+        """Return the recorded calls that give `tensor` its value.
+
+        Returns None if the calls are not known, or if the tensor is only a part of the memory that it is stored in.
+        """
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         return self.recipes.get(_storage(tensor)) if whole else None
 
@@ -86,7 +89,9 @@ def _storage(tensor: Tensor) -> int:
 def recipes_of(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: ModelHead = "tokens"
 ) -> dict[str, Recipe] | None:
-    """The calls that initialise each tensor of a model. None if they are not known for one of its tensors."""
+    """Return, for each tensor of a model, the calls that initialise it, or None if they are not known for some
+    tensor.
+    """
     recorder = _Recorder()
     with recorder:
         with torch.device("meta"):
@@ -102,7 +107,9 @@ def recipes_of(
 
 
 def _writes_all(recipe: Recipe, count: int) -> bool:
-    """Whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty` creates it."""
+    """Return whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty`
+    creates it.
+    """
     create, *others = recipe
     if "empty" not in create.function._schema.name:
         return True

@@ -28,7 +28,11 @@ Role = Literal["hidden", "expert", "embedding", "head", "vector"]
 
 
 def roles_of(model: nn.Module) -> dict[nn.Parameter, Role]:
-    """The role of every parameter, in the order of `model.parameters()`. Parameters may be sharded."""
+    """Return the role of each parameter (hidden matrix, expert, embedding, head or vector) in the model's parameter
+    order.
+
+    Parameters may be sharded.
+    """
     roles: dict[nn.Parameter, Role] = {}
     heads = {*_heads(model), *(router.module for router in routers_of(model))}
     apart = {each for module in model.modules() for each in _expert_modules(module)}

@@ -8,11 +8,11 @@ replaces only the choice: `torch.topk` returns the experts in `AttnContext.route
 the router's own code: it computes the weights of the given experts by softmax or sigmoid, with its normalisation and
 scale, and with gradients. If the routes are the router's own choices, no bit changes.
 
-Routes are an argument of the model's forward. A hook stores the context of a call when it enters a decoder layer,
-including when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
+Routes are an argument of the model's forward. A hook stores the `AttnContext` of each call of a decoder layer, also
+when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
 
-The load-balancing loss counts the experts that the router itself would choose. They are in the attribute `own_choices`
-of the tensor of choices that the router returns.
+The load-balancing loss counts the experts that the router itself would choose. These experts are in the attribute
+`own_choices` of the tensor of choices that the router returns.
 """
 
 from __future__ import annotations
@@ -63,12 +63,17 @@ class ReplayedTopK(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
-        """Whether this call chooses the experts, and not e.g. groups of experts by the best experts of each group."""
+        """Return whether this call of `torch.topk` chooses the experts, and not e.g. groups of experts by the best
+        experts of each group.
+        """
         return scores.shape == (len(self.routes), self.num_experts) and choices.shape == self.routes.shape
 
 
 class RouteReplay:
-    """Makes the R routers of an attached model use `AttnContext.routes` [T, R, k]. The model is changed in place."""
+    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k].
+
+    The model is changed in place.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Create this object after adapters are added and before the first forward pass."""
@@ -101,7 +106,7 @@ class RouteReplay:
         if replayed.times != 1:
             raise UserError(
                 "routes",
-                f"have {routes.shape[2]} experts per token, which {type(router.module).__name__} does not choose",
+                f"have {routes.shape[2]} experts per token, but {type(router.module).__name__} chooses another number",
                 f"use rollouts of this model, or {FIX}",
             )
         for each in output:
@@ -111,7 +116,10 @@ class RouteReplay:
 
 
 class RouteRecorder:
-    """Records the routes of each forward pass of a model. `take` returns those since the last `clear`."""
+    """Records the routes (the experts that the routers choose for each token) of each forward pass of a model.
+
+    `take` returns the routes recorded since the last `clear` or `take`.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         routers = routers_of(model)
@@ -133,7 +141,9 @@ class RouteRecorder:
 
 
 def need_replay(model: PreTrainedModel) -> None:
-    """Raise a `UserError` if the routes of this model cannot be recorded and replayed."""
+    """Raise a `UserError` if the routes of this model (the experts chosen for each token) cannot be recorded and
+    replayed.
+    """
     reason = replay_obstacle(model)
     if reason is not None:
         raise UserError("rollout.routing", f", but {reason}", FIX, "replay")
@@ -142,8 +152,9 @@ def need_replay(model: PreTrainedModel) -> None:
 def replay_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why routes of this model cannot be replayed, or None if they can.
 
-    A small copy of the model runs without routes, with its own routes, with unknown routes, and with other routes. Its
-    own routes and unknown routes must reproduce the output without routes to the bit, and other routes must not.
+    The route of a token is the list of experts that routers chose for it. A small copy of the model runs without given
+    routes, with its own routes, with unknown routes, and with other routes. Its own routes and unknown routes must
+    reproduce the output without given routes to the bit, and other routes must not.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:
@@ -203,9 +214,10 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
 
 
 def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> None:
-    """Raise a `UserError` if one of these routes names an expert or a layer that the model does not have.
+    """Raise a `UserError` if the routes (experts chosen for each token) name an expert or a layer that the model does
+    not have.
 
-    `routers`: the routers of the model, from `routers_of`.
+    `routers` are the routers of the model, from `routers_of`.
     """
     for own in routes:
         if own is None or not routers:  # a model without routers ignores routes

@@ -32,14 +32,16 @@ class Router:
 
     @property
     def by_sigmoid(self) -> bool:
-        """Whether the router scores each expert with a sigmoid, as routers with a bias do.
+        """Return whether the router scores each expert with a sigmoid, as routers with a bias do.
 
         Routers without a bias use a softmax over all experts.
         """
         return self.bias != ""
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The probabilities [T, E] of the experts for each token, in float32. They sum to 1 over the experts."""
+        """Return the probabilities [T, E] of the experts for each token, in float32. The probabilities of a token sum
+        to 1.
+        """
         if not self.by_sigmoid:
             return logits.float().softmax(-1)
         scores = logits.float().sigmoid()
@@ -47,7 +49,7 @@ class Router:
 
 
 def routers_of(model: nn.Module) -> list[Router]:
-    """All routers of the model, in the order of its modules. The list is empty if the model has no experts."""
+    """Return all routers of the model, in the order of its modules. The list is empty if the model has no experts."""
     found = []
     for block in model.modules():
         experts = getattr(block, "experts", None)
@@ -72,7 +74,8 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 class RouterRecorder:
     """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls.
 
-    With `own`, the recorded choices are those that the routers themselves would make, even if routes are replayed.
+    If `own` is True, the recorded choices are those that the routers themselves would make, even if given experts
+    replace them (route replay).
     """
 
     def __init__(self, routers: list[Router], *, own: bool = False) -> None:

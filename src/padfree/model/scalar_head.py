@@ -43,14 +43,16 @@ _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def scalar_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of the config for the same architecture with one label."""
+    """Return a copy of the config with one label, so that it describes a model with a scalar head."""
     config = copy.deepcopy(config)
     config.num_labels = 1
     return config
 
 
 def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """The model of this config with a scalar head."""
+    """Build the model of this config with a scalar head (one number per hidden state) instead of a
+    language-model head.
+    """
     known = type(config) in AutoModelForSequenceClassification._model_mapping
     if not known and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
         raise UserError(
@@ -67,13 +69,13 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """The `files` without the tensors of a language-model head, if `model` has no such head."""
+    """Return the `files` without the tensors of a language-model head, if `model` has no such head."""
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
 
 
 def scalar_head_of(model: PreTrainedModel) -> Tensor:
-    """The current weight [1, D] of the head. Raises `UserError` if the head is more than one matrix."""
+    """Return the current weight [1, D] of the head. Raises `UserError` if the head is more than one matrix."""
     head, base = getattr(model, HEAD, None), base_of(model)
     if model in _PLAIN_HEADS:
         assert isinstance(head, nn.Linear)
@@ -91,13 +93,13 @@ def scalar_head_of(model: PreTrainedModel) -> Tensor:
 
 
 def scalar_scores(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The scores [n] of hidden states [n, D], in float32, or in float64 if the inputs are float64."""
+    """Return the scores [n] of hidden states [n, D], in float32, or in float64 if the inputs are float64."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return linear(hidden.to(wide), weight.to(wide))[:, 0]
 
 
 def first_weight(shape: torch.Size, spread: float, seed: int) -> Tensor:
-    """The initial weight of a new scalar head, on the CPU, the same on all ranks.
+    """Return the initial weight of a new scalar head, on the CPU, the same on all ranks.
 
     The weight is drawn from a normal distribution with standard deviation `spread`.
     """

@@ -25,7 +25,9 @@ OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:
-    """The reason why a token depends on more than keys and values of earlier tokens. None if it does not."""
+    """Return why a token in this model depends on more than the keys and values of earlier tokens, or None if it does
+    not.
+    """
     for name, module in model.named_modules():
         if installed(module) is not None:
             return f"{name} has a recurrent state"
@@ -38,7 +40,7 @@ def state_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """The reason why samples cannot share prefixes exactly in this model. None if they can."""
+    """Return the reason why samples cannot share prefixes exactly in this model, or None if they can."""
     state = state_obstacle(model)
     if state is not None:
         return f"{state}, so that samples cannot branch from a shared prefix"

@@ -7,8 +7,8 @@ Sizes are replaced. Everything else (activations, norms, scaling factors, soft c
 decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows
 become shorter than the probe's samples, so that a window that is ignored changes the results.
 
-The result can be wrong for a new architecture. `padfree.model.probe` builds a model from it, and rejects this model if
-it is too large or lacks a module class of the real model.
+The small config can be wrong for a new architecture. `padfree.model.probe` builds a model from the config, and rejects
+this model if it is too large or lacks a module class of the real model.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_l
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
-    """A config of the same class with small sizes and `num_layers` layers, or one per kind if there are more kinds."""
+    """Return a config of the same class with small sizes and `num_layers` layers, or one per kind if there are more
+    kinds.
+    """
     real = {alias: config.attribute_map.get(alias, alias) for alias in (*SIZES, "num_hidden_layers")}
     values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
     kept = _kept_layers(values, int(config.num_hidden_layers), num_layers)
@@ -182,7 +184,7 @@ _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a value is a positive integer, and therefore a size.
+    """Return whether a value is a positive integer, and therefore a size.
 
     None, False and 0 mean that the architecture does not have the feature.
     """
@@ -194,7 +196,7 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 
 
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
-    """The number of key heads of the small copy.
+    """Return the number of key heads of the small copy.
 
     A copy of a model with multi-query attention also has multi-query attention, and likewise for grouped-query and
     multi-head attention.
@@ -205,7 +207,7 @@ def _key_heads(num_key_heads: int, num_heads: int) -> int:
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
-    """The indices of the layers that the copy keeps.
+    """Return the indices of the layers that the copy keeps.
 
     The layers are the first one of each kind, and further ones until there are `wanted` layers.
     """
@@ -227,7 +229,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """The rotary parameters for the small copy.
+    """Return the rotary parameters for the small copy.
 
     A list with one factor for each pair of channels of a head is cut to the number of pairs of the small head.
     """

@@ -54,7 +54,7 @@ class SplitStorage:
         return self.rounded.device
 
     def join(self, start: int, stop: int) -> Tensor:
-        """The values [stop - start] in new memory. `start` is a multiple of 8."""
+        """Return the values [stop - start] in new memory. `start` is a multiple of 8."""
         return _kernels(self.device).join(*self._range(start, stop))
 
     def split(self, values: Tensor, start: int) -> None:
@@ -69,12 +69,12 @@ class SplitStorage:
 
 
 def aligned(numbers: int) -> int:
-    """Return how many elements a weight of this size takes up in a `SplitStorage`, including alignment."""
+    """Return how many elements a weight of `numbers` elements takes up in a `SplitStorage`, including alignment."""
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 
 def storage_bytes(numbers: int) -> int:
-    """The bytes of a `SplitStorage` for this number of elements, without alignment."""
+    """Return the size in bytes of a `SplitStorage` for `numbers` weights, without alignment."""
     return 4 * numbers + -(-numbers // 8)
 
 
@@ -151,11 +151,13 @@ class SplitWeight(Tensor):
 
     @property
     def rounded(self) -> Tensor:
-        """The rounding of the whole weight. It shares the memory of the weight and must not be written to."""
+        """Return the bfloat16 rounding of the whole weight. The result shares the memory of the weight and must not be
+        written to.
+        """
         return self.storage_.rounded[self.start : self.stop].view(self.whole)
 
     def joined(self) -> Tensor:
-        """The values as a plain tensor in new memory."""
+        """Return the float32 values as a plain tensor in new memory."""
         found = self._whole()
         for view in self.views:
             found = view(found)
@@ -198,7 +200,9 @@ class SplitWeight(Tensor):
 
 
 def split_in_place(parameter: Tensor, storage: SplitStorage, start: int) -> None:
-    """Move a contiguous float32 parameter into `storage`, from `start` on. The object keeps its identity."""
+    """Move a contiguous float32 parameter into `storage`, from `start` on. The parameter stays the same Python
+    object.
+    """
     assert parameter.dtype == torch.float32
     assert parameter.is_contiguous()
     storage.split(parameter, start)

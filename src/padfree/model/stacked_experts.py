@@ -17,7 +17,7 @@ from padfree.model.routers import routers_of
 
 
 def stacked_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules with stacked experts, in the order of the model's modules."""
+    """Return the modules with stacked experts, in the order of the model's modules."""
     return [module for module in model.modules() if _is_stacked(module)]
 
 
@@ -29,7 +29,7 @@ def _is_stacked(module: nn.Module) -> bool:
 
 
 def undivided(model: nn.Module, expert: int, shards: int) -> str | None:
-    """The reason why the experts of this model cannot be divided over `expert` ranks. None if they can.
+    """Return the reason why the experts of this model cannot be divided over `expert` ranks, or None if they can.
 
     The experts are divided into `expert` parts, and FSDP2 shards each part over `shards` ranks.
     """

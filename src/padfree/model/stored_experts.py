@@ -29,7 +29,10 @@ CONCATENATED = [*STACKED, ("Concatenate", 1)]
 
 
 def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | None:
-    """Return the names of the tensors `files` by the names of the model's tensors. None if they cannot be told."""
+    """Map the name of each model tensor to the names of the tensors in the files from which it is read.
+
+    Returns None if transformers changes tensors on loading in a way that this function does not know.
+    """
     renamings: list[tuple[str, str]] = []
     patterns: list[tuple[re.Pattern[str], str, int, int]] = []  # of a name, its tensor, index and number of the part
     for each in get_model_conversion_mapping(model, add_legacy=False):
@@ -76,6 +79,10 @@ def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | 
 
 
 def _pattern(part: str) -> re.Pattern[str]:
-    """The names of a part of the experts: "mlp.experts.*.up_proj.weight" -> any layer, any number for the star."""
+    """Return a pattern for the names in files that `part` describes.
+
+    For example, "mlp.experts.*.up_proj.weight" matches any name that ends so, in any layer, with an expert's number for
+    the star.
+    """
     before, _, after = part.partition("*")
     return re.compile(f"(?P<prefix>.*?){re.escape(before)}(?P<expert>[0-9]+){re.escape(after)}")

@@ -66,7 +66,7 @@ def model_skeleton(config: Config) -> PreTrainedModel:
 
 
 def vision_class(config: PreTrainedConfig) -> str | None:
-    """The name of the config's image-text class in transformers. None if transformers has no such class."""
+    """Return the name of the config's image-text class in transformers, or None if transformers has no such class."""
     mapping: Any = AutoModelForImageTextToText._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
@@ -86,12 +86,12 @@ def check_vision(config: PreTrainedConfig) -> None:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The auto class of transformers that builds and loads the model of this config."""
+    """Return transformers' auto class (`AutoModelFor...`) that builds and loads the model of this config."""
     return AutoModelForImageTextToText if vision_class(config) in FAMILIES else AutoModelForCausalLM
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of the model's decoder layers. Raises `UserError` if it cannot be found.
+    """Return the list of the model's decoder layers. Raises `UserError` if it cannot be found.
 
     For a vision-language model, these are the layers of its language model, not those of its tower.
     """
@@ -108,7 +108,7 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The blocks of the vision tower: the modules of each list of blocks in it. Empty for a language model."""
+    """Return the blocks (layers) of the vision tower. The list is empty for a language model."""
     family = family_of(model)
     if family is None:
         return []
@@ -126,7 +126,7 @@ def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def model_from_config(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """The model of a config, on the current device, with the weights that transformers initialises."""
+    """Return the model of a config, on the current device, with the weights that transformers initialises."""
     if head == "scalar":
         return scalar_model(config, dtype, trust_remote_code)
     auto = auto_class(config)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Join and split float32 weights as Triton kernels: see `padfree.model.split_weight`.
 
-A program handles 8 * `BYTES` weights and `BYTES` bytes of tie bits. It works on integers only, so its results do not
-depend on a device's rounding.
+A program handles 8 * `BYTES` weights and `BYTES` bytes of tie bits. The program works on integers only, so the results
+do not depend on a device's rounding.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Wrapper:
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The config of the language model in a multimodal config; None for any other config."""
+    """Return the config of the language model in a multimodal config, or None for any other config."""
     if not any(getattr(config, part, None) is not None for part in config.sub_configs):
         return None
     text = config.get_text_config(decoder=True)
@@ -142,7 +142,9 @@ def save_whole(
 
 
 def remember_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Note the folder of a whole vision-language model, whose processor files an export copies."""
+    """Store in the model the folder of a whole vision-language model, from which an export copies the processor
+    files.
+    """
     object.__setattr__(model, PROCESSOR, folder)
 
 

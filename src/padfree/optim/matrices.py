@@ -33,7 +33,7 @@ class MatrixSplit(NamedTuple):
 
 
 def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
-    """How the matrices [..., A, B] of a parameter are sharded. None if every rank holds whole matrices."""
+    """Return how the matrices [..., A, B] of a parameter are sharded, or None if every rank holds whole matrices."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, placements, found = parameter.device_mesh, parameter.placements, None

@@ -136,5 +136,5 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """The device on which a parameter is updated: its own, or that of the mesh if it is offloaded to the CPU."""
+    """Return the device on which a parameter is updated: its own, or that of the mesh if it is offloaded to the CPU."""
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

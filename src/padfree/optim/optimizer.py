@@ -52,7 +52,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The current learning rates by metric name.
+        """Return the current learning rates by metric name.
 
         The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. The rates of
         `optimizer.groups` are not returned.
@@ -101,10 +101,10 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """The bytes of the optimizer state of these groups, if all parameters are float32.
+    """Return the bytes of the optimizer state of these groups, if all parameters are float32.
 
-    The function `numbers` returns the number of elements of a parameter to count. By default all count; for one rank's
-    share, for example, it returns the elements that the rank holds.
+    The function `numbers` returns the number of elements of a parameter to count. By default it returns all elements.
+    To get the bytes on one rank, pass a function that returns the elements on that rank.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)
@@ -127,7 +127,10 @@ def make_groups(model: nn.Module, settings: OptimizerConfig) -> list[Group]:
         chosen = [trained.pop(name) for name in list(trained) if name in names]
         if not chosen:
             raise UserError(
-                setting, "selects no parameter that is trained and in no earlier group", "remove it", value=group.match
+                setting,
+                "selects only parameters that are frozen or in an earlier group",
+                "remove this group",
+                value=group.match,
             )
         own += [{**each, "name": group.match} for each in _groups_of(chosen, settings.of_group(group), roles)]
     return _groups_of(list(trained.values()), settings, roles) + own

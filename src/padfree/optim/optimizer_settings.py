@@ -43,7 +43,9 @@ class MuonSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterGroup:
-    """One table of `[[optimizer.groups]]`: parameters that get their own learning rate and weight decay."""
+    """One table of `[[optimizer.groups]]`: it selects parameters and gives them their own learning rate and weight
+    decay.
+    """
 
     match: str = setting(
         about="The parameters: tower, projector, language_model, or a pattern of their names such as model.visual.*.",
@@ -120,11 +122,13 @@ class OptimizerConfig:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether every learning rate is 0."""
+        """Return whether every learning rate is 0."""
         return self.lr == 0 and (self.name != "muon" or self.muon_lr == 0)
 
     def of_group(self, group: ParameterGroup) -> OptimizerConfig:
-        """The settings of the parameters of one group."""
+        """Return the settings for the parameters of one group: learning rates are scaled, and weight decay may be
+        replaced.
+        """
         decay = group.weight_decay
         muon = replace(
             self.muon,
@@ -135,11 +139,11 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """The same settings without `groups`, for another model than the one that `groups` describes."""
+        """Return the same settings without `groups`, for a model whose parameters the groups do not describe."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
-        """A copy of the settings with this learning rate for all parameters.
+        """Return a copy of the settings with the learning rate `lr` for all parameters.
 
         If `lr` is None, the settings are unchanged.
         """

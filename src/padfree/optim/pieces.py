@@ -29,7 +29,9 @@ ROWS = 8
 
 
 class ParameterPiece(NamedTuple):
-    """The plain tensors of a shard, or of some of its rows [R, C]."""
+    """Weight, gradient and state of a rank's shard of a parameter, or of some of its matrix rows [R, C], as plain
+    tensors.
+    """
 
     parameter: Tensor
     first: int  # row of the shard
@@ -42,7 +44,11 @@ class ParameterPiece(NamedTuple):
 def update_pieces(
     parameters: Sequence[Tensor], state: State, update: Callable[[list[ParameterPiece]], None], most: int
 ) -> None:
-    """Call `update` with all parameters. Split weights are joined in blocks of at most `most` elements."""
+    """Call `update` with all parameters as plain tensors.
+
+    Split weights (float32 weights stored in two parts) are joined to float32 first, in blocks of at most `most`
+    elements; `update` is called once for each block.
+    """
     update([_piece(parameter, state) for parameter in parameters if not is_split(parameter)])
     splits = [parameter for parameter in parameters if is_split(parameter)]
     for block in _blocks(splits, state, most):
@@ -61,7 +67,7 @@ def update_pieces(
 
 
 class _SplitPiece(NamedTuple):
-    """Some rows of a split weight, not joined to float32 yet."""
+    """Some matrix rows of a split weight (a float32 weight stored in two parts), not joined to float32 yet."""
 
     storage: SplitStorage
     start: int  # in the storage

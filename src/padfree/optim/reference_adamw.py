@@ -6,8 +6,8 @@
     weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
     state      = m and v, rounded stochastically
 
-In the formula for the weight, `rate` and `correction` contain the bias corrections. They are computed on the device in
-float64, from the step counter. This counter is on the device, because it does not count skipped steps.
+In the formula for the weight, `rate` and `correction` contain the bias corrections. Both are computed on the device in
+float64, from the step counter. The step counter is on the device, because it does not count skipped steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Some rows [R, C] of one moment. In int8, they come with their scales [R, blocks]."""
+    """Some rows [R, C] of one moment. In int8, the rows come with their scales [R, blocks]."""
 
     values: Tensor
     scales: Tensor | None
@@ -56,7 +56,7 @@ class ParameterRows(NamedTuple):
 
 
 def update_reference(rows: ParameterRows, step: Step) -> None:
-    """Update some rows, in chunks that limit the temporary memory."""
+    """Make one AdamW step for some matrix rows of a parameter, in chunks that limit the temporary memory."""
     count, columns = rows.weight.shape
     most = max(1, CHUNK // columns)
     for begin in range(0, count, most):

@@ -40,7 +40,9 @@ def muon_step(
 
 
 def orthogonal_factor(matrix: Tensor) -> Tensor:
-    """The matrix U V^T of the singular value decomposition U S V^T, which the Newton-Schulz iteration approximates."""
+    """Return the matrix U V^T of the singular value decomposition U S V^T, which the Newton-Schulz iteration
+    approximates.
+    """
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     product: Tensor = left @ right
     return product

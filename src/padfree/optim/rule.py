@@ -21,7 +21,7 @@ The state of a parameter is a dict of scalars and of tensors that are sharded li
 
 
 class UpdateRule(Protocol):
-    """The interface of an update rule.
+    """The interface of an update rule, such as AdamW or Muon, for a group of parameters.
 
     A rule is stateless: the group and the optimizer state hold everything that it needs.
     """
@@ -38,10 +38,12 @@ class UpdateRule(Protocol):
         ...
 
     def state_bytes(self, group: Group, numbers: int, columns: int) -> int:
-        """The bytes of optimizer state of `numbers` float32 weights, which form matrix rows of `columns` weights."""
+        """Return the bytes of optimizer state for `numbers` float32 weights in matrix rows of `columns` weights
+        each.
+        """
         ...
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor. The shard shares the tensor's memory."""
+    """Return this rank's shard of a tensor. The shard shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

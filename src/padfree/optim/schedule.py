@@ -16,7 +16,7 @@ from padfree.optim.optimizer_settings import ScheduleKind
 def learning_rate_factor(
     step: int, *, kind: ScheduleKind, warmup: int = 0, steps: int | None = None, final: float = 0.0
 ) -> float:
-    """The factor by which the learning rate is multiplied in `step`, counted from 0.
+    """Return the factor by which the learning rate is multiplied in `step`, counted from 0.
 
     The factor rises linearly over the first `warmup` steps and is 1 in the last of them. Then it stays constant, or
     falls to `final` in the last of `steps` steps.

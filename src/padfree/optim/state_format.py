@@ -9,8 +9,8 @@ A step computes the new moments in float32, updates the weight with them, and on
 stochastic: a value is rounded up or down at random, so that the mean is the value itself. Rounding to nearest would
 lose every small change: with `betas` of 0.999, exp_avg_sq would never decay.
 
-In int8, up to `BLOCK` consecutive weights of a matrix row form a block. Its scale is the largest magnitude in it. A
-code c stands for:
+In int8, up to `BLOCK` consecutive weights of a matrix row form a block. The scale of a block is the largest magnitude
+in the block. A code c stands for:
 
     exp_avg       sign * (c / 127)^4 * scale      c = 0 .. 127     4.9, 15.5, 37.9 for c = 60, 80, 100 and scale 98.6
     exp_avg_sq    (c / 255)^8 * scale             c = 0 .. 255     never 0 if the value is positive
@@ -19,9 +19,9 @@ Small values are stored more finely than large ones: neighbouring levels differ 
 of a value that is a thousandth of the scale. exp_avg_sq has twice as many levels, so that a small positive value does
 not become 0, which would make the update huge.
 
-Rounding uses a hash of (step, number of the parameter, index of the element in the whole parameter), and no rank holds
-a part of a matrix row. The result therefore does not depend on the number of ranks, and a resumed run rounds as an
-uninterrupted one. Vectors (norms, biases) keep float32.
+Rounding uses a hash of (step, number of the parameter, index of the element in the whole parameter), and every rank
+holds only whole matrix rows. The result therefore does not depend on the number of ranks, and a resumed run rounds as
+an uninterrupted one. Vectors (norms, biases) keep float32.
 
 This file rounds in plain PyTorch. `padfree.optim.triton_adamw` rounds the same way in its kernel.
 """
@@ -74,7 +74,9 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """The range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` < `outer`)."""
+        """Return the range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` <
+        `outer`).
+        """
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
 
@@ -91,7 +93,7 @@ def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
 
 
 def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
-    """The state of a parameter before its first step: all moments are 0.
+    """Return the state of a parameter before its first step: all moments are 0.
 
     Moments in the format float32 have the dtype of the parameter, which is float64 in a float64 model.
     """
@@ -107,12 +109,12 @@ def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
 
 
 def rows_of(parameter: Tensor) -> RowRange:
-    """The matrix rows that this rank holds of a parameter with two or more dimensions."""
+    """Return the matrix rows that this rank holds of a parameter with two or more dimensions."""
     return row_range(parameter.shape, local_region(parameter))
 
 
 def row_range(shape: torch.Size, region: Region) -> RowRange:
-    """The matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
+    """Return the matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
     whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(
@@ -131,7 +133,7 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers (stored as int64) that looks random. No product exceeds 63 bits."""
+    """Apply a bijection of 32-bit numbers (stored as int64) whose results look random. No product exceeds 63 bits."""
     x = x ^ (x >> 16)
     x = x * MULTIPLIERS[0] & MASK
     x = x ^ (x >> 15)
@@ -140,9 +142,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns: int) -> Tensor:
-    """32 random bits for each element of some rows of a range, as int64 [R, columns].
+    """Return 32 random bits for each element of some matrix rows of a parameter, as int64 [R, columns].
 
-    `step` is the step counter (int64) and `number` the number of the parameter.
+    `rows` are the matrix rows that this rank holds, and `part` selects R of them. `step` is the step counter (int64)
+    and `number` the number of the parameter.
     """
     key = mix(mix(step * STRIDE & MASK) + number * STRIDE & MASK)
     row = torch.arange(part.start, part.stop, device=step.device)
@@ -161,7 +164,7 @@ def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def levels(codes: Tensor, rounding: Rounding) -> Tensor:
-    """The values of codes, relative to the scale, without sign."""
+    """Return the magnitudes that int8 codes stand for, as fractions of the scale (0 to 1)."""
     found = codes.abs().float() * (1 / rounding.most)
     for _ in range(rounding.squarings):
         found = found * found
@@ -169,7 +172,7 @@ def levels(codes: Tensor, rounding: Rounding) -> Tensor:
 
 
 def decode_int8(codes: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
-    """The values of codes [R, C] with scales [R, blocks]."""
+    """Return the values that the int8 codes [R, C] with scales [R, blocks] stand for."""
     spread = scales.repeat_interleave(BLOCK, dim=1)[:, : codes.shape[1]]
     return (levels(codes.int(), rounding) * spread).copysign(codes)
 

@@ -3,7 +3,7 @@
     4 experts on 2 ranks, top-2                  rank 0 holds experts 0 1, rank 1 holds experts 2 3
 
     rank 0   token a chose experts 0, 2 and b chose 1, 0     sorted by expert   a0 b0 b1 | a2
-    send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the first message is a copy
+    send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the message to itself is a copy
     rank 0   receives a0 b0 b1 from itself and c0 from rank 1; computes experts 0 and 1 with the module's own forward
     return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
     rank 0   output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
@@ -18,18 +18,19 @@ and forward pass.
 The weights [E, ...] of E experts are divided over the mesh dimension `expert`. FSDP2 shards each part over the
 remaining ranks along another dimension:
 
-    [8, 64, 32], 4 ranks, expert 2     rank 0   experts 0:4, matrix rows  0:32        placements Shard(1), Shard(0)
+    [8, 64, 32], 4 ranks, 2 per group  rank 0   experts 0:4, matrix rows  0:32        placements Shard(1), Shard(0)
                                        rank 1   experts 4:8, matrix rows  0:32
                                        rank 2   experts 0:4, matrix rows 32:64
                                        rank 3   experts 4:8, matrix rows 32:64
 
-FSDP2 sums the gradients of an expert over the groups. Routers and shared experts are sharded like all other weights.
+In this example, ranks 0 and 1 are one expert group, and ranks 2 and 3 another. FSDP2 sums the gradients of an expert
+over all expert groups. Routers and shared experts are sharded like all other weights.
 
-All ranks of a group must call each layer the same number of times. A rank without samples therefore computes a filler
-pack of one token.
+All ranks of an expert group must call each layer the same number of times. A rank without samples therefore computes a
+filler pack of one token.
 
-The class of the module stays unchanged. A new forward of the instance calls the old one with a view of the module that
-has only this rank's experts. The new forward is a graph break in a compiled layer.
+The class of the module stays unchanged. A new forward of the instance calls the module's own forward with a view of the
+module that has only this rank's experts. The new forward is a graph break in a compiled layer.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ from padfree.sharding.rules import Rule
 def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
     """Divide the experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
 
-    Returns the rule that shards each rank's experts over the other mesh dimensions, in a list. The list is empty if the
-    experts cannot be divided. With `recompute`, backward recomputes the experts and exchanges their tokens again.
+    Returns a list with one sharding rule: how FSDP2 shards each rank's experts over the other mesh dimensions. The list
+    is empty if the experts cannot be divided. If `recompute` is True, backward recomputes the experts and exchanges
+    their tokens again.
     """
     over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
     if undivided(model, over.size(), mesh["fsdp"].size()) is not None:
@@ -87,7 +89,10 @@ class LocalExperts:
 def divided_forward(
     module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
 ) -> Tensor:
-    """The forward of experts divided over `group`: hidden [T, D], choices [T, k] and weights [T, k] -> [T, D]."""
+    """Compute experts that are divided over `group`: hidden [T, D], choices [T, k] and weights [T, k] -> [T, D].
+
+    `choices` are the k experts of each token, and `weights` their router weights.
+    """
     if recompute and torch.is_grad_enabled():
         return cast(Tensor, checkpoint(_forward, module, hidden, choices, weights, group, use_reentrant=False))
     return _forward(module, hidden, choices, weights, group)
@@ -106,7 +111,7 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Apply its expert to each of R hidden states: `rows` [R, D] and `experts` [R] -> [R, D]."""
+    """Apply to each of R hidden states the expert that it was sent to: `rows` [R, D] and `experts` [R] -> [R, D]."""
     own_forward = type(module).forward
     if len(rows) == 0:
         # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the
@@ -119,7 +124,7 @@ def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tens
 
 
 class Routes(NamedTuple):
-    """The rows that this rank sends to and receives from each rank."""
+    """Which rows (hidden states) this rank sends to each rank, and how many rows it receives from each."""
 
     order: Tensor  # [T k] indices of the flattened choices [T, k], sorted by expert and so by rank
     send: list[int]  # rows to each rank

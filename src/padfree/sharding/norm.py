@@ -22,7 +22,7 @@ GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """The norm of the whole gradient, the same on every rank: a float64 tensor [] on `device`. Collective."""
+    """Return the norm of the whole gradient, the same on every rank: a float64 tensor [] on `device`. Collective."""
     by_placement: dict[GradientPlacement, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

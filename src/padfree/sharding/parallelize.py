@@ -1,25 +1,28 @@
-"""Prepare a plain Hugging Face model for training with an ordered list of transformations:
+"""Prepare a plain Hugging Face model for training with an ordered list of transformations.
+
+The columns are the transformation, what it does, and the setting, function or condition that decides whether it is
+applied:
 
     attach          attention within each sample                         padfree.model.attach
-    freeze          no gradients: reference models, teachers; parts     model.freeze
+    freeze          no gradients for whole models or parts of them       model.freeze; reference models, teachers
     adapters        trained instead of the weights                       lora.rank
     replay          routers choose the sampler's experts                 rollout.routing
     float8          matmuls of linear layers in float8                   parallel.linear, parallel.float8_products
     compile         each layer separately                                parallel.compile, parallel.kernels
     checkpointing   each layer's activations are recomputed              parallel.checkpointing
     shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
-    master weights  float32, stored as bfloat16 copies and the rest      one process: `padfree.optim.master_weights`
+    master weights  float32, stored as bfloat16 and the missing bits     one process: `padfree.optim.master_weights`
 
 Files keep the original parameter names. In bfloat16 training, trained weights and gradients are float32 between steps
 and bfloat16 in forward and backward. Frozen weights are bfloat16.
 
-- `reshard`: only the layers in use have a bfloat16 copy.
-- `offload`: weights, gradients and optimizer state are on the CPU. The weights of a unit are on the device only while
-  the unit computes.
+- If `reshard` is True, only the layers in use have a bfloat16 copy of their weights.
+- If `offload` is True, weights, gradients and optimizer state are on the CPU. The weights of a unit are on the device
+  only while the unit computes.
 
-The root unit has the embeddings, the last norm and the head. `inside(model, function)` gathers them while `function`
-runs, so that `function` can score hidden states. FSDP2 finds the tensors that `function` returns only in tuples, lists
-and dicts.
+The root unit has the embeddings, the last norm and the head. `inside(model, function)` gathers these parameters while
+`function` runs, so that `function` can score hidden states. FSDP2 finds the tensors that `function` returns only in
+tuples, lists and dicts.
 """
 
 from __future__ import annotations
@@ -78,13 +81,13 @@ def transformations(
     rules: Sequence[Rule] = (),
     replay: bool = False,
 ) -> list[Transformation]:
-    """The transformations of a model, in order.
+    """Return the transformations that prepare a model for training, in the order in which they are applied.
 
     - `float8`: the matmuls of linear layers that are computed in float8.
     - `exact`: compiled layers, and operators on a CPU, give a token the same bits as the sampler (`rollout.exact`).
-    - `rules`: the parameters that are sharded over a mesh of their own.
-    - `replay`: routers replay the routes of samples.
-    - `stretch`: `checkpointing` was chosen for a model that may have another number of layers.
+    - `rules`: the sharding rules of parameters that have a mesh of their own.
+    - `replay`: routers choose the experts that the sampler chose (the routes of a sample).
+    - `stretch`: `checkpointing` may list the layers of another model, and is stretched to the layers of this one.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -164,7 +167,7 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 
 
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
-    """Recompute decoder layers by `mode`.
+    """Recompute the activations of decoder layers in backward, as `mode` says.
 
     Trained blocks of the vision tower are recomputed like the first decoder layer.
     """
@@ -182,7 +185,7 @@ def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
-    """Call `function(model, *args)` with the parameters of the root unit gathered."""
+    """Call `function(model, *args)` with the parameters of FSDP2's root unit (embeddings, last norm, head) gathered."""
     if not isinstance(model, FSDPModule):
         with compute_copies(model):
             return function(model, *args)

@@ -31,7 +31,7 @@ class ParameterInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A sharding rule. Parameters for which `applies` is true are sharded over `mesh` along dimension `dim`."""
+    """A sharding rule. The parameters for which `applies` is true are sharded over `mesh` along dimension `dim`."""
 
     name: str
     applies: Callable[[ParameterInfo], bool]
@@ -40,7 +40,7 @@ class Rule(NamedTuple):
     split: DeviceMesh | None = None  # if set, `mesh` shards the first dimension after 0 that it divides, not `dim`
 
     def dim_of(self, parameter: nn.Parameter) -> int:
-        """The dimension of this parameter that is sharded over `mesh`."""
+        """Return the dimension along which `parameter` is sharded over `mesh`."""
         if self.split is None:
             return self.dim
         shards = self.mesh.size(self.mesh.ndim - 1)
@@ -50,12 +50,12 @@ class Rule(NamedTuple):
 
 
 def shard_everything(mesh: DeviceMesh) -> Rule:
-    """The last rule: shard dimension 0 of every parameter over all ranks of `mesh`."""
+    """Return the rule for all remaining parameters, which shards dimension 0 over all ranks of `mesh`."""
     return Rule("fsdp", lambda _: True, mesh)
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """Map each module with parameters to its rule."""
+    """Map each module that has parameters of its own to the first rule that applies to them."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -15,5 +15,5 @@ of its result.
 
 
 def rounded_up(count: Any) -> Any:
-    """The next multiple of `MULTIPLE`."""
+    """Return the next multiple of `MULTIPLE`."""
     return (count + MULTIPLE - 1) // MULTIPLE * MULTIPLE

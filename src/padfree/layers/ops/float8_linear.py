@@ -90,12 +90,17 @@ def float8_matmul(
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """The bits of |x| in float32, as integers. They have the order of the values; infinity and NaN are the largest."""
+    """Return the bits of |x| in float32, as integers. The integers have the same order as the values; those of infinity
+    and NaN are the largest.
+    """
     return x.float().view(torch.int32) & WITHOUT_SIGN
 
 
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factor by which values are multiplied before the cast, and the scale, which is 1 / factor."""
+    """Return the factor by which values are multiplied before the cast to float8, and the scale, which is 1 / factor.
+
+    `largest` is the largest absolute value that shares a scale.
+    """
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)
@@ -209,7 +214,11 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and the largest absolute value of each column of x and of the weight, or empty tensors."""
+    """Return y = x · weightᵀ + bias, and the largest absolute values of the columns of x and of the weight.
+
+    `output` says whether the matmul is computed in float8. `by_column` says for x and the weight whether the largest
+    values are needed; they are empty otherwise.
+    """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)
         return torch.nn.functional.linear(x, weight, bias), empty, empty.clone()

@@ -35,7 +35,7 @@ torch.library.define(
 
 
 def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The operator in plain torch. Returns y [.., T, H, d] and 1 / rms [.., T, H] of each head vector.
+    """Compute QK-norm and RoPE in plain torch. Returns y [.., T, H, d] and 1 / rms [.., T, H] of each head vector.
 
     x is [.., T, H, d], weight [d], and cos and sin [.., T, d].
     """
@@ -50,7 +50,7 @@ def qk_norm_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float
 def qk_norm_rope_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient in plain torch. Returns dx [.., T, H, d] and dweight [d]."""
+    """Compute the gradients of `qk_norm_rope` in plain torch. Returns dx [.., T, H, d] and dweight [d]."""
     dy = dy.to(wide_type(x))
     low, high = (dy * sin[..., None, :]).chunk(2, dim=-1)
     dnormal = dy * cos[..., None, :] + torch.cat((high, -low), dim=-1)

@@ -16,12 +16,12 @@ OLDEST = (0, 6, 5)
 
 
 def is_supported(a: Tensor, b: Tensor) -> bool:
-    """Whether there is a kernel with an epilogue for the matmul a·b."""
+    """Return whether there is a kernel with an epilogue for the matmul a·b."""
     return is_whole(a.shape[1]) and is_whole(b.shape[1]) and has_epilogues(a.device, a.dtype)
 
 
 def is_whole(columns: int | torch.SymInt) -> bool:
-    """Whether a matrix row of `columns` 16-bit numbers takes a multiple of 16 bytes."""
+    """Return whether a matrix row of `columns` 16-bit numbers takes a multiple of 16 bytes."""
     return isinstance(columns, int) and columns % 8 == 0
 
 

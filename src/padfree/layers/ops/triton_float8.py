@@ -112,7 +112,7 @@ def columns(x: Tensor, largest: Tensor, tile: CastTile = TILE) -> tuple[Tensor, 
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The bits of the largest absolute value of each column."""
+    """Return the bits of the largest absolute value of each column."""
     num_rows, width = x.shape
     largest = x.new_zeros(width, dtype=torch.int32)
     tokens, block = LARGEST_TILE
@@ -132,7 +132,7 @@ def _multiprocessors(x: Tensor) -> int:
 
 @triton.jit
 def _bits(value):
-    """The bits of |value|."""
+    """Return the bits of |value|."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -140,7 +140,7 @@ def _bits(value):
 def _cast(value, q, ROUND: tl.constexpr):
     """Round float32 values of at most 448 to the dtype of the pointer q: to nearest, ties to even.
 
-    `ROUND`: round in float32 before the cast, because Triton's interpreter casts differently.
+    If `ROUND` is True, the kernel rounds in float32 before the cast, because Triton's interpreter casts differently.
     """
     if ROUND:
         bits = value.to(tl.int32, bitcast=True)
@@ -152,7 +152,7 @@ def _cast(value, q, ROUND: tl.constexpr):
 
 @triton.jit
 def _factors(largest):
-    """The factor and the scale of `float8_linear.factors`, in a Triton kernel."""
+    """Return the factor and the scale of `float8_linear.factors`, in a Triton kernel."""
     exponent = largest >> 23
     above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(262 - exponent - above, 253)

@@ -37,7 +37,7 @@ class LaunchConfiguration(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """The number of elements of a token that are loaded at once: 8 per thread."""
+        """Return the number of elements of a token that are loaded at once: 8 per thread."""
         return 8 * 32 * self.warps // self.rows
 
 
@@ -147,7 +147,7 @@ def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
 
 
 def programs(num_rows: int, device: torch.device, configuration: LaunchConfiguration) -> int:
-    """The number of Triton programs to launch: as many as the device runs at once, or fewer for few tokens."""
+    """Return the number of Triton programs to launch: as many as the device runs at once, or fewer for few tokens."""
     held = 3  # if the kernels run in Triton's interpreter
     if device.type == "cuda":
         held = torch.cuda.get_device_properties(device).multi_processor_count * configuration.resident
@@ -166,14 +166,14 @@ def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The memory offsets [ROWS, CHUNK] of chunk `c` of ROWS tokens, beginning with token `first`."""
+    """Return the memory offsets [ROWS, CHUNK] of chunk `c` of ROWS tokens, beginning with token `first`."""
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
 
 
 @triton.jit
 def _inside(first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """The mask [ROWS, CHUNK] of the elements that exist in chunk `c` of the tokens from `first` on."""
+    """Return the mask [ROWS, CHUNK] of the elements that exist in chunk `c` of the tokens from `first` on."""
     row = first + tl.arange(0, ROWS)
     column = c * CHUNK + tl.arange(0, CHUNK)
     return (row < num_rows)[:, None] & (column < D)[None, :]
@@ -209,7 +209,7 @@ def _per_row(pointer, first, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
-    """The weight as chunks [1, CHUNK]."""
+    """Return the weight as chunks [1, CHUNK]."""
     chunks = ()
     for c in tl.static_range((D + CHUNK - 1) // CHUNK):
         chunks += (_read(weight, 0, c, 1, D, CHUNK, 1),)

@@ -1,4 +1,4 @@
-"""The graph passes of a compiled layer, in order. They insert `padfree.layers.ops` into the graphs.
+"""The graph passes of a compiled layer, in order. The passes insert `padfree.layers.ops` into the graphs.
 
     the layer's graph                      silu(gate) · up      mean, rsqrt, ·      t · cos + rotate(t) · sin
       │  before autograd

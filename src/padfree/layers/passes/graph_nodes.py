@@ -20,7 +20,7 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Whether a node calls `target` and has exactly `users` users (None: any number)."""
+    """Return whether a node calls `target` and has exactly `users` users (None: any number)."""
     if not isinstance(node, fx.Node) or node.target != target:
         return False
     op = "call_method" if isinstance(target, str) else "call_function"
@@ -28,12 +28,12 @@ def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
 
 
 def only_user(node: Any) -> Any:
-    """The only user of a node, or None if it has no user or several."""
+    """Return the only user of a node, or None if it has no user or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def example(node: Any) -> Tensor | None:
-    """The fake tensor of a node before autograd, or None if its result is not a tensor."""
+    """Return the fake tensor of a node before autograd, or None if its result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -43,7 +43,7 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def is_plain_add(node: fx.Node) -> bool:
-    """Whether a node after autograd adds two different tensors of the same dtype and shape."""
+    """Return whether a node after autograd adds two different tensors of the same dtype and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]
@@ -58,7 +58,7 @@ def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Like `replace`, for a graph before autograd, where the metadata of `old` is copied to `new`."""
+    """Replace the node `old` by `new` in a graph before autograd, and copy the metadata of `old` to `new`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

@@ -110,7 +110,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Whether `node` may overwrite `matrix`, because no other node reads it."""
+    """Return whether `node` may overwrite `matrix`, because no other node reads it."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
@@ -137,7 +137,7 @@ def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
 
 
 def _is_matrix_like(value: Tensor) -> bool:
-    """Whether the shape is [T, N] or [1, T, N]."""
+    """Return whether the shape of a tensor is [T, N] or [1, T, N]."""
     return value.ndim == 2 or (value.ndim == 3 and value.shape[0] == 1)
 
 

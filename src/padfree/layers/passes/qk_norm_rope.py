@@ -45,7 +45,7 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
     """Match RoPE on the transposed result [1, H, T, d] of a norm.
 
-    None if there is no RoPE or the result is read elsewhere.
+    Returns None if there is no RoPE, or if another node also reads the result of the norm.
     """
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):

@@ -5,8 +5,8 @@ Before autograd, `rms_norm_pass`:
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
     a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
 
-A norm is replaced if its result is the input of a matmul. The compiler handles the others, because it can fuse a norm
-with the add that reads its result. T is the number of tokens and D the hidden size.
+A norm is replaced if its result is the input of a matmul. The compiler handles all other norms, because it can fuse
+such a norm with the add that reads the result. T is the number of tokens and D the hidden size.
 
 After autograd, `rms_norm_backward_pass` moves the adds around rms_norm_backward into its arguments:
 
@@ -52,7 +52,7 @@ class RMSNorm(NamedTuple):
 
 
 def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
-    """Replace each RMSNorm before a matmul (with `every`, each RMSNorm). Returns the number of changes."""
+    """Replace each RMSNorm before a matmul, or every RMSNorm if `every` is True. Returns the number of changes."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
@@ -118,7 +118,7 @@ def _num_dims(node: fx.Node) -> int:
 
 
 def _reaches_matmul(node: fx.Node) -> bool:
-    """Whether a matmul reads the result of a node, possibly reshaped."""
+    """Return whether a matmul reads the result of a node, possibly reshaped."""
     for user in node.users:
         if is_matmul(user.target, "before autograd"):
             return True
@@ -128,7 +128,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def _is_residual_add(x: fx.Node) -> bool:
-    """Whether x is the sum of two hidden states that is also used outside the norm."""
+    """Return whether x is the sum of two hidden states that is also used outside the norm."""
     if not is_call(x, operator.add, users=None) or len(x.users) < 2:
         return False
     total, *parts = (example(node) for node in (x, *x.args))

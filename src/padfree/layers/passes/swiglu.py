@@ -83,7 +83,9 @@ def swiglu_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(node: fx.Node, num_users: int) -> bool:
-    """Whether the tensor of `node` may be overwritten: this graph computes it, and has `num_users` readers of it."""
+    """Return whether the tensor of `node` may be overwritten: this graph computes it, and exactly `num_users` nodes
+    read it.
+    """
     if len(node.users) != num_users:
         return False
     while node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
@@ -94,7 +96,7 @@ def _is_free(node: fx.Node, num_users: int) -> bool:
 
 
 def _dependents(graph: fx.Graph, first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes up to `last` that depend on `first`, in the order of the graph."""
+    """Return the nodes up to `last` that depend on `first`, in the order of the graph."""
     found: set[fx.Node] = {first}
     nodes = list(graph.nodes)
     for node in nodes[nodes.index(first) + 1 : nodes.index(last) + 1]:

@@ -1,7 +1,7 @@
 """Mixers: modules that mix tokens without softmax attention (recurrences, convolutions), kept inside each sample.
 
 mixer              `Mixer` and `MixerKind`
-find_mixers        find the mixers of a model on the probe's small copy
+find_mixers        find the mixers of a model by running a small copy of it
 by_segment         the reference: the module's own forward on each segment
 varlen_kernel      the fast alternative: all segments at once, if a test on this machine finds it correct
 own_forward        a copy of the module's own forward that calls other functions

@@ -21,7 +21,7 @@ from padfree.segments import Segments
 
 
 def positions_of(num_tokens: int, segments: Segments) -> Tensor:
-    """The position of each of T tokens in its segment, [T]."""
+    """Return the position of each of T tokens in its segment, [T]."""
     starts = segments.cu_seqlens
     tokens = torch.arange(num_tokens, device=starts.device, dtype=starts.dtype)
     return tokens - starts[torch.searchsorted(starts, tokens, right=True) - 1]
@@ -37,10 +37,10 @@ def convolution(
     seq_idx: Segments | None = None,
     **_: Any,
 ) -> Tensor:
-    """A causal depthwise convolution along a pack, which replaces transformers' `causal_conv1d_fn`.
+    """Apply a causal depthwise convolution along a pack. This function replaces transformers' `causal_conv1d_fn`.
 
-    There are C channels, T tokens and W taps. Some callers have no argument `segments` and pass the segments as
-    `seq_idx`.
+    `hidden_states` are [1, C, T] for C channels and T tokens, `weight` is [C, W] for W taps, and the result is [1, C,
+    T]. Callers without an argument `segments` pass the segments as `seq_idx`.
     """
     segments = seq_idx if segments is None else segments
     assert segments is not None

@@ -7,8 +7,8 @@ A small copy of the model (see `padfree.model.probe`) runs once, and the call of
 below a layer is a mixer if a changed token changes its outputs for other tokens, and if none of its submodules calls
 transformers' attention.
 
-If mixers are nested, the probe tries the innermost modules first, because their calls are the simplest. Then it tries
-the outermost modules, which include mixing between the inner ones (a convolution before a recurrence).
+If mixers are nested, `padfree.model.probe` tries the innermost modules first, because their calls are the simplest.
+Then it tries the outermost modules, which include mixing between the inner ones (a convolution before a recurrence).
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class _MixerCall:
 
 
 def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
-    """Find the mixers of a model. Returns one or two choices, each with one `Mixer` per module class.
+    """Find the modules of a model that mix tokens without attention.
 
-    The list is empty if no module mixes tokens.
+    Returns up to two alternatives: the innermost such modules, then the outermost. Each has one `Mixer` per module
+    class. The list is empty if no module mixes tokens.
     """
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)
@@ -72,9 +73,9 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
 
 
 def _calls(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _MixerCall], set[nn.Module]]:
-    """Run the model and record calls.
+    """Run the model and record how its modules are called.
 
-    Returns the first call of every layer and of every module below it, and the set of modules that call attention.
+    Returns the first call of every layer and of every module below a layer, and the set of modules that call attention.
     """
     calls: dict[nn.Module, _MixerCall] = {}
     attending: set[nn.Module] = set()
@@ -134,7 +135,9 @@ def _attends(module: nn.Module, attending: set[nn.Module]) -> bool:
 
 
 def _first_tensor(output: Any) -> Tensor | None:
-    """The output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Else None."""
+    """Return the output [1, T, D'] of a module: its result, or the first element if the result is a tuple. Returns None
+    for any other result.
+    """
     if isinstance(output, tuple) and output:
         output = output[0]
     if isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == (1, NUM_TOKENS):
@@ -143,7 +146,9 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _hidden_parameter(call: _MixerCall) -> str | None:
-    """The name of the parameter that takes the hidden states: the first one whose argument has shape [1, T, D]."""
+    """Return the name of the parameter that takes the hidden states: the first one whose argument has shape [1,
+    T, D].
+    """
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == (1, NUM_TOKENS):
             return name
@@ -151,7 +156,7 @@ def _hidden_parameter(call: _MixerCall) -> str | None:
 
 
 def _mixes(module: nn.Module, call: _MixerCall) -> bool:
-    """Whether a change of one token changes the module's outputs for other tokens."""
+    """Return whether a change of one token changes the module's outputs for other tokens."""
     name, output = _hidden_parameter(call), _first_tensor(call.output)
     if name is None or output is None:
         return False
@@ -196,7 +201,7 @@ def _has_context(call: _MixerCall) -> bool:
 
 
 def _read_token_arguments(module: nn.Module, call: _MixerCall, hidden: str) -> Iterator[str]:
-    """The parameters of forward, besides `hidden`, that hold one value per token and affect the result.
+    """Return the parameters of forward, besides `hidden`, that hold one value per token and affect the result.
 
     Each argument is reversed along the tokens to see whether the output changes, because modules also get many
     arguments that they do not use.

@@ -32,7 +32,7 @@ NO_GRADIENTS = ("3.4.0", "3.7.1")
 
 @cache
 def unavailable(device_type: str) -> str | None:
-    """The reason why the kernels cannot be used on this type of device. None if they can."""
+    """Return why the kernels of flash-linear-attention cannot be used on this type of device, or None if they can."""
     if device_type != "cuda":
         return "flash-linear-attention needs a GPU"
     try:
@@ -53,7 +53,7 @@ _HOST_LENGTHS: Any = WeakTensorKeyDictionary()
 
 
 def _lengths(segments: Segments) -> dict[str, Tensor]:
-    """The segment boundaries on the device and on the host, as keyword arguments of the kernels.
+    """Return the segment boundaries on the device and on the host, as keyword arguments of the kernels.
 
     All layers get the same tensor objects, because flash-linear-attention caches results per input object.
     """
@@ -116,7 +116,8 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """The recurrence of Mamba-2: linear attention with keys B, queries C, values dt · x and the decay exp(dt · A).
+    """Compute the recurrence of Mamba-2: linear attention with keys B, queries C, values dt · x and the decay exp(dt ·
+    A).
 
     `hidden_states` x is [1, T, H, P] for T tokens and H heads of size P. Returns [1, T, H, P].
     """

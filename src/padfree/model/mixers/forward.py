@@ -48,7 +48,9 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerState:
-    """The state of a module whose forward was replaced by `packed_forward`. Nothing in it depends on data."""
+    """What padfree knows about a module whose forward was replaced by `packed_forward`. Nothing here depends on a
+    batch.
+    """
 
     mixer: Mixer
     config: PreTrainedConfig  # config of the model; shows whether the model is attached
@@ -61,9 +63,9 @@ class MixerState:
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
     """Replace the forward of the modules that `mixers` describe by `packed_forward`. Returns the number of modules.
 
-    May be called again for the same model. `order` is the shuffled order of the tokens in the probe's packs (see
-    `MixerState`). If `fast` is True, a mixer processes all segments at once, provided that a test on the device of the
-    first batch passes.
+    May be called again for the same model. `order` is only given for the shuffled packs of `padfree.model.probe`: index
+    i of such a pack holds token order[i]. If `fast` is True, a mixer processes all segments at once, provided that a
+    test on the device of the first batch passes.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -104,7 +106,9 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward pre-hook of a model with mixers, which tests the fast forwards before the first batch on a device.
+    """Choose, before the first batch on a device, how each mixer runs. A forward pre-hook of a model with mixers.
+
+    The hook tests whether a mixer gives right results if it runs on all segments at once (the fast forward).
 
     A mixer that fails the test runs segment by segment.
     """
@@ -132,7 +136,7 @@ def _config_of(module: nn.Module, state: MixerState) -> PreTrainedConfig:
 
 
 def installed(module: nn.Module) -> Mixer | None:
-    """The `Mixer` that describes this module, if its forward was replaced by `install`. Otherwise None."""
+    """Return the `Mixer` that describes this module, if its forward was replaced by `install`, or None otherwise."""
     state = module.__dict__.get(STATE)
     return state.mixer if isinstance(state, MixerState) else None
 
@@ -140,7 +144,7 @@ def installed(module: nn.Module) -> Mixer | None:
 def hand_context(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook that passes the `AttnContext` in place of the mask.
+    """Pass the `AttnContext` in place of the attention mask. A forward pre-hook.
 
     The hook is for modules that pass a mask to their submodules but drop other keyword arguments, such as
     `attn_context`.
@@ -152,7 +156,7 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer on a pack: its own forward, applied to each segment or to all segments at once."""
+    """Run a mixer on a pack: apply the mixer's own forward to each segment, or to all segments at once."""
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)
@@ -191,7 +195,9 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
-    """Run the fast forward for a pack that context ranks share, on the whole segments that this rank receives."""
+    """Run a mixer on the whole segments that this context rank receives, all at once (the fast forward), and move
+    results back.
+    """
     states, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None
     segments = context.plan.prepared(
@@ -243,10 +249,10 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """Apply `call` to whole segments.
+    """Apply `call` to whole segments, also if the pack is divided over context ranks.
 
     Each tensor in `tokens` holds one value per token of this rank, [T/world, ...]. Returns [T/world, D'] with zeros for
-    padding tokens.
+    padding tokens. If `order` is given, index i of the pack holds token order[i].
     """
     segments = context.segments
     if context.layout is not None:

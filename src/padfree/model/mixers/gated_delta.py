@@ -26,12 +26,12 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Whether the module has a decay per head and convolutions, but not the skip connection `D` of Mamba."""
+    """Return whether the module has a decay per head and convolutions, but not the skip connection `D` of Mamba."""
     return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
 def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
-    """The number of heads, the key size d_k and the value size d_v of a head.
+    """Return the number of heads, the key size d_k and the value size d_v of a head.
 
     Models store these sizes under different names. If no known name is found, q, k and v are assumed to have a third of
     the convolution channels each.
@@ -49,14 +49,14 @@ def _head_sizes(module: nn.Module) -> tuple[int, int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """The FLOPs per token of the recurrence: each head reads, corrects and writes a state [d_k, d_v]."""
+    """Return the FLOPs per token of the recurrence: each head reads, corrects and writes a state [d_k, d_v]."""
     heads, d_k, d_v = _head_sizes(module)
     return 6 * heads * d_k * d_v + convolution_flops(module)
 
 
 def state_width(module: nn.Module) -> int:
-    """The number of values per token saved for backward: q, k, v before and after the convolution, and the ungated
-    output.
+    """Return the number of values per token saved for backward: q, k, v before and after the convolution, and the
+    ungated output.
     """
     heads, _, d_v = _head_sizes(module)
     return 2 * convolution_width(module) + heads * d_v

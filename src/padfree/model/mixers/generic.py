@@ -12,7 +12,7 @@ def matches(module: nn.Module) -> bool:
 
 
 def _width(module: nn.Module) -> int:
-    """An estimate of the number of values per token saved for backward: the largest dimension of any weight."""
+    """Return an estimate of the number of values per token saved for backward: the largest dimension of any weight."""
     return max((max(parameter.shape) for parameter in module.parameters() if parameter.ndim), default=0)
 
 

@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind
 
 
 def matches(module: nn.Module) -> bool:
-    """Whether the module has one decay rate per head, stored as a buffer and not as a parameter."""
+    """Return whether the module has one decay rate per head, stored as a buffer and not as a parameter."""
     return "slope_rate" in module._buffers
 
 
@@ -22,7 +22,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """The FLOPs per token of the recurrence, computed in blocks of n tokens.
+    """Return the FLOPs per token of the recurrence, computed in blocks of n tokens.
 
     The FLOPs include the products with keys and values inside a block, reading the state at the beginning of the block,
     and updating the state at its end.
@@ -32,7 +32,7 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """The number of values per token saved for backward: q, k, v, the output, and the scores of each block."""
+    """Return the number of values per token saved for backward: q, k, v, the output, and the scores of each block."""
     heads, dim = _heads(module)
     return 4 * heads * dim + 2 * heads * int(module.block_size)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution
 
 
 def matches(module: nn.Module) -> bool:
-    """Whether the module has a decay for each element of the state, and a skip connection `D`."""
+    """Return whether the module has a decay for each element of the state, and a skip connection `D`."""
     decay = decay_of(module)
     return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 
@@ -25,7 +25,9 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """The number of values per token saved for backward, including the state of every token, as in plain PyTorch."""
+    """Return the number of values per token saved for backward, including the state of every token, as in plain
+    PyTorch.
+    """
     decay = decay_of(module)
     assert decay is not None
     return 2 * decay.numel() + 2 * convolution_width(module)

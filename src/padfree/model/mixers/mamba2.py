@@ -26,19 +26,19 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Whether the module has one decay per head, a skip connection `D` and a convolution."""
+    """Return whether the module has one decay per head, a skip connection `D` and a convolution."""
     decay = decay_of(module)
     return decay is not None and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """The number of channels of x, and the state size per channel."""
+    """Return the number of channels of x, and the state size per channel."""
     channels = int(getattr(module, "intermediate_size", 0)) or convolution_width(module)
     return channels, int(getattr(module, "ssm_state_size", 1))
 
 
 def state_flops(module: nn.Module) -> int:
-    """The FLOPs per token of the recurrence: decaying, writing and reading a state of N numbers per channel."""
+    """Return the FLOPs per token of the recurrence: decaying, writing and reading a state of N numbers per channel."""
     channels, state = _sizes(module)
     return 6 * channels * state + convolution_flops(module)
 

@@ -3,8 +3,9 @@
 `MixerKind` says how a kind of mixer is recognised, how many FLOPs it takes and how many activations it saves.
 
 A mixer is a module that mixes tokens without softmax attention: a recurrence, a convolution, a shift.
-`padfree.model.mixers.find_mixers` finds the mixers of a model by their behaviour on the probe's small copy. The kind of
-a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by segment.
+`padfree.model.mixers.find_mixers` finds the mixers of a model by the behaviour of modules in a small copy of the model.
+The kind of a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by
+segment.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ def qualified_name(cls: type) -> str:
 
 
 def decay_of(module: nn.Module) -> Tensor | None:
-    """The log decay of a recurrence, in the module or a submodule. All models name this parameter `A_log`."""
+    """Return the log decay of a recurrence, in the module or a submodule. All models name this parameter `A_log`."""
     return next((tensor for name, tensor in module.named_parameters() if name.split(".")[-1] == "A_log"), None)
 
 
 def depthwise_convolutions(module: nn.Module) -> list[nn.Conv1d]:
-    """The depthwise convolutions along the sequence that are direct children of the module."""
+    """Return the depthwise convolutions along the sequence that are direct children of the module."""
     return [child for child in module.children() if isinstance(child, nn.Conv1d) and child.groups == child.in_channels]
 
 
 def convolution_flops(module: nn.Module) -> int:
-    """The FLOPs per token of the module's depthwise convolutions."""
+    """Return the FLOPs per token of the module's depthwise convolutions."""
     return sum(2 * each.in_channels * each.kernel_size[0] for each in depthwise_convolutions(module))
 
 

@@ -23,14 +23,14 @@ Function = Callable[..., Any]
 
 
 def code_of(module_class: type[nn.Module]) -> FunctionType:
-    """The forward function of a module class, without its decorators."""
+    """Return the forward function of a module class, without its decorators."""
     function = inspect.unwrap(module_class.forward)
     assert isinstance(function, FunctionType)
     return function
 
 
 def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> FunctionType:
-    """A copy of `forward` in which the names in `functions` refer to the given functions."""
+    """Return a copy of `forward` in which the names in `functions` refer to the given functions."""
     # Remove `__name__`. Otherwise the compiler would look up the functions in the module that `__name__` names, and
     # find the original functions.
     names = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
@@ -43,7 +43,7 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 
 @cache
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
-    """The forward of a class with plain PyTorch functions instead of kernels; None if it calls no kernels."""
+    """Return the forward of a class with plain PyTorch functions instead of kernels, or None if it calls no kernels."""
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
     forward = code_of(module_class)

@@ -25,7 +25,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Whether the module has a convolution along the sequence and no recurrence."""
+    """Return whether the module has a convolution along the sequence and no recurrence."""
     return bool(depthwise_convolutions(module)) and decay_of(module) is None
 
 
@@ -42,7 +42,9 @@ def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The supported dtypes: all floating dtypes, the usual one on this device first."""
+    """Return the dtypes that short convolutions support: all floating dtypes, with the usual one on this device
+    first.
+    """
     first = torch.bfloat16 if device.type == "cuda" else torch.float32
     return first, torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -53,7 +53,10 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """The fast forward of this class on this device, not yet tested. If there is none, the reason as a string."""
+    """Return a forward that runs mixers of this class on all segments of a pack at once, not yet tested on this device.
+
+    If there is no such forward, the result is the reason as a string.
+    """
     kind = KINDS[mixer.kind]
     if kind.functions is None:
         return f"there is no kernel for mixers of the kind {mixer.kind}"
@@ -75,7 +78,10 @@ def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.dev
 def tested_kernel(
     module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device
 ) -> VarlenKernel | None:
-    """The fast forward, or None if its test fails on this machine (on a GPU, with a warning)."""
+    """Return the forward for all segments at once, or None if there is none or its test on this machine fails.
+
+    On a GPU, None comes with a warning, because the mixer is then slow.
+    """
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
         reason: str | None = way
@@ -94,9 +100,9 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Whether the module's own forward passes the test with the kernels that transformers chooses.
+    """Return whether the module's own forward gives right results with the kernels that transformers chooses.
 
-    The forward is tested segment by segment.
+    The forward is tested segment by segment, against the mixer's plain PyTorch code.
     """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
@@ -121,7 +127,7 @@ _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A test of one implementation of a mixer. It runs on a copy of the mixer with random weights."""
+    """A test of one implementation of a mixer. The test runs on a copy of the mixer with random weights."""
 
     name: str  # of the implementation
     call: Function  # a function of (module, hidden states [T, D], Segments) that returns [T, D]
@@ -132,9 +138,9 @@ class _Trial:
     dtype: torch.dtype
 
     def reason(self) -> str | None:
-        """The reason why the test fails. None if it passes.
+        """Return why the tested implementation of a mixer is wrong, or None if it passes the test.
 
-        The result of the test is cached per process for each name, class, config and device.
+        The result is cached per process for each name, class, config and device.
         """
         key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
         if key not in _TRIALS:
@@ -180,7 +186,7 @@ class _Trial:
         return None
 
     def _copy(self) -> nn.Module:
-        """A module of the same class and sizes with random weights, in float32."""
+        """Return a mixer of the same class and sizes as the tested one, with random weights in float32."""
         module_class: Any = type(self.module)
         torch.manual_seed(0)
         with self.device:
@@ -223,7 +229,7 @@ def _outcome(
 
 
 def _apart(values: Tensor, expected: Tensor) -> float:
-    """The norm of the difference of two tensors, relative to the norm of `expected`.
+    """Return the norm of the difference of two tensors, relative to the norm of `expected`.
 
     A norm is used so that a single entry near zero does not matter.
     """

@@ -36,7 +36,7 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFamily:
-    """What padfree knows about a class of vision-language models."""
+    """How padfree runs one class of vision-language models: where its parts are, and what its vision tower reads."""
 
     language: str  # attribute of the base model: the language model
     encoders: tuple[str, ...]  # attributes of the base model: all modules and parameters that only images use
@@ -55,12 +55,19 @@ def _encode(base: Any, inputs: Inputs) -> Any:
 
 
 def _encode_tiles(base: Any, inputs: Inputs) -> Any:
-    """Idefics3 and SmolVLM expect the tiles [B, tiles, ...] of B samples. They read a pack as one sample."""
+    """Encode the images of a pack with Idefics3 or SmolVLM.
+
+    These models expect the tiles [B, tiles, ...] of B samples, so the pack is passed as one sample.
+    """
     return base.get_image_features(**{name: tensor[None] for name, tensor in inputs.items()}, return_dict=True)
 
 
 def _encode_sized(base: Any, inputs: Inputs) -> Any:
-    """Tell LLaVA-OneVision that each image is alone in its sample. Only such images are divided into tiles."""
+    """Encode the images of a pack with LLaVA-OneVision.
+
+    The model divides an image into tiles only if the image is alone in its sample, so each image is passed as a sample
+    of its own.
+    """
     images = torch.ones(len(inputs["image_sizes"]), dtype=torch.int64)
     return base.get_image_features(**inputs, batch_num_images=images, return_dict=True)
 
@@ -79,14 +86,14 @@ def _patch_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _tile(config: PreTrainedConfig) -> Tensor:
-    """One tile of ones, because Idefics3 and SmolVLM drop tiles of zeros."""
+    """Return one tile of ones for a filler image. Idefics3 and SmolVLM would drop a tile of zeros."""
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return torch.ones(1, 3, height, width)
 
 
 def _cut_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """An image that gives two image tokens, for towers that remove padding. Mistral 3 fails with one image token."""
+    """Return the smallest image for towers that cut off padding: two image tokens, because Mistral 3 fails with one."""
     side = config.vision_config.patch_size * config.spatial_merge_size
     return {"pixel_values": torch.ones(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
 
@@ -96,7 +103,10 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """An image as large as one tile. The tower gets two tiles: the whole image, and the only part of the image."""
+    """Return an image as large as one tile, for towers that read an image both as a whole and in parts.
+
+    The tower gets two tiles: the whole image, and the only part of the image.
+    """
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
 
@@ -185,7 +195,7 @@ REFUSED = {
 
 
 def why_refused(model_class: type) -> str | None:
-    """Say why a class of image-text models cannot be trained on images. None if it is a supported class."""
+    """Return why a class of image-text models cannot be trained on images, or None if the class is supported."""
     if model_class.__name__ in FAMILIES:
         return None
     kind = getattr(getattr(model_class, "config_class", None), "model_type", "")
@@ -199,13 +209,16 @@ def why_refused(model_class: type) -> str | None:
 
 
 def _base_class(model_class: type) -> Any:
-    """The class without a head that belongs to a class with a language-model head, or the class itself."""
+    """Return the class without a head that belongs to a class with a language-model head, or the class itself if it has
+    no such head.
+    """
     module = sys.modules[model_class.__module__]
     return getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
-    """The family of a model or of its base model. None if it is not a supported vision-language model.
+    """Return the `VisionFamily` of a model or of its base model, or None if it is not a supported vision-language
+    model.
 
     The class must be one of transformers, because a subclass may compute something else. The subclass that FSDP2 makes
     of a sharded model counts as the class of the model.
@@ -220,7 +233,7 @@ def family_of(model: nn.Module) -> VisionFamily | None:
 
 
 def language_part(model: PreTrainedModel) -> PreTrainedModel:
-    """The language model of a vision-language model. Any other model is returned as it is."""
+    """Return the language model of a vision-language model. Any other model is returned as it is."""
     family = family_of(model)
     part = model if family is None else getattr(model.base_model, family.language)
     assert isinstance(part, PreTrainedModel)
@@ -228,7 +241,9 @@ def language_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unsupported_vision(config: PreTrainedConfig) -> str | None:
-    """Say which value of the vision config prevents training on images. None if no value does."""
+    """Return a description of the value of the vision config that prevents training on images, or None if no value
+    does.
+    """
     vision = config.vision_config
     for name, value in vision.to_dict().items():
         if ("dropout" in name or "drop_path" in name) and isinstance(value, float) and value > 0:
@@ -237,12 +252,14 @@ def unsupported_vision(config: PreTrainedConfig) -> str | None:
 
 
 def is_image_text(model: nn.Module) -> bool:
-    """Whether transformers lists the class of this model as an image-text model."""
+    """Return whether transformers lists the class of this model as an image-text model."""
     return type(model).__name__ in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
 
 
 def need_family(model: nn.Module) -> VisionFamily:
-    """The family of a model. Raises `UserError` with the reason if its images cannot be trained."""
+    """Return the `VisionFamily` of a model. Raises `UserError` with the reason if the model cannot be trained on
+    images.
+    """
     family = family_of(model)
     if family is None:
         reason = why_refused(type(model)) if is_image_text(model) else "it is not a vision-language model"

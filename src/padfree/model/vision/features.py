@@ -4,11 +4,11 @@
     features       gathered for the M placeholders of the pack  -> [M, D]              gradients of shared images add up
     input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own language model
 
-Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. They are gathered for
-the placeholder tokens like the main features.
+Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These further
+features are gathered for the placeholder tokens like the main features.
 
-Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). They exchange features
-and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
+Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). The ranks exchange
+features and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
 
 A pack without images, and a context rank that encodes none, run the tower on the smallest possible image and use none
 of its features. This has two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times,
@@ -38,7 +38,7 @@ STACKED = "deepstack_features"
 
 
 def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch) -> Tensor:
-    """The last hidden states [1, T, D] of an attached base model for a pack with or without images."""
+    """Return the last hidden states [1, T, D] of an attached base model for a pack with or without images."""
     inputs = replace(batch, images=None).model_inputs()
     inputs |= embedded(base, family, inputs.pop("input_ids")[0], batch.images)
     if batch.images is not None and family.rotary and batch.rotary_positions is None:
@@ -52,7 +52,7 @@ def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: Loc
 
 
 def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImages | None) -> dict[str, Any]:
-    """The inputs of the language model for tokens [T]: embeddings [1, T, D], and further features of the tower.
+    """Return the inputs of the language model for tokens [T]: embeddings [1, T, D], and further features of the tower.
 
     Only the placeholders of `images` get features. Another token with the id of the placeholder, which a policy may
     sample, keeps its embedding, as when transformers generates text.
@@ -96,12 +96,15 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImag
 
 
 def _joined(features: Any) -> Tensor:
-    """Features [F, D] in one tensor, from a list with one tensor per image or sample, or from [tiles, n, D]."""
+    """Join features to one tensor [F, D].
+
+    `features` is a list with one tensor per image or sample, or one tensor [tiles, n, D].
+    """
     return cat(tuple(features)) if isinstance(features, (list, tuple)) else features.flatten(0, -2)
 
 
 def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
-    """The tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
+    """Return the tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
     found = output.pooler_output
     parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
     if images.inputs:
@@ -115,7 +118,9 @@ def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
 
 
 def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:
-    """Raise `UserError` unless the tower gives each image as many features as the image has placeholder tokens."""
+    """Raise `UserError` unless the vision tower gives each image as many features as the image has placeholder
+    tokens.
+    """
     if isinstance(found, (list, tuple)) and len(found) == len(images.counts):
         counts = tuple(map(len, found))
     else:  # every patch or tile has the same number of features

@@ -28,7 +28,8 @@ IMAGE = 1
 
 
 def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
-    """The sample with the positions that this model gives its tokens. Without images it is returned unchanged.
+    """Return the sample with the positions that this model gives its tokens. A sample without images is returned
+    unchanged.
 
     Raises `UserError` if the model cannot be trained on these images.
     """
@@ -47,7 +48,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
     if family.one_image is not None and len(sample.images) > 1:
         raise UserError(
             "images",
-            f"are {len(sample.images)} in one sample of {name}: {family.one_image}",
+            f"{name} cannot read {len(sample.images)} images in one sample: {family.one_image}",
             "give one image per sample",
         )
     if family.rotary or family.whole_images:
@@ -60,7 +61,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
         if grid is None or int(np.prod(grid)) != len(image.positions) * side**2:
             raise UserError(
                 "grid",
-                f"of an image with {len(image.positions)} placeholder tokens is {grid}",
+                f"is {grid} for an image with {len(image.positions)} placeholder tokens",
                 f"give (time, height, width) in patches, {side} x {side} of them per placeholder",
             )
         if image.positions[-1] - image.positions[0] + 1 != len(image.positions):
@@ -79,7 +80,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
 
 
 def _check_apart(sample: Sample) -> None:
-    """Raise `UserError` if two images are adjacent. The model would take them for one image."""
+    """Raise `UserError` if two images are adjacent. The model would take two such images for one."""
     for one, other in zip(sample.images, sample.images[1:], strict=False):
         if one.positions[-1] + 1 == other.positions[0]:
             raise UserError(

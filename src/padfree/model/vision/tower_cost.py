@@ -29,18 +29,20 @@ from padfree.model.vision.families import family_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerCost:
-    """The FLOPs of one image of m features are linear · m + quadratic · m²."""
+    """The cost of encoding an image in a vision tower: linear · m + quadratic · m² FLOPs for an image of m features."""
 
     linear: float
     quadratic: float
 
     def __call__(self, features: ArrayLike) -> NDArray[np.float64]:
-        """The FLOPs [n] of images with these numbers of features [n]."""
+        """Return the FLOPs [n] of n images with the given numbers of features [n]."""
         counts = np.asarray(features, dtype=np.float64)
         return self.linear * counts + self.quadratic * counts**2
 
     def of_samples(self, images: Iterable[Iterable[Image]]) -> NDArray[np.float64]:
-        """The FLOPs of the images of each sample. The cost of an image is divided over the samples that show it."""
+        """Return the FLOPs of the images of each sample. The cost of an image is divided over the samples that
+        show it.
+        """
         shown = [{image.digest: len(image.positions) for image in own} for own in images]
         times: dict[str, int] = {}
         for own in shown:
@@ -51,7 +53,10 @@ class TowerCost:
 
 
 def tower_cost(model: PreTrainedModel) -> TowerCost | None:
-    """The cost of the images of a vision-language model. None for a language model. The model may be sharded."""
+    """Return the cost of encoding images with a vision-language model, or None for a language model.
+
+    The model may be sharded.
+    """
     family = family_of(model)
     if family is None:
         return None
@@ -88,7 +93,7 @@ def tower_cost(model: PreTrainedModel) -> TowerCost | None:
 
 
 def patches_per_tile(config: PreTrainedConfig) -> float:
-    """The number of patches of a tile or of an image of fixed size."""
+    """Return the number of patches of a tile or of an image of fixed size."""
     vision: Any = config.vision_config
     sides = (vision.image_size, vision.patch_size)
     image, patch = (side if isinstance(side, int) else side[0] for side in sides)
@@ -96,7 +101,7 @@ def patches_per_tile(config: PreTrainedConfig) -> float:
 
 
 def patches_per_feature(config: PreTrainedConfig) -> float:
-    """The number of patches that the projector merges into one feature."""
+    """Return the number of patches that the projector merges into one feature."""
     for holder in (config.vision_config, config):
         for name in ("spatial_merge_size", "scale_factor", "downsample_factor"):
             if isinstance(side := getattr(holder, name, None), int):
