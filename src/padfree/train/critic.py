@@ -70,7 +70,7 @@ class Critic:
 
 
 class ValueMicroBatchLoss(MicroBatchLoss):
-    """Clipped squared error between predicted values and the samples' `returns`."""
+    """The critic's loss of a pack: the clipped squared error between predicted values and the samples' `returns`."""
 
     settings: ValueSettings
 
@@ -82,7 +82,8 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
     """Return copies of the samples that hold `values` (one array [n] per sample), and advantages and returns from GAE.
 
     In GAE (generalised advantage estimation), the last scored token gets the reward of the sample. The return of a
-    token is its value plus its advantage before whitening.
+    token is its value plus its advantage. Returns use the advantages before these are whitened (scaled to mean 0 and
+    standard deviation 1, if the settings ask for it).
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):

@@ -42,7 +42,8 @@ class SkippedSamples:
 class StepReport:
     """Results of one step over the whole global batch, the same on every rank.
 
-    Numbers of samples, tokens and labels include the skipped samples (`SkippedSamples`); `plan` does not.
+    The numbers of samples, tokens and labels include the samples that were skipped because their gradient is 0
+    (`SkippedSamples`). `plan`, which says what samples form each pack, does not include them.
     """
 
     loss: float

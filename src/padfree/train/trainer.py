@@ -291,9 +291,9 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Prepare the next update now, while the device runs the current one, if it does not depend on the current one.
+        """Prepare the next update while the device runs the current update, unless the next one depends on its result.
 
-        In RL, an update can depend on the one before it: the updated model may have to generate the responses of the
+        In RL, an update can depend on the previous one: the updated model may have to generate the responses of the
         next batch, or to compute their old log-probabilities.
         """
         self._prepared = None

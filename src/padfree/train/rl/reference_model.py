@@ -77,7 +77,7 @@ class ReferenceModel(ABC):
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters. The checkpointer restores the tensors separately."""
+        """Restore the number of finished batches, and whether a refresh was made. The checkpointer restores tensors."""
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 
