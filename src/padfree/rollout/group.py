@@ -34,7 +34,7 @@ from padfree.sample import Sample
 
 
 class LeafImages(NamedTuple):
-    """The images of a leaf whose environment has shown others than those of the prompt."""
+    """The images of a leaf (a sequence that becomes a sample), if the environment has shown images of its own."""
 
     images: tuple[Image, ...]
     rotary_positions: NDArray[np.int64] | None  # [P, n] if positions depend on images: `padfree.model.vision`
@@ -42,7 +42,10 @@ class LeafImages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A path of an episode's tree that becomes a sample. It is picklable, to be sent to other ranks."""
+    """A token sequence of an episode that becomes a sample: a path from the root of the episode's tree of turns.
+
+    A leaf can be pickled, so that it can be sent to other ranks.
+    """
 
     tokens: NDArray[np.int64]  # [n]
     sampled: NDArray[np.bool_]  # [n]
@@ -101,7 +104,10 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `written_groups` stores the played episodes in `episodes`, in order."""
+    """A prompt with `size` episodes. `first`: the number of its first episode in the batch.
+
+    `episodes` holds the results of the played episodes, in order; it is empty until `written_groups` fills it.
+    """
 
     prompt: Prompt
     size: int
@@ -198,7 +204,10 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
 
 
 def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
-    """Raise a `UserError` if the run replays routes, and an episode of this rank has a leaf without routes."""
+    """Raise a `UserError` if `rollout.routing` is "replay", but a response does not record the experts of its tokens.
+
+    `played`: the episodes of this rank.
+    """
     if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
         raise UserError(
             "rollout.routing",

@@ -76,7 +76,10 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run the coroutine in the loop and return its result. An interrupt of the calling thread cancels it."""
+        """Run the coroutine in the loop and return its result.
+
+        If the calling thread is interrupted while it waits, the coroutine is cancelled.
+        """
         future = self.submit(coroutine)
         try:
             return future.result()

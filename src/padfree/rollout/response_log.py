@@ -120,7 +120,7 @@ class ResponseLog:
     def begin(self, origin: Origin, *, after: int) -> int:
         """Start the part of the log that begins at `origin`, and find stored responses that this run can reuse.
 
-        Return how many of them belong to batches later than `after`. Call this on every rank, after `purge`.
+        Only responses of batches later than `after` count. Return their number. Call this on every rank, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))

@@ -4,7 +4,7 @@ In this example, the three rules are applied one after the other to the probabil
 
     probabilities    .40  .25  .15  .10  .06  .04
     top_k=5          .42  .26  .16  .10  .06             the 5 largest, rescaled to a sum of 1
-    top_p=0.8        .42  .26  .16                       in this order, until the sum reaches 0.8
+    top_p=0.8        .42  .26  .16                       the most probable ids, until their sum reaches 0.8
     min_p=0.5        .42  .26                            at least 0.5 of the largest probability
 
 The logits are divided by the temperature before the rules are applied. A kept set is never empty, and ids with equal
@@ -117,10 +117,10 @@ def truncated_logits(
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return the largest threshold [R, 1] at which the ids with logits at or above it have the weight `needed` [R, 1].
+    """Return for each row the largest threshold [R, 1] at which enough weight is left: at least `needed` [R, 1].
 
-    The bits of float32 numbers, read as integers, have the order of the numbers, if the bits of negative numbers are
-    reversed.
+    The weight at a threshold is the sum of the `weights` [R, V] of all ids whose logit is at or above the threshold.
+    The search is a bisection over int32 numbers that have the order of the float32 logits (`_ordered`).
     """
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
@@ -143,7 +143,11 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_without_stops(positions: NDArray[np.integer[Any]], min_new_tokens: int, stops: Sequence[int]) -> KeptSets:
-    """Return the kept sets of the tokens at `positions` of a response, which only `min_new_tokens` truncates."""
+    """Return the kept sets of the tokens at `positions` of a response if the run sets only `min_new_tokens`.
+
+    The set of a token before position `min_new_tokens` is the vocabulary without the stop tokens; any other set is the
+    whole vocabulary.
+    """
     excluded = -1 - np.array(sorted(stops), np.int32)
     return KeptSets.of_arrays([excluded[: len(excluded) * int(one < min_new_tokens)] for one in positions])
 

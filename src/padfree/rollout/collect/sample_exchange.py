@@ -88,8 +88,8 @@ def facts_of(
 ) -> list[tuple[LeafFacts, ...]]:
     """Describe the leaves of the episodes of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt, which shows `images`. `shown`: the episode whose text is kept; None: no
-    text.
+    `prompt`: token ids of the group's prompt, which shows `images`. `shown`: the number of the one episode whose text
+    is included; None: no episode.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     shown_images = [images if leaf.images is None else leaf.images.images for _, leaf in leaves]
@@ -140,11 +140,12 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 def placeholder_leaves(
     facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
 ) -> list[Leaf]:
-    """Make leaves with placeholder token ids from descriptions (`facts`) of the leaves of one group on one rank.
+    """Make leaves (sequences that become samples) with placeholder token ids, from their descriptions `facts`.
 
-    `first`: the number of placeholder leaves made so far, so that no id is used twice. `routes`: a number for each
-    digest of a prompt's routes; new digests are added. Leaves whose prompts have different routes do not share the
-    prompt.
+    `facts` describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so far, so
+    that no placeholder id is used twice. `routes`: a number for each digest of a prompt's routes (the experts of its
+    tokens); new digests are added. Leaves whose prompts have different routes get different ids for the prompt, because
+    they cannot share it.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -210,7 +211,10 @@ def known_to_all(
 
 
 class SampleStore:
-    """The tokens of a batch that this rank holds. All methods except `get` are collective."""
+    """Holds the real tokens of some samples of a batch on this rank, and exchanges tokens with other ranks.
+
+    All methods except `get` are collective.
+    """
 
     def __init__(
         self,
@@ -266,8 +270,9 @@ class SampleStore:
             start = end
 
     def _num_bytes(self, index: int) -> int:
-        """Return the number of bytes of a sample: 4 for each number of its tokens, log-probabilities and kept sets,
-        plus the bytes of its routes.
+        """Return the number of bytes that the exchange sends for a sample.
+
+        A token, a log-probability and each number of the kept sets take 4 bytes. The routes are added to them.
         """
         length, num_kept = self._lengths[index], self._num_kept[index]
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
@@ -380,7 +385,10 @@ def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
 
 
 def _arrays_of(received: NDArray[np.uint8], length: int, num_kept: int, kind: RouteKind | None) -> Arrays:
-    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes that were sent."""
+    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes that were sent.
+
+    `kind`: the shape per token and the dtype of routes (the experts of each token); None: no routes were sent.
+    """
     numbers = 2 * length + (length + num_kept if num_kept else 0)
     front, rest = np.split(received.copy(), [4 * numbers])
     tokens, logprobs, counts, ids = np.split(front.view(np.int32), [length, 2 * length, 3 * length])
