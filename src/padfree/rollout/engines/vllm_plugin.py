@@ -109,7 +109,7 @@ def _engine_class() -> type[Any]:
         _open = False
 
         def __init__(self, config: Any, vllm_config: Any, *others: Any) -> None:
-            """vLLM 0.24 gives its `parallel_config` instead of `vllm_config`, then only the model."""
+            """Create the engine. vLLM 0.24 passes its `parallel_config` in place of `vllm_config`, then the model."""
             super().__init__(config, vllm_config, *others)
             if not hasattr(self, "device"):
                 self.device = next(self.model.parameters()).device

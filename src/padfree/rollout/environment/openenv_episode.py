@@ -163,7 +163,9 @@ def _no_tools(tokenizer: ChatTokenizer) -> ToolCallParser:
 def _reset_arguments(prompt: Prompt) -> dict[str, Any]:
     given = prompt.row.get(RESET) or {}
     if not isinstance(given, Mapping):
-        raise UserError("data.path", f"{prompt.uid} has a column {RESET!r} that is not an object", "give an object")
+        raise UserError(
+            "data.path", f"{prompt.uid} has a column {RESET!r} whose value is not a JSON object", "give an object"
+        )
     return {str(key): value for key, value in given.items() if value is not None}
 
 
@@ -184,7 +186,10 @@ def _schema(url: str, name: str) -> Mapping[str, Any]:
 
 
 def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Return the fields that hold the text of an action and of an observation."""
+    """Return the names of two fields: the one that holds the text of an action, and that of an observation.
+
+    `schema`: the schemas that the server gives. `name`: the environment, for messages.
+    """
     return (
         _field(schema["action"], server.action, "action", name),
         _field(schema["observation"], server.observation, "observation", name),
@@ -192,7 +197,11 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 
 
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
-    """Return the field of a schema that holds the text: the given one, else the only text field, else `json`."""
+    """Return the name of the field that holds the text, or `json` if the whole object is the text.
+
+    `given`: the field that the environment's address names. If it is None, the only text field of `schema` is taken, if
+    there is only one. `part`: "action" or "observation". `name`: the environment. Both are for messages.
+    """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
         known = ", ".join([*sorted(properties), JSON])

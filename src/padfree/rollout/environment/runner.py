@@ -374,7 +374,7 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Whether the error is about a setting. Otherwise, it is about an argument that the environment passed."""
+    """Return whether the error is about a setting or a reward, not about an argument that the environment passed."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 

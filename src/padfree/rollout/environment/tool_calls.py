@@ -54,14 +54,17 @@ READERS: dict[str, Reader] = {"tags": _tags, "brackets": _brackets, "object": _o
 
 
 class ToolCallParser:
-    """Turns the text of a response into a message. `turn` numbers the ids of its tool calls."""
+    """Turns the text of a response into an assistant message, in the tool-call format of the chat template."""
 
     def __init__(self, chat: ChatRenderer) -> None:
         self.format = _format_of(chat)
         self._read = READERS[self.format]
 
     def message(self, text: str, turn: int) -> Message:
-        """Return the assistant message that a program receives for the text of a response."""
+        """Return the assistant message that a program receives for the text of a response.
+
+        `turn`: the number of the response, which becomes part of the ids of its tool calls.
+        """
         plain: Message = {"role": "assistant", "content": text}
         found = read_calls(self._read, text)
         if found is None:

@@ -8,10 +8,11 @@ or `[1, L]`, with explicit positions. This works because all layers but attentio
 `padfree.model.probe` verifies. Prompts with images are prefilled as in training.
 
 Attention gets its context (cache, slots, packs) as an argument of the forward pass. Before each layer, outside of
-compiled code, the context is narrowed to that layer, so that all layers share one compiled graph.
+compiled code, the context is replaced by the part that belongs to this layer, so that all layers share one compiled
+graph.
 
-With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): they are compiled as in training, and
-decode attention is the trainer's kernel with one query per slot.
+With `exact=True`, the model computes the bits of the trainer (`rollout.exact`): layers are compiled as in training, and
+decode attention is a kernel with the bits of the trainer's attention (`exact_attention`).
 """
 
 from __future__ import annotations

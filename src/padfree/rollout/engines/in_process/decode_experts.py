@@ -32,7 +32,7 @@ from padfree.model.stacked_experts import stacked_experts
 
 
 def all_stacked(model: PreTrainedModel) -> bool:
-    """Whether the model has experts, and all of them are stacked weights."""
+    """Return whether the model has experts, and stores the weights of all experts of a layer as one stacked tensor."""
     stacked = set(stacked_experts(model))
     named = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
     return bool(stacked) and all(module in stacked for module in named)
@@ -45,7 +45,10 @@ def use_decode_experts(model: PreTrainedModel) -> None:
 
 
 def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    """The forward of a module of stacked experts: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]."""
+    """Return the output [T, D] of a module of stacked experts, in place of the module's own forward method.
+
+    `hidden` [T, D]: the input. `choices` and `weights` [T, k]: for each token, its k experts and their weights.
+    """
     own: Any = module
     top = choices.shape[1]
     order, starts = sorted_rows(choices, own.num_experts)
@@ -77,7 +80,7 @@ def reference(
     scatter: bool,
     transposed: bool,
 ) -> Tensor:
-    """`grouped_linear` as a loop over the experts. The host reads `starts`."""
+    """Compute `grouped_linear` as a loop over the experts, for which the host must read `starts` from the device."""
     rows = x[order // gather] if gather else x
     out = rows.new_empty(len(order), weight.shape[2 if transposed else 1])
     ends = starts.tolist()

@@ -59,7 +59,7 @@ KEYS_STEP = 512
 
 @dataclass(slots=True, eq=False)
 class Buffers:
-    """Tensors that steps read and write, at fixed addresses. N: maximum number of requests."""
+    """Tensors that decode steps read and write, at fixed addresses. N: maximum number of requests in a call."""
 
     cache: KVCache
     slots: Tensor  # [F, L] int64
@@ -91,7 +91,7 @@ class DecodeStatistics:
 
 @dataclass(slots=True, eq=False)
 class StatusCopy:
-    """A copy of the status of all requests after a burst of steps, made asynchronously."""
+    """A copy on the host, made asynchronously, of how many tokens each response has and whether it has ended."""
 
     status: Tensor
     event: Any
@@ -149,15 +149,15 @@ class DecodeSteps:
         self._image_loader = ImageLoader()
 
     def forget_graphs(self) -> None:
-        """Drop all captured steps, because the weights have moved to other addresses.
+        """Drop the CUDA graphs of all steps, because the weights have moved to other addresses.
 
-        The memory pool of the steps is dropped too, because PyTorch does not capture into a pool that no graph uses.
+        The graphs' memory pool is dropped too, because PyTorch does not capture into a pool that no graph uses.
         """
         self._graphs.clear()
         self._pool = None
 
     def free(self) -> None:
-        """Free the buffers, which include the KV cache, and the captured steps."""
+        """Free the buffers, which include the KV cache, and the CUDA graphs of the steps."""
         self.forget_graphs()
         self._buffers = None
 
@@ -232,11 +232,14 @@ class DecodeSteps:
         return torch.zeros(num_requests, longest, *self.route_shape, dtype=dtype, device=self.device)
 
     def prompt_size(self, stored: int) -> int:
-        """Number of cache entries for a prompt with `stored` keys."""
+        """Return the number of cache entries for the `stored` keys of a prompt: whole pages if the cache has pages."""
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
-        """Number of cache entries for a response, which starts with a copy of the prompt's last, partial page."""
+        """Return the number of cache entries for a response to a prompt with `stored` keys.
+
+        If the cache has pages, the response starts with a copy of the keys on the prompt's last, partial page.
+        """
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
     def _max_capacity(self) -> int:
@@ -394,7 +397,7 @@ class DecodeSteps:
 
 
 def _divided(prompts: Sequence[PlacedPrompt]) -> list[Sequence[PlacedPrompt]]:
-    """Divide prompts into passes of up to PREFILL_TOKENS tokens; a longer prompt gets a pass of its own."""
+    """Divide prompts into prefill passes of up to PREFILL_TOKENS tokens; a longer prompt gets a pass of its own."""
     passes: list[Sequence[PlacedPrompt]] = []
     while prompts:
         lengths = np.cumsum([len(prompt.sample) for prompt in prompts])
@@ -409,9 +412,10 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def prefill_rows(tokens: int) -> int:
-    """Return the number of tokens, with padding, of an exact prefill pass for `tokens` tokens.
+    """Return the padded number of tokens of a prefill pass with `tokens` tokens, for `rollout.exact`.
 
-    The sizes of a pass are those at which matmuls were tried (`row_trial`): 1024, 2048, 4096 or a multiple of 8192.
+    A pass has 1024, 2048, 4096 or a multiple of 8192 tokens, because `row_trial` compares the bits of matmuls at these
+    sizes.
     """
     return next((size for size in PREFILL_ROWS if size >= tokens), rounded_up(tokens, PREFILL_TOKENS))
 

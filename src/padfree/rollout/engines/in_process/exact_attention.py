@@ -57,11 +57,11 @@ class StepKeys(NamedTuple):
 
 
 def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
-    """Return the keys of a decode step for `slots` [F, L]. All slots share it, in all layers.
+    """Return which keys each slot of `slots` [F, L] sees in a decode step. The result is the same for all layers.
 
     `capacity`: number of tokens in the cache, a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys of a
-    slot before the new one. A prompt begins at a multiple of `PAGE_SIZE`, and a slot's own tokens `STORED % PAGE_SIZE`
-    tokens after one.
+    slot before the new one. A prompt begins at the start of a page. A slot's own tokens begin on a page of the slot,
+    after the copied keys of the prompt's last, partial page.
     """
     assert capacity % PAGE_SIZE == 0
     active = slots[ACTIVE] != 0
@@ -163,7 +163,7 @@ def has_bits_of_trainer(
 def _compared(
     backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
 ) -> bool:
-    """Compare the outputs for all tokens of a pack with those of decode steps, one slot per token."""
+    """Return whether decode steps, with one slot per token, give all tokens of a pack the trainer's output bits."""
     from padfree.rollout.engines.in_process.triton_exact_attention import attend
 
     generator = torch.Generator(device).manual_seed(0)

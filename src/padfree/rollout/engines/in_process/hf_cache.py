@@ -313,7 +313,9 @@ def _responses(
 
 
 def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
-    """Return the routes of a prompt and of the `length` tokens of its response. The route of the last is unknown.
+    """Return the routes (the experts of each token) of a prompt and of the `length` tokens of its response.
+
+    The route of the last token is unknown, because this token was never an input of the model.
 
     `routes`: the routes of the left-padded prompt and of the `num_steps` - 1 sampled tokens that were inputs. `prompt`:
     the number of tokens of the prompt.

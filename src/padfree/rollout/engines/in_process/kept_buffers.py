@@ -62,7 +62,10 @@ class KeptTokens:
     parts: list[KeptSets] = field(default_factory=list)
 
     def read_burst(self, steps: int, occupied: int, no_request: int) -> None:
-        """Read the kept sets of a burst; this waits for the device. `no_request`: the request of inactive slots."""
+        """Read the kept sets of a burst of `steps` steps in the first `occupied` slots. Wait for the device.
+
+        `no_request`: the request number that marks an inactive slot.
+        """
         if self.buffers is None:
             return
         owners = self.buffers.owners[:steps, :, :occupied].transpose(1, 2).flatten(0, 1)  # [steps · occupied, 2]

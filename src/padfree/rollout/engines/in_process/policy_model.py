@@ -99,7 +99,7 @@ class PolicyModel:
                     module._buffers[name] = tensors[clean_name(f"{module_name}.{name}")].detach()
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Return persistent buffers, and parameters under all their names: tied ones have several."""
+        """Return the persistent buffers and the parameters by name. A tied parameter is included under each name."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         return {**names, **named_tensors(self.model)}
 

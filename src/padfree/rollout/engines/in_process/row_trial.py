@@ -50,7 +50,8 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
     """Return the distinct shapes of the linear layers and routers in `layers`, in their order.
 
-    A linear layer with a single output has the shape with which `padfree.model.block_matmuls` computes it.
+    A linear layer with a single output gets the shape of the padded matmul that computes it
+    (`padfree.model.block_matmuls`).
     """
     shapes: dict[MatmulShape, None] = {}
     for layer in layers:
@@ -101,7 +102,7 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The possible numbers of rows of decode steps, descending; or the reason why there are none."""
+    """The numbers of rows that a decode step may have, descending; or `problem`, the reason why there are none."""
 
     step_rows: tuple[int, ...]
     problem: str | None
@@ -168,7 +169,10 @@ def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """The shape of a row of the module's input: the shape of its weight, or any shape if its tensors are scalars."""
+    """Return the shape of a row of the module's input, or None if it is not known.
+
+    The shape is that of the module's weight. A module whose tensors are all scalars accepts any shape; it gets (64,).
+    """
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(tensor.numel() == 1 for tensor in tensors):
         return (64,)

@@ -68,11 +68,11 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """Return the fields as JSON values, from which the server makes `BucketForm.of(transfer_info)`."""
+        """Return the fields as JSON values, from which `BucketForm.of` makes an equal object in the server."""
         return asdict(self)
 
     def _ends(self) -> list[int]:
-        """Return the offset in bytes at which each tensor ends, after a 0 for the beginning."""
+        """Return 0, and for each tensor of the bucket the offset in bytes at which the tensor and its padding end."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -89,7 +89,7 @@ class BucketForm:
 def join_group(
     store: Store, rank: int, world: int, *, backend: str, address: str, device: torch.device, timeout: float
 ) -> Any:
-    """Join a process group that is independent of the default one, and return it.
+    """Join a process group that is independent of torch.distributed's default process group, and return it.
 
     `store`: the rendezvous store. `world`: number of processes. `address`: the network address of this process.
     """

@@ -109,7 +109,10 @@ class ServerSampler:
 
     @contextmanager
     def _gate_closed(self) -> Iterator[None]:
-        """No request starts inside this context. With `rollout.on_update=finish`, none is in progress either."""
+        """Context manager inside which no request starts.
+
+        With `rollout.on_update=finish`, it first waits for the requests in progress.
+        """
         gate = self._pool.gate
         if self.on_update == "finish":
             self.loop.run(self._pool.drain())

@@ -158,8 +158,8 @@ class ServerApi(ABC):
     ) -> Completion:
         """Sample a response with the seed `request.key`. The key `GREEDY` means greedy decoding.
 
-        Tokens are sampled from the full softmax, or with `takes_truncation` from the one that `sampling.truncation`
-        truncates.
+        If the class has `takes_truncation`, tokens are sampled from the softmax as `sampling.truncation` truncates it
+        (top-k, top-p, min-p). Otherwise, tokens are sampled from the full softmax.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
         and values only for requests with the same `salt` and version. `model`: the model's name on the server.
@@ -212,7 +212,7 @@ class ServerApi(ABC):
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """Return the environment variables of a server that a run starts."""
+        """Return the environment variables that the engine needs in a server that a run starts."""
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:

@@ -151,7 +151,11 @@ def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
-    """Whether weight syncs send differences. `adapters`: whether they send only adapters."""
+    """Return whether weight syncs send only the elements that have changed since the last weight sync.
+
+    Raise a `UserError` if `rollout.weight_sync` asks for this, but it is not possible. `adapters`: whether weight syncs
+    send only adapters.
+    """
     if not config.rollout.keeps_sent_weights(config.model.dtype):
         return False
     problem = (
@@ -162,7 +166,7 @@ def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -
         else f"is not supported by the servers of rollout.engine={config.rollout.engine}"
     )
     if problem is not None and config.rollout.weight_sync == "difference":
-        raise UserError("rollout.weight_sync", problem, "set it to full, or leave it out", "difference")
+        raise UserError("rollout.weight_sync", problem, "set rollout.weight_sync=full, or leave it out", "difference")
     return problem is None
 
 

@@ -158,7 +158,10 @@ class SentWeights:
         self.version = version
 
     def _layers(self, model: PreTrainedModel) -> Iterator[tuple[int, list[_Region]]]:
-        """Yield for each layer the bytes of its tensors, equal on all ranks, and the regions of this rank."""
+        """Yield for each layer the number of bytes of its tensors, and the regions that this rank compares and sends.
+
+        The number of bytes is that of the whole tensors, so it is equal on all ranks.
+        """
         tensors = named_tensors(model)
         gatherers = {} if tensors.keys() == self._names.keys() else tensor_gatherers(model)
         is_adapted = 0 < len(gatherers) < len(tensors)
