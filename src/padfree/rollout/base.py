@@ -147,7 +147,10 @@ class Sampler(Protocol):
     """Samples responses from a policy. All ranks call the same methods in the same order."""
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """From now on, sample from the current weights of `trained`, whose policy version is `version`. Collective."""
+        """Use the current weights of `trained` for all following responses. Collective.
+
+        `version`: the policy version of these weights, i.e. the number of optimizer steps.
+        """
 
     def sample(
         self,

@@ -267,7 +267,7 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return metrics of a batch of rollouts: statistics of the rewards, and of the trained tokens per sample.
+    """Return metrics of a batch of rollouts: statistics of the rewards, and of the number of trained tokens per sample.
 
     `sources`: the names of the data sources; if given, the metrics include the mean reward of each source.
     `end_tokens`: the token ids that end a response; if given, the metrics include the share of cut-off responses.

@@ -70,7 +70,7 @@ class Critic:
 
 
 class ValueMicroBatchLoss(MicroBatchLoss):
-    """The critic's loss of a pack: the clipped squared error between predicted values and the samples' `returns`."""
+    """Computes the critic's loss of a pack (one micro-batch): the clipped squared error between values and returns."""
 
     settings: ValueSettings
 
@@ -114,7 +114,7 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 def explained_variance(samples: Sequence[Sample]) -> float:
     """Return the explained variance of the critic: the share of the variance of the returns that its values explain.
 
-    It is 1 for a perfect critic and 0 for a constant one. All scored tokens of the samples count.
+    The result is 1 for a perfect critic and 0 for a constant one. All scored tokens of the samples count.
     """
     scored = [sample.scored for sample in samples]
     values, returns = (

@@ -3,8 +3,8 @@
     samples (every rank has all samples of the batch, but the tokens of a sampled response are only on the ranks that
              train on it)
       prepare -> plan            assigns samples to micro-batches and micro-batches to data ranks
-              -> token weights   computed from the masks of the whole global batch, so that micro-batch losses add up
-                                 to the batch loss
+              -> token weights   computed from the loss masks of the whole global batch, so that micro-batch losses add
+                                 up to the batch loss
               -> packs           this rank's micro-batches on the device
       begin   -> for each pack: hidden states -> loss -> backward
               -> sums over ranks, gradient norm -> clip -> optimizer (skips the update if a number is not finite)
@@ -74,7 +74,7 @@ UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_))
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums of losses, labels and statistics over the micro-batches of this rank."""
+    """Sums over the micro-batches of this rank: the loss, the statistics, and the loss of each data source."""
 
     loss: Tensor
     statistics: Statistics
@@ -209,7 +209,7 @@ class Engine:
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Run forward and backward over this rank's packs, so that gradients add up in the parameters.
 
-        Return this rank's sums of losses, labels and statistics.
+        Return this rank's sums of losses and statistics.
         """
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
@@ -250,7 +250,7 @@ class Engine:
 
         The optimizer updates only parameters that have a gradient, and decays their moments and weights even if the
         gradient is 0. Therefore exactly those parameters that get a gradient in a backward pass also get a gradient of
-        0 here. If there was no backward pass yet, one over a single unscored token finds these parameters.
+        0 here. Before the first backward pass of the run, a backward pass over one unscored token finds them.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)

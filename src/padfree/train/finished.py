@@ -90,7 +90,7 @@ def remove_end(folder: Path) -> None:
 
 
 def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
-    """Whether the run in the folder ended after `step` steps and, if `exports` is true, has exported its model."""
+    """Return whether the run in the folder ended after `step` steps and, if `exports`, has exported its model."""
     last = last_line(folder / EVENTS)
     wanted = "export" if exports else "end"
     return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)

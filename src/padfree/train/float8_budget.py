@@ -44,8 +44,8 @@ MOST = 1 << 16
 class Float8Distance:
     """The effect of float8 on gradients, for one decoder layer.
 
-    `together`: how much float8 in all layers changes the gradient of this layer. `alone`: how much float8 in only this
-    layer changes the gradient of any layer, at most. Both are relative to the norm of the gradient.
+    `together`: the change of this layer's gradient if all layers use float8. `alone`: the largest change of any layer's
+    gradient if only this layer uses float8. Changes are relative to the norm of the gradient without float8.
     """
 
     layer: int
@@ -135,7 +135,10 @@ def _sampled(parameter: nn.Parameter) -> Tensor:
 def _distances(
     found: Mapping[int, list[Tensor]], without: Mapping[int, list[Tensor]], group: dist.ProcessGroup | None
 ) -> dict[int, float]:
-    """Return the distance of each layer that has gradients. If a gradient is 0 in both passes, its distance is 0."""
+    """Return the relative change of each layer's gradients: from `without`, computed without float8, to `found`.
+
+    Layers without gradients are left out. If the gradients are 0 with and without float8, the change is 0.
+    """
     numbers = [number for number, gradients in without.items() if gradients]
     if not numbers:
         return {}

@@ -14,9 +14,10 @@ the same values when it resumes. Its checkpoint therefore holds:
     "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets, i.e. the token ids among which top-p, top-k or
                               min-p let each token be sampled (`padfree.kept_sets`); only if a softmax was truncated
     "rollouts/images"  [Σm]   the indices of the placeholder tokens of all images; the JSON has the images' digests
-    "rollouts/drawn"   [Σb]   the bytes of images that are not in a file, e.g. because an environment drew them
+    "rollouts/drawn"   [Σb]   the bytes of the images without a file of their own: those that an environment has shown,
+                              and those that data rows contain
 
-Images that are in a file are not stored: the resumed run reads them again with its prompts.
+Image files of the prompts are not stored, because the resumed run reads them again.
 """
 
 from __future__ import annotations
@@ -210,7 +211,10 @@ class GlobalBatch:
 
 
 def _image_record(sample: Sample) -> dict[str, Any]:
-    """Return the digest of each image of a sample, and the number of placeholder tokens that stand for it."""
+    """Return what a checkpoint's JSON stores of a sample's images; {} without images.
+
+    For each image, these are its digest and the number of placeholder tokens that stand for it.
+    """
     if not sample.images:
         return {}
     found = [(image.digest, len(image.positions)) for image in sample.images]
@@ -218,7 +222,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 
 
 def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
-    """Return, by digest, the samples' images that are not in a file, e.g. because an environment drew them."""
+    """Return, by digest, the samples' images without a file of their own, such as those that an environment drew."""
     return {
         image.digest: image.load.read
         for sample in samples

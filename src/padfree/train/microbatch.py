@@ -75,7 +75,7 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
     """Micro-batches that are built on first access: the host builds one while the device computes the previous one."""
 
     def __init__(self, number: int, packs: Iterator[tuple[MicroBatch, Indices]]) -> None:
-        """`packs`: an iterator that builds the micro-batches. `number`: how many it builds."""
+        """`packs`: an iterator that builds the micro-batches. `number`: the number of micro-batches."""
         self._number, self._left = number, packs
         self._built: list[tuple[MicroBatch, Indices]] = []
 
@@ -111,7 +111,7 @@ class Packer:
         unshared_reason: str | None,
         image_cost: TowerCost | None = None,
     ) -> None:
-        """`cost`: the cost model, which gives the cost of a sample of n tokens; packs and ranks get equal costs.
+        """`cost`: the cost model, which gives the cost of a sample of n tokens; packs and ranks get about equal costs.
 
         `unshared_reason`: why the model cannot share prefixes; None if it can. `image_cost`: the cost of an image in
         the unit of `cost`; None if the model reads no images.

@@ -236,7 +236,7 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 
 
 def _whole_graphs(parallel: ParallelConfig) -> bool:
-    """Whether each compiled layer is one graph. Communication inside attention or experts would break the graph."""
+    """Return whether each compiled layer is one graph. Communication inside attention or experts breaks the graph."""
     return parallel.compile == "none" or (parallel.context == 1 and parallel.expert == 1)
 
 

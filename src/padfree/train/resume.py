@@ -159,7 +159,10 @@ def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
 
 
 def rule_of(name: str) -> Resume:
-    """Return whether a setting may change on a resume. `name` may be inside a list, e.g. `data.sources.2.weight`."""
+    """Return the rule for a setting: whether its value may change when a run resumes.
+
+    `name` may be inside a list, e.g. `data.sources.2.weight`.
+    """
     return RULES[re.sub(r"\.\d+", "", name)]
 
 

@@ -417,7 +417,7 @@ def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
 
 
 def is_better(value: float, than: float, metric: str, better: Better) -> bool:
-    """Whether `value` is better than `than`. NaN is never better.
+    """Return whether `value` is better than `than`. NaN is never better.
 
     `better` says whether higher or lower values of `metric` are better.
     """

@@ -171,7 +171,7 @@ def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | 
 
 
 def _is_script(argument: str) -> bool:
-    """Whether an argument looks like the name of a file, such as `agent.py` or `./agent`."""
+    """Return whether an argument looks like the name of a file, such as `agent.py` or `./agent`."""
     return not argument.startswith("-") and not re.search(r"\s", argument) and ("." in argument or "/" in argument)
 
 

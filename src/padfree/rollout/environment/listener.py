@@ -140,9 +140,9 @@ class Listener:
                 writer.transport.abort()
 
     def _make_space(self) -> bool:
-        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one.
+        """Make space for a new connection, and return whether there is space.
 
-        Return whether a new connection has space.
+        If there are too many connections, the oldest unauthenticated one is closed, or else the oldest idle one.
         """
         total = len(self._unauthenticated) + len(self._idle) + len(self._busy)
         if len(self._unauthenticated) < self._limits.unauthenticated and total < self._limits.connections:

@@ -91,7 +91,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a CUDA graph can capture a decode step, i.e. whether the launched kernels do not depend on the tokens.
+    """Return whether a CUDA graph can capture a decode step: the launched kernels must not depend on the tokens.
 
     Experts whose weights are not stacked into one tensor cannot be captured, because a step skips unused experts.
     """

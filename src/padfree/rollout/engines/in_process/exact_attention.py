@@ -145,7 +145,7 @@ def has_bits_of_trainer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
+    """Return whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
 
     `key_shape`: the number of key heads and their size. The first call compares random tokens on the device. It must
     come before a step is captured.

@@ -147,7 +147,7 @@ MODULE_REFERENCE_ROWS = 4096
 
 @torch.no_grad()
 def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
+    """Return whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
 
     `module` may be on the meta device; a copy of it with random weights is tried. If the shape of its inputs is not
     known, the result is False.

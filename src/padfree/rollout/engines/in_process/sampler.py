@@ -213,7 +213,7 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _decodes(policy: PolicyModel) -> bool:
-    """Whether to use padfree's `Decoder`: on a GPU, and for vision-language models.
+    """Return whether to use padfree's `Decoder`: on a GPU, and for vision-language models.
 
     If the model is on a GPU and the decoder does not support it, warn and return False.
     """

@@ -44,7 +44,7 @@ _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMP
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter. This is fixed when the module is imported."""
+    """Return whether these kernels run in Triton's interpreter, which is decided when the module is imported."""
     return not isinstance(_attend_kernel, triton.JITFunction)
 
 

@@ -98,7 +98,7 @@ def _multiply_kernel(
 
 
 def is_interpreted() -> bool:
-    """Whether this kernel runs in Triton's interpreter. This is fixed when the module is imported."""
+    """Return whether this kernel runs in Triton's interpreter, which is decided when the module is imported."""
     return not isinstance(_multiply_kernel, triton.JITFunction)
 
 

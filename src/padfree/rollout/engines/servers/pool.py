@@ -79,7 +79,7 @@ class Gate:
         return self._changes
 
     def closed_since(self, ticket: int, *, times: int = 1) -> bool:
-        """Whether the gate closed `times` times or more since the ticket was issued."""
+        """Return whether the gate has closed at least `times` times since the ticket was issued."""
         return self._changes - ticket >= 2 * times - 1
 
 
@@ -233,7 +233,7 @@ class RequestQueue:
         return self._endless or (bool(self._requests) and not self._needs_weights())
 
     def _needs_weights(self) -> bool:
-        """Whether all servers that answer have restarted and lost the weights, so that a weight sync is needed."""
+        """Return whether all servers that answer have restarted and lost the weights, so a weight sync is needed."""
         states = self._pool.states
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 

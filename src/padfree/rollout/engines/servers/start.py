@@ -202,7 +202,7 @@ def transfer_folder(config: Config) -> Path:
 
 
 def _same_machine(mesh: Mesh) -> bool:
-    """Whether all ranks run on one machine. Collective."""
+    """Return whether all ranks run on one machine. Collective."""
     names: list[Any] = [None] * mesh.loss.size
     dist.all_gather_object(names, socket.gethostname(), group=mesh.loss.group)
     return len(set(names)) == 1
