@@ -63,7 +63,7 @@ class Leaf:
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    """Return the kept sets, and the number of ids in them, as keyword arguments of `Leaf`."""
+    """Return the kept sets (the ids from which each token was sampled) and their size, as arguments of `Leaf`."""
     return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 

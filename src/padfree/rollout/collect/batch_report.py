@@ -28,7 +28,7 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics of the groups that the batch trains on.
 
-    `failed`: the numbers of failed episodes and of failed groups, among all that were requested for the batch.
+    `failed`: the number of failed episodes, and of groups with a failed episode, of all that the batch requested.
     """
     metrics: dict[str, float] = {}
     if settings.has_episodes:

@@ -339,7 +339,7 @@ class Collector:
     def _play(
         self, queued: QueuedBatch, watch: Watcher | None = None, reward_workers: RewardWorkers | None = None
     ) -> str | None:
-        """Play all requested episodes now. Return an error message, or None."""
+        """Play the batch's requested episodes now (staleness 0). Return an error message, or None without an error."""
         plays = queued.take_plays()
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
@@ -399,8 +399,8 @@ class Collector:
     ) -> dict[int, EpisodeOutcome] | None:
         """Return the outcomes of the episodes of all ranks, keyed by episode number.
 
-        If a stuck sampler left episodes of a rank unfinished, the result is None. An error on one rank is raised on all
-        ranks. `model`: whether a reward model, if the run has one, computes the rewards of the episodes now.
+        The result is None if episodes of a rank are unfinished, because no server has the current weights. An error on
+        one rank is raised on all ranks. `model`: whether a reward model, if the run has one, computes rewards now.
         """
         with self._timed("waiting"):
             by_rank = self._gathered((error, bool(queued.missing)))

@@ -254,7 +254,7 @@ class KnownEpisodes:
         self.restored = {(batch, number): one for batch, number, one in stored}
 
     def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
-        """Return the known episodes and responses of a group, keyed by episode number.
+        """Return the group's episodes and responses that were sampled before a resume, keyed by episode number.
 
         `version`: the policy version at which the group is trained. If a token would then be too old, the result is
         empty, and the group counts as dropped.

@@ -52,9 +52,9 @@ def register() -> None:
 
 
 def add_version_routes(router: Any) -> None:
-    """Add vLLM's routes for the policy version to the `APIRouter` of a version that lacks them.
+    """Add vLLM's routes for the policy version to the `APIRouter` of a vLLM release that lacks them.
 
-    The version is that of one API server process. It is lost if the process restarts, like the weights.
+    One API server process stores the policy version in memory, so the version is lost if the process restarts.
     """
     from fastapi import Body
 

@@ -46,7 +46,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeLayer:
-    """Attention context of one layer in a decode step."""
+    """What attention needs in one layer of a decode step: the layer's cached keys and values, and the slots."""
 
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
@@ -57,7 +57,7 @@ class _DecodeLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PrefillLayer:
-    """Attention context of one layer for a pack of prompts."""
+    """What attention needs in one layer to prefill a pack of prompts: the layer's cache, and where to store keys."""
 
     keys: Tensor
     values: Tensor
@@ -67,7 +67,7 @@ class _PrefillLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """Attention context of one layer in the pass that finds out the shapes of its keys and values."""
+    """What attention needs in one layer of the first forward pass, which finds the shapes of keys and values."""
 
     shapes: list[LayerShape]
     packed: AttnContext

@@ -64,7 +64,10 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the rows of choices [T, k] by expert. Return `order` [R] and the start [E + 1] of each expert."""
+    """Sort the R = T k pairs of a token and a chosen expert by expert. `choices` [T, k]: the experts of each token.
+
+    Return `order` [R], the index of each sorted pair in `choices`, and the start [E + 1] of each expert's pairs.
+    """
     experts, order = torch.sort(choices.reshape(-1), stable=True)
     bounds = torch.arange(num_experts + 1, device=choices.device, dtype=experts.dtype)
     return order, torch.searchsorted(experts, bounds, out_int32=True)

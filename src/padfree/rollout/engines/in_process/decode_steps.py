@@ -111,7 +111,7 @@ class PlacedPrompt(NamedTuple):
 
 
 class DecodeSteps:
-    """The prefill and the steps of a `CachedModel`, and the device memory that they read and write."""
+    """Runs the prefill passes and decode steps of a `CachedModel`, and owns the device memory that they use."""
 
     def __init__(
         self,

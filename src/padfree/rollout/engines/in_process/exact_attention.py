@@ -49,7 +49,10 @@ COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
 
 
 class StepKeys(NamedTuple):
-    """Which keys the L slots see in a decode step; see the module docstring."""
+    """Which cached keys each of L slots sees in a decode step.
+
+    `place`: the cache index of the new key. `table`: the pages of the slot. `lengths`: the number of its keys.
+    """
 
     place: Tensor  # [L] int64
     table: Tensor  # [L, m] int32

@@ -138,7 +138,7 @@ def write_responses(
     """Return one response for each request, in order, sampled `batch_size` at a time.
 
     The model must be in evaluation mode. `stops`: token ids that end a response. `use`: the result of `cache_use`.
-    `recorder` records the routes of the responses. `on_tokens` is called for every token at once.
+    `recorder` records the routes (the experts of each token). `on_tokens` receives each token as soon as it is sampled.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)

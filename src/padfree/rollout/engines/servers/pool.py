@@ -136,7 +136,7 @@ class Pool:
         self.changed.set()
 
     async def drain(self) -> None:
-        """Start no request until `resume`, and wait for those in flight. Servers that hang are still detected."""
+        """Start no request until `resume`, and wait until none is in flight. Hanging servers are still detected."""
         self.draining = True
         while tasks := {task for state in self.states for task in state.in_flight}:
             await asyncio.wait(tasks)
