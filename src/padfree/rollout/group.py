@@ -69,7 +69,7 @@ def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Played:
-    """The result of an episode: its leaves, which become samples. A failed episode has none."""
+    """The result of an episode: its leaves, the token sequences that become samples. A failed episode has no leaves."""
 
     number: int
     leaves: tuple[Leaf, ...] = ()
@@ -79,22 +79,22 @@ class Played:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The rewards of the leaves that have a reward."""
+        """The rewards of the leaves (the sequences that become samples), as far as they are known."""
         return tuple(leaf.reward for leaf in self.leaves if leaf.reward is not None)
 
     @property
     def reward(self) -> float:
-        """The mean reward of the leaves; 0 if the episode failed."""
+        """The mean reward of the leaves (the sequences that become samples); 0 if the episode failed."""
         return sum(self.rewards) / max(len(self.rewards), 1)
 
     @property
     def num_tokens(self) -> int:
-        """The number of sampled tokens of all leaves. Tokens that two leaves share count twice."""
+        """The number of sampled tokens in all samples of the episode. Tokens that two samples share count twice."""
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """The policy versions of the sampled tokens of all leaves."""
+        """The policy version of each sampled token of the episode, for all leaves one after the other."""
         return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
 
     @property
@@ -127,7 +127,10 @@ class RolloutGroup(Sequence[Prompt]):
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
-        """Return one sample for each leaf of the episodes. The reward of a sample includes the overlong penalty."""
+        """Return the samples of the group's episodes: one for each leaf, i.e. for each path of an episode.
+
+        The reward of a sample is that of the leaf minus the overlong penalty.
+        """
         samples = []
         for index, episode in enumerate(self.episodes, start=1):
             for place, leaf in enumerate(episode.leaves, start=1):
@@ -218,7 +221,7 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
 
 
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
-    """Return the penalty for a leaf with `length` tokens after its prompt.
+    """Return the reward penalty of a sample with `length` tokens after its prompt.
 
     The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. Then it grows linearly, to
     `rollout.overlong_penalty` at `max_new_tokens`. An example:

@@ -178,10 +178,11 @@ def score_by_model(
     *,
     skip_failures: bool,
 ) -> None:
-    """Compute a reward for each leaf of `played` that has none. Collective.
+    """Let the reward model score each leaf (a sequence that becomes a sample) without a reward. Collective.
 
-    `played`: the episodes of this rank, by number. `prompts`: their prompts. With `skip_failures`, an error fails only
-    its episode. Otherwise, an error on one rank is raised on all ranks.
+    `played`: the episodes of this rank, by number; they are replaced by episodes with rewards. `prompts`: their
+    prompts. With `skip_failures`, an episode fails if its text cannot be scored. Otherwise, an error on one rank is
+    raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

@@ -53,7 +53,10 @@ class Truncation:
 
     @property
     def depends_on_logits(self) -> bool:
-        """Whether top-k, top-p or min-p is set. Otherwise a kept set depends only on the position of its token."""
+        """Whether top-k, top-p or min-p is set, so that the logits decide which ids are kept.
+
+        Otherwise only the position of a token decides, by `min_new_tokens`.
+        """
         return self != Truncation(min_new_tokens=self.min_new_tokens)
 
 
@@ -68,7 +71,7 @@ WHOLE = Truncation()
 def kept_mask(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor = 0, stops: Tensor | None = None
 ) -> Tensor:
-    """Return bools [R, V]: whether each id is in the kept set of each response's next token.
+    """Return bools [R, V]: for the next token of each of R responses, the ids from which it may be sampled.
 
     `logits` [R, V] float32, already divided by the temperature. `keys` [R]: random keys; greedy responses are not
     truncated by top-k, top-p and min-p. `positions`: how many tokens each response has, as an int or [R]. `stops`: the
@@ -111,7 +114,10 @@ def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
 def truncated_logits(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor, stops: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [R, V] with -inf outside the kept sets, and the mask [R, V] of the kept sets."""
+    """Return the logits [R, V] with -inf for ids that the truncation excludes, and the mask [R, V] of the other ids.
+
+    Arguments: see `kept_mask`.
+    """
     mask = kept_mask(logits, truncation, keys, positions, stops)
     return logits.masked_fill(~mask, -torch.inf), mask
 

@@ -132,7 +132,7 @@ def _length(routes: Routes | None) -> int:
 
 
 def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterator[Routes | None]:
-    """Return the routes of each leaf or partial response; None for a length of 0."""
+    """Split the stored routes (the experts of each token) by the lengths of the sequences; None for a length of 0."""
     if stored is None:
         return iter([None] * len(lengths))
     parts = np.split(stored.numpy(), np.cumsum(lengths)[:-1])

@@ -146,9 +146,10 @@ class VllmServer(HttpServer):
         return release
 
     async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any], release: str) -> None:
-        """Raise an error unless the server, which runs vLLM `release`, returns kept sets.
+        """Raise an error unless the server returns kept sets (the ids from which each token was sampled).
 
-        `options`: the server's `model_config`.
+        `options`: the server's `model_config`. `release`: the version of vLLM that the server runs. `setting`: the
+        setting that needs kept sets. `name`: the name of the served model.
         """
         if "return_sampling_mask" not in options:
             problem = f"{self.url} runs vLLM {release}, which does not return kept sets"

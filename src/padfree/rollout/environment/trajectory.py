@@ -159,7 +159,10 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """The result of an episode, made by `Policy.trajectory`. `reward` is for leaves without a reward of their own."""
+    """The result of an episode, made by `Policy.trajectory`.
+
+    `reward` is the reward of each leaf (a branch that becomes a sample) that has no reward of its own.
+    """
 
     tree: Tree
     reward: float | None = None

@@ -259,8 +259,8 @@ class DecodeSteps:
     def prefill(self, prompts: Sequence[PlacedPrompt]) -> list[Tensor | None]:
         """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        Each distinct image of a pass is encoded once. Return the routes of each prompt, on the device; None if routes
-        are not recorded.
+        Each distinct image of a pass is encoded once. Return the routes (the experts of each token) of each prompt, on
+        the device; None if they are not recorded.
         """
         assert self._buffers is not None
         routes: list[Tensor | None] = []

@@ -286,9 +286,9 @@ def _responses(
 ) -> list[Response]:
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets of the first token of
-    all R requests, then of the second token, and so on. `routes`: the routes of the left-padded prompts and of all
-    sampled tokens but the last.
+    `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets (the ids from which a
+    token was sampled) of the first token of all R requests, then of the second token, and so on. `routes`: the routes
+    (the experts of each token) of the left-padded prompts and of all sampled tokens but the last.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()

@@ -38,10 +38,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """Names, dtypes and shapes of the tensors of a bucket.
+    """Describes a bucket (tensors that are sent together): names, dtypes and shapes of its tensors.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: set if the
-    bucket holds the positions and values of these differences. `keep`: whether the server keeps a copy of the tensors.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: if given,
+    the tensors are the positions and values of these differences and not whole weights. `keep`: whether the server
+    keeps a copy of the tensors.
     """
 
     names: Sequence[str]
@@ -124,7 +125,10 @@ def address_towards(host: str, port: int) -> str:
 
 
 class Receiver:
-    """Receives buckets in a worker of a server. `device`: the device of the worker."""
+    """Receives buckets (weight tensors that are sent together) in a worker of a server.
+
+    `device`: the device of the worker.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

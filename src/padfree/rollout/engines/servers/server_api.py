@@ -46,7 +46,7 @@ class ServerLostError(RuntimeError):
 
 
 class FailedError(ServerLostError):
-    """A server returned an error. If `bucket` raises it, the server cannot load the weights."""
+    """A server returned an error. If `ServerApi.bucket` raises this error, the server cannot load the weights."""
 
 
 class LateError(ServerLostError):
@@ -188,7 +188,10 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
-        """Call `Receiver.join(transfer_info, rank)` in each worker. This precedes the first bucket."""
+        """Call `Receiver.join(transfer_info, rank)` in each worker, to connect the worker to the trainer.
+
+        The trainer calls this method before it sends weights to a server for the first time, or after a restart.
+        """
 
     @abstractmethod
     async def begin(self) -> None:
@@ -223,7 +226,7 @@ class ServerApi(ABC):
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
     def complete_name(self, sampling: SamplingSettings) -> str:
-        """Return the name of the `complete` call in messages."""
+        """Return how error messages name the call that samples a response, e.g. the route of the server."""
         return "complete"
 
     # Helpers for engines, and calls with checks
