@@ -230,12 +230,12 @@ class Policy:
 
     @property
     def max_new_tokens(self) -> int:
-        """Number of tokens that can still be added to this branch, out of `rollout.max_new_tokens`."""
+        """The number of tokens, of `rollout.max_new_tokens`, that can still be added to this branch."""
         return 0 if self._full else self.tree.limit - len(self._branch.ids)
 
     @property
     def reward(self) -> float | None:
-        """Reward of this branch; None: it gets the reward of the trajectory."""
+        """The reward of this branch; None: the branch gets the reward that is passed to `trajectory`."""
         return self._branch.reward
 
     @reward.setter

@@ -47,7 +47,7 @@ Reward = Literal["sum", "last"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvServer:
-    """A server and how its actions and observations are read.
+    """The address of an OpenEnv server, and which fields of actions and observations hold their text.
 
     `action`, `observation`: the name of a field, `json` for the whole object, or None for the only text field.
     """
@@ -186,7 +186,7 @@ def _schema(url: str, name: str) -> Mapping[str, Any]:
 
 
 def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Return the names of two fields: the one that holds the text of an action, and that of an observation.
+    """Return two names: of the field of an action that holds its text, and of the field of an observation.
 
     `schema`: the schemas that the server gives. `name`: the environment, for messages.
     """
@@ -200,7 +200,7 @@ def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -
     """Return the name of the field that holds the text, or `json` if the whole object is the text.
 
     `given`: the field that the environment's address names. If it is None, the only text field of `schema` is taken, if
-    there is only one. `part`: "action" or "observation". `name`: the environment. Both are for messages.
+    there is only one. `part` ("action" or "observation") and `name` (the environment) are for error messages.
     """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:

@@ -32,7 +32,7 @@ class OverlongContextError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responded:
-    """A response of the policy to a request of an environment. `number`: its number in the episode, from 1."""
+    """A response of the policy to a request of an environment. `number`: counts the episode's responses, from 1."""
 
     context: Context
     turn: Turn

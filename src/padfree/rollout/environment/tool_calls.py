@@ -86,7 +86,7 @@ class ToolCallParser:
 
 
 def read_calls(read: Reader, text: str) -> Found | None:
-    """Return the tool calls in a text, or None if the text has no readable tool call."""
+    """Return the tool calls in a text, which `read` parses, or None if the text has no valid tool call."""
     try:
         found = read(text)
     except (ValueError, RecursionError):

@@ -131,7 +131,7 @@ class ServerSampler:
     def _send_weights(self) -> None:
         """Send the current weights to every server that can load them, and verify the result. Collective.
 
-        Raise an error unless at least one server succeeds.
+        Raise an error unless at least one server has received the weights and passed the check.
         """
         deadline = time.monotonic() + self.timeout
         ready: list[ServerApi] = []
@@ -180,10 +180,10 @@ class ServerSampler:
             await asyncio.sleep(1.0)
 
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
-        """Run the canary and return the servers that have the trainer's weights. Collective.
+        """Return the servers that have the trainer's weights, as the canary (a comparison of log-probabilities) shows.
 
-        On rank 0, an error message for each server that failed is added to `lost`, keyed by URL. If a server answers
-        but has other weights than the trainer, a `UserError` is raised, which ends the run.
+        Collective. On rank 0, an error message for each server that failed is added to `lost`, keyed by URL. If a
+        server answers but has other weights than the trainer, a `UserError` is raised, which ends the run.
         """
         scored: dict[str, ScoredSequences] = {}
         error = None
@@ -362,7 +362,7 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
 
 
 def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
-    """Return the request for the tokens that follow a partial response. This request has a key of its own."""
+    """Return the request for the tokens that follow a partial response. Its random key differs from `request.key`."""
     done = len(partial.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, partial.tokens]),

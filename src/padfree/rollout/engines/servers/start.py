@@ -142,7 +142,7 @@ def active_truncation(settings: RolloutConfig, names: Iterable[str] = TRUNCATION
 
 
 def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
-    """Raise a `UserError` if the run truncates the softmax and the engine cannot."""
+    """Raise a `UserError` if the run truncates the softmax (e.g. by top-k), but the engine does not support this."""
     names = active_truncation(settings)
     if names and not api.takes_truncation:
         name = names[0].removeprefix("rollout.")

@@ -119,7 +119,10 @@ class _Encoded:
 
 @dataclass(kw_only=True, eq=False)
 class SentWeights:
-    """The bits that this rank sent in the last weight sync. The methods are collective over `group`."""
+    """Holds the weights that this rank sent in the last weight sync, to find what has changed since then.
+
+    The methods are collective over `group`.
+    """
 
     stream: WeightStream
     group: ProcessGroup
