@@ -88,7 +88,7 @@ class SamplingRequest:
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:
-        """Return a key that is equal for requests with the same prompt: the same token array and images."""
+        """Return a key that is equal for requests with the same prompt: the same array object of tokens, and images."""
         return id(self.tokens), tuple(image.digest for image in self.images)
 
 

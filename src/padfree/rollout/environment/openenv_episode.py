@@ -205,7 +205,9 @@ def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
         known = ", ".join([*sorted(properties), JSON])
-        raise UserError(SETTING, f": the {part} has no field {given!r}", f"give {part}= one of {known}", value=name)
+        raise UserError(
+            SETTING, f": the {part} has no field {given!r}", f"set {part} in the address to one of {known}", value=name
+        )
     if given is not None:
         return given
     texts = [key for key, value in properties.items() if value.get("type") == "string"]

@@ -248,7 +248,7 @@ def _cached_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with padfree's KV cache, called through HF's attention interface. Return [1, T, H, dv] and None.
+    """Compute attention with padfree's KV cache, for HF's attention interface: return output [1, T, H, dv] and None.
 
     Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill, so that decode steps need
     no check.

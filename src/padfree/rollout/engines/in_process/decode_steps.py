@@ -285,7 +285,10 @@ class DecodeSteps:
         return routes
 
     def copy_keys(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values inside the cache. `ranges`: first index, first index of the copy, and length."""
+        """Copy keys and values inside the cache.
+
+        `ranges`: for each range of cache indices, its first index, the first index of its copy, and its length.
+        """
         assert self._buffers is not None
         lengths = np.array([length for _, _, length in ranges], np.int64)
         if not lengths.sum():
@@ -318,7 +321,10 @@ class DecodeSteps:
             self._buffers.kept.step.zero_()
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph:
-        """Capture one step of `count` slots. The warm-up steps write nothing, because all slots are inactive."""
+        """Capture one decode step of `count` slots as a CUDA graph.
+
+        The warm-up steps before the capture store nothing, because all slots are inactive then.
+        """
         assert self._buffers is not None
         slots = self._buffers.slots
         kept = slots.clone()
@@ -384,7 +390,7 @@ class DecodeSteps:
         return tensor.to(self.device, non_blocking=True)
 
     def copy_status(self) -> StatusCopy:
-        """Start a copy of the status of all requests, to be read later."""
+        """Start to copy to the host how many tokens each response has, and whether it has ended. Do not wait."""
         assert self._buffers is not None
         status = self._buffers.status
         if self.device.type != "cuda":

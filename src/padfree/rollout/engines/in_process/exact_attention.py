@@ -109,9 +109,10 @@ def exact_decode_attention(
     longest: int,
     backend: str,
 ) -> Tensor:
-    """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
+    """Attend from the new token of each slot, with the bits of the trainer's attention backend.
 
-    Arguments: see `decode_attention` and `choose_backend`.
+    Return the output [L, H, dv], and store k and v in the cache. `backend`: see `choose_backend`. Other arguments: see
+    `decode_attention`.
     """
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
@@ -150,8 +151,8 @@ def has_bits_of_trainer(
 ) -> bool:
     """Return whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
 
-    `key_shape`: the number of key heads and their size. The first call compares random tokens on the device. It must
-    come before a step is captured.
+    `key_shape`: the number of key heads and their size. The first call compares random tokens on the device, so it must
+    be made before a decode step is captured as a CUDA graph.
     """
     heads, size = key_shape
     if backend != "fa4" or spec.softcap is not None or size & (size - 1) or dtype != torch.bfloat16:

@@ -150,7 +150,10 @@ def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
 
 
 def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, requested: str) -> str | None:
-    """Return why attention in a decode step gives other bits than the trainer's backend `requested`."""
+    """Return why attention in a decode step gives other bits than in training; None if it gives the same bits.
+
+    `requested`: the setting `model.attention`, which chooses the trainer's attention backend.
+    """
     config = text_config(model.config)
     num_heads = config.num_attention_heads
     key_shape = (

@@ -80,7 +80,7 @@ Rounding changes them by less than 1e-5. A model that attends to a padding token
 def cache_use(model: PreTrainedModel) -> CacheUse:
     """Return the fastest `CacheUse` that gives the same results as sampling without cache and padding.
 
-    The choices are tried on a small copy of the model on the CPU.
+    The values of `CacheUse` are tried on a small copy of the model on the CPU.
     """
     with undisturbed(), torch.no_grad():
         copy = small_copy(model)

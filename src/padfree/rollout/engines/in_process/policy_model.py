@@ -108,7 +108,7 @@ class PolicyModel:
 def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel, *, keep_adapters: bool = False) -> None:
     """Copy the weights of `trained`, which may be sharded or have adapters, to the whole model `copy`. Collective.
 
-    With `keep_adapters`, `copy` has the same adapters; otherwise they are merged.
+    With `keep_adapters`, `copy` has the same adapters as `trained`. Otherwise, adapters are merged into the weights.
     """
     targets = named_tensors(copy)
     for name, tensor in separate_tensors(trained) if keep_adapters else whole_tensors(trained):

@@ -102,17 +102,20 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The numbers of rows that a decode step may have, descending; or `problem`, the reason why there are none."""
+    """The numbers of rows (slots, one token each) that a decode step may have, descending.
+
+    If no number is possible, `problem` says why.
+    """
 
     step_rows: tuple[int, ...]
     problem: str | None
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
-    """Choose the numbers of rows of decode steps, at which each matmul agrees with a pack (`agreeing`).
+    """Choose the numbers of rows that decode steps may have, so that every matmul has the same bits as in a pack.
 
-    The first chosen number is the smallest that is at least `num_slots`. If there is none, the result has the reason,
-    which names the matmul that disagrees.
+    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. The largest chosen number is the
+    smallest that is at least `num_slots`. If there is none, the result has the reason.
     """
     for shape, rows in agreeing.items():
         name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"
@@ -133,7 +136,7 @@ def candidates(num_slots: int) -> tuple[int, ...]:
 
 
 def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
-    """Try the matmuls of `layers` on the device, and choose the numbers of rows of decode steps."""
+    """Try the matmuls of `layers` on the device, and choose the numbers of rows that decode steps may have."""
     rows = (*PACK_ROWS, *candidates(num_slots))
     agreeing = {shape: _agreeing_on_device(shape, rows, device, dtype) for shape in matmul_shapes(layers)}
     return choose_rows(num_slots, agreeing)

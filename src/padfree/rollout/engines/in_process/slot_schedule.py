@@ -222,7 +222,7 @@ class SlotSchedule:
                 prompt.start = None
 
     def _arrange(self) -> None:
-        """Compact the occupied slots on the device and initialise the new ones."""
+        """Compact the occupied slots on the device, and initialise the slots of newly admitted requests."""
         num_slots = self.buffers.slots.shape[1]
         # For each slot: its previous index, whether it is new, and the fields of a new slot.
         table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)
