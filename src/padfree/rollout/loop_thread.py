@@ -104,7 +104,7 @@ class LoopThread:
         self._probe_sent = None
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel all tasks, run the coroutine of `last`, and stop the loop. Wait at most CLOSING seconds."""
+        """Cancel all tasks, run the coroutine that `last` returns, and stop the loop. Wait at most CLOSING seconds."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
             assert self._thread is not None

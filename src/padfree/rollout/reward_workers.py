@@ -44,7 +44,10 @@ AGAIN = 1.0
 
 
 class _AlarmError(BaseException):
-    """Raised by the alarm. It is not an `Exception`, because a reward function may catch any `Exception`."""
+    """Raised when the alarm signal interrupts a reward function that takes too long.
+
+    The class is not an `Exception`, because a reward function may catch any `Exception`.
+    """
 
 
 RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]

@@ -40,7 +40,8 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class: computes the reference's log-probabilities of samples.
 
-    `every`: after this number of rollout batches, the reference takes over the weights of the policy; None: never.
+    `every`: the reference takes over the weights of the policy each time that this number of rollout batches has been
+    trained; None: never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:

@@ -48,8 +48,8 @@ WITHOUT_EFFECT = (
 def settings_digest(made_with: Mapping[str, Any]) -> str:
     """Return a digest of `made_with`, the record of settings, model and data that a checkpoint stores.
 
-    Two runs with the same digest may reuse each other's responses. The settings in `WITHOUT_EFFECT` are left out,
-    because they do not change what is sampled or trained, except for rounding errors.
+    A resumed run reuses logged responses only if their digest equals its own. The settings in `WITHOUT_EFFECT` are left
+    out of the digest, because they change what is sampled or trained by rounding errors at most.
     """
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
