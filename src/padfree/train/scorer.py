@@ -165,7 +165,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """Return the reward of each of B samples, [B], on every rank. It is the score at the sample's last token."""
+        """Return the reward of each of B samples, [B], on every rank: the score at the sample's last token."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)

@@ -114,10 +114,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
-    """Build the critic, a value model that is trained with the policy.
-
-    There is no critic if `loss.advantage` is not "gae".
-    """
+    """Build the critic, a value model that is trained with the policy; None if `loss.advantage` is not "gae"."""
     if config.loss.advantage != "gae":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -149,7 +146,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
 def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     """Load the reward model that `rollout.reward` names, frozen and sharded like the policy.
 
-    There is no reward model if `rollout.reward` names a function.
+    Return None if `rollout.reward` does not name a model.
     """
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:

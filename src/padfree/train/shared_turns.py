@@ -58,7 +58,7 @@ def copied_keys(
     """Return how many keys attention copies per computed token if the samples of a data row share prefixes.
 
     The result is the largest number found in at most `MOST_ROWS` data rows. The function examines the rows that
-    probably copy the most keys: those with the largest ratio of the tokens of all samples to those of the longest one.
+    probably copy the most keys: those in which all samples together have the most tokens relative to the longest one.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

@@ -258,7 +258,7 @@ class Trainer:
     # Evaluations
 
     def _run_evaluation(self) -> None:
-        """Evaluate the current weights and write the metrics. If they are the best so far, keep a checkpoint."""
+        """Evaluate the current weights and write the metrics. Keep a checkpoint of the best evaluation so far."""
         if self.evaluate is None:
             return
         self.updates.finish()

@@ -1,13 +1,16 @@
 """Experts of a sampling model with kernels whose shapes do not depend on the routes, for CUDA graphs.
 
-    hidden [T, D], choices [T, k], weights [T, k]                     T tokens, k of E experts each, R = T k rows
+For T tokens of width D and k of E experts each, there are R = T k rows, one for each pair of a token and an expert. I is
+the width inside an expert, and U is I or, with a gate, 2 I:
+
+    hidden [T, D], choices [T, k], weights [T, k]                     the input, and each token's experts and weights
     sort the rows by expert     order [R], starts [E + 1]             sorted row r is row order[r] of the choices
     up      [T, D] -> [R, U]    each row with its expert's weight     gathers token order[r] // k
     gate    [R, U] -> [R, I]    the module's own activation
     down    [R, I] -> [R, D]    writes row order[r]
     sum over the k experts of a token, times weights                  [T, D]
 
-4 tokens with 2 experts each, E = 3 and blocks of 2 rows:
+In this example, 4 tokens have 2 of E = 3 experts each, and a block has 2 rows:
 
     choices    0 1 | 1 2 | 1 0 | 1 2        order   0 5 | 1 2 4 6 | 3 7        starts   0 2 6 8
     blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and two programs without rows

@@ -15,6 +15,8 @@ Slots share the whole pages of a prompt. The rest of the prompt is copied to the
     two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3
     own                                        pages 4: p b . .                   slot 1 sees pages 0 4
 
+For each of L slots, a decode step computes (`StepKeys`):
+
     place [L]        cache index where the new token's key is stored; for an inactive slot the last index of the cache
     table [L, m]     int32: the pages of each slot
     lengths [L]      int32: number of keys of each slot with the new one; 1 for an inactive slot
