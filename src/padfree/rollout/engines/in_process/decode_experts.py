@@ -1,7 +1,7 @@
 """Experts of a sampling model with kernels whose shapes do not depend on the routes, for CUDA graphs.
 
-For T tokens of width D and k of E experts each, there are R = T k rows, one for each pair of a token and an expert. I is
-the width inside an expert, and U is I or, with a gate, 2 I:
+For T tokens of width D and k of E experts each, there are R = T k rows, one for each pair of a token and an expert. The
+width inside an expert is I, and U is I or, with a gate, 2 I:
 
     hidden [T, D], choices [T, k], weights [T, k]                     the input, and each token's experts and weights
     sort the rows by expert     order [R], starts [E + 1]             sorted row r is row order[r] of the choices
