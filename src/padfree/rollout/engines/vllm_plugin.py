@@ -1,7 +1,7 @@
 """The vLLM side of a weight sync: a weight transfer engine, registered by the entry point `vllm.general_plugins`.
 
-A vLLM server uses it if it is started with `--weight-transfer-config '{"backend": "padfree"}'`. The trainer calls these
-routes of the server:
+A vLLM server uses this engine if the server is started with `--weight-transfer-config '{"backend": "padfree"}'`. The
+trainer calls these routes of the server:
 
     /init_weight_transfer_engine   {"transport": "group", "address", "port", ...}, or {"transport": "files"}
     /start_weight_update           begins vLLM's layerwise reload

@@ -163,7 +163,7 @@ class Calls:
         return longest
 
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
-        """Return the context of a call that returns the answer of an earlier call as a parsed message, or None.
+        """Return the context of a call whose messages contain the answer of `earlier` as a parsed message, or None.
 
         `text`: the rendered conversation, which must begin with the conversation up to that answer.
 

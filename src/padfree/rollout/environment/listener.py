@@ -9,8 +9,8 @@ bodies of all requests together take at most `ListenerLimits.bodies` bytes; furt
 
 Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
 headers) whose path has a known key. Until then, only its head is kept in memory. There are at most
-`ListenerLimits.unauthenticated` such connections. One more closes the oldest, so that a program that sends its head at
-once is always served.
+`ListenerLimits.unauthenticated` such connections. A further connection closes the oldest of them. A program that sends
+its head without delay is therefore always served.
 
 The application passes a function of type `Admit`. Before the body of a request is read, this function decides by method
 and path whether and how the request is answered.

@@ -7,8 +7,8 @@
     observation                                  user        <- one field of the observation, or the observation as JSON
     ...                                                         until `done`, the last turn, or no tokens are left
 
-Every episode has its own session at the server. Its reward is the sum of the rewards of its steps or, with
-`reward=last` in the address, the last of these rewards.
+Every episode has its own session at the server. The reward of an episode is the sum of the rewards of its steps or,
+with `reward=last` in the address, the last of these rewards.
 """
 
 from __future__ import annotations

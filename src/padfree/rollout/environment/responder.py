@@ -4,7 +4,7 @@
     messages, tools            ->   context as token ids          ->   sampled from the policy
     message with tool calls    <-   text of the sampled ids       <-   ids, log-probabilities
 
-A request that continues an earlier response continues from its token ids (`Calls`).
+If the messages of a request continue an earlier response, the context keeps the token ids of this response (`Calls`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ If an episode fails, the run ends or, with `rollout.on_failure=skip`, the result
 episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of an
 episode stops while it waits for tokens. An episode that ignores its cancellation is abandoned.
 
-`play` waits for its episodes. `begin` does not wait: its episodes are queued, start in this order, and run during
-training.
+`play` waits for the episodes that it gets. `begin` appends episodes to a queue and does not wait: they start in the
+order of the queue, and run during training.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
     brackets     [TOOL_CALLS][{"name": ..., "arguments": {...}}]               Mistral
     object       {"name": ..., "parameters": {...}}                            Llama 3.1 and later
 
-The chat template decides which format applies: it is the one in which the template writes a tool call. Without a valid
-tool call, the whole text is the content of the message.
+The format is the one in which the chat template of the model writes a tool call. Without a valid tool call, the whole
+text is the content of the message.
 """
 
 from __future__ import annotations

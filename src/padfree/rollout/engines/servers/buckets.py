@@ -6,9 +6,9 @@
     trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file
     server    Receiver.join        calls Receiver.tensors(form)                  receives it, or reads the file
 
-A bucket holds whole tensors, or the differences of tensors that the server has kept (`differences`): two tensors per
-region of a tensor, its positions and its values. With `keep`, the server keeps a copy of the whole tensors in its host
-memory, to apply later differences to it.
+A bucket holds whole tensors, or differences to tensors that the server has kept (`differences`). A difference takes two
+tensors: the positions and the values of the changed elements. With `keep`, the server keeps a copy of the whole tensors
+in its host memory, to which later differences are applied.
 
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.

@@ -1,4 +1,4 @@
-"""Canary: verify that a server has the weights it was sent by comparing its log-probabilities with the trainer's.
+"""Canary: compare a server's log-probabilities with the trainer's, to verify that a weight sync reached the server.
 
     fixed sequences     f f f f f f | n n n     fixed tokens, scored at temperature 1; then new tokens that the server
                                                 samples at the temperature of the run

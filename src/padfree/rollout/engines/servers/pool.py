@@ -10,7 +10,7 @@ weights any more. In the second case a restarted server must receive the weights
 requests again. A request gets exactly one response, because it is retried only after its connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again. With `continues`, it continues after its last token, otherwise it starts from the beginning.
+requested again: with `continues` from its last token on, otherwise from the beginning.
 `Pool.drain` waits until no response is in progress, so that the next weight sync interrupts none. If no server has the
 weights any more, the queue is `stuck` until the next weight sync.
 

@@ -1,6 +1,7 @@
 """The `Sampler` for inference servers.
 
-    update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary runs
+    update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary (a
+                      comparison of log-probabilities) verifies that each server has the weights
     sample            each rank sends its own requests; then all ranks check whether responses are missing
 
 Responses are missing if no server has the weights any more, e.g. because all have restarted. Then rank 0 waits until a

@@ -4,7 +4,7 @@
     version                          the policy version of the server's weights; None if no run has sent weights
     complete, score                  sample a response; compute log-probabilities of given tokens
     pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
-    join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
+    join, begin, bucket, finish      a weight sync; a bucket is a group of weight tensors that are sent together
     command, environment             command line and environment variables of a server that a run starts
 
 An engine is one subclass, which implements the protocol of its servers. All coroutines run on one event loop. The code

@@ -8,7 +8,7 @@
     event loop                 server 0: bucket, server 1: bucket                all servers concurrently
 
 Gathering is collective, so all ranks iterate over all tensors even if servers fail. If the engine supports adapters,
-only the adapters are sent, as files. Otherwise they are merged into the weights.
+only the adapters are sent, as files. Otherwise the adapters are merged into the weights that are sent.
 
 With `SentWeights`, a server receives differences if it confirmed the last weight sync. A server that restarted, missed
 a weight sync, or cannot apply the differences receives all weights in the same weight sync.
