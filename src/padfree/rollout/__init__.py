@@ -8,7 +8,7 @@ environment      multi-turn episodes
 engines          make_sampler: makes the sampler that `rollout.engine` names
   in_process     sampling in the training process
   servers        sampling on inference servers, independent of the engine that they run; vllm is one engine
-response_log     stores responses sampled since the last checkpoint on disk
+response_log     stores on disk the responses that were sampled since the last checkpoint
 sampling_rng     counter-based random numbers for sampling, identical on every device
 truncation       top-k, top-p and min-p
 token_ids        checks token ids and responses from user code and servers

@@ -55,7 +55,10 @@ OnTokens = Callable[[int, "NDArray[np.int64]", "NDArray[np.float32]"], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplingRequest:
-    """A request for one response of at most `max_new_tokens` tokens. `key` determines its random numbers."""
+    """A request for one response of at most `max_new_tokens` tokens.
+
+    `key` determines the random numbers with which the tokens are sampled.
+    """
 
     tokens: NDArray[np.integer[Any]]  # [n] the prompt
     max_new_tokens: int
@@ -85,7 +88,7 @@ class SamplingRequest:
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:
-        """Return a key that is equal for requests with the same prompt: the same token array and images."""
+        """Return a key that is equal for requests with the same prompt: the same array object of tokens, and images."""
         return id(self.tokens), tuple(image.digest for image in self.images)
 
 
@@ -131,7 +134,10 @@ class Response:
         )
 
     def _routes_followed_by(self, rest: Response) -> Routes | None:
-        """Return the routes of the prompt, this response and `rest`. `rest.routes` includes the prompt again."""
+        """Return the routes (the experts of each token) of the prompt, this response and its continuation `rest`.
+
+        `rest.routes` covers the prompt and this response again.
+        """
         if self.routes is None:
             return None
         return merged_routes(self.routes, rest.routes, len(self.routes) + len(rest.tokens))
@@ -141,7 +147,10 @@ class Sampler(Protocol):
     """Samples responses from a policy. All ranks call the same methods in the same order."""
 
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
-        """From now on, sample from the current weights of `trained`, whose policy version is `version`. Collective."""
+        """Use the current weights of `trained` for all following responses. Collective.
+
+        `version`: the policy version of these weights, i.e. the number of optimizer steps.
+        """
 
     def sample(
         self,
@@ -152,7 +161,8 @@ class Sampler(Protocol):
     ) -> list[Response]:
         """Return the responses to this rank's requests, in order.
 
-        `on_progress` is called with the number of finished responses. `on_finished` is called once for each response.
+        `on_progress` receives the number of finished responses from time to time. `on_finished` receives each finished
+        response exactly once, alone or with others.
         """
 
     def metrics(self) -> Mapping[str, float]:

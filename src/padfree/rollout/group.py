@@ -34,7 +34,7 @@ from padfree.sample import Sample
 
 
 class LeafImages(NamedTuple):
-    """The images of a leaf whose environment has shown others than those of the prompt."""
+    """The images of a leaf (a sequence that becomes a sample), if the environment has shown images of its own."""
 
     images: tuple[Image, ...]
     rotary_positions: NDArray[np.int64] | None  # [P, n] if positions depend on images: `padfree.model.vision`
@@ -42,7 +42,10 @@ class LeafImages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A path of an episode's tree that becomes a sample. It is picklable, to be sent to other ranks."""
+    """A token sequence of an episode that becomes a sample: a path from the root of the episode's tree of turns.
+
+    A leaf can be pickled, so that it can be sent to other ranks.
+    """
 
     tokens: NDArray[np.int64]  # [n]
     sampled: NDArray[np.bool_]  # [n]
@@ -60,13 +63,13 @@ class Leaf:
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    """Return the kept sets, and the number of ids in them, as keyword arguments of `Leaf`."""
+    """Return the kept sets (the ids from which each token was sampled) and their size, as arguments of `Leaf`."""
     return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Played:
-    """The result of an episode: its leaves, which become samples. A failed episode has none."""
+    """The result of an episode: its leaves, the token sequences that become samples. A failed episode has no leaves."""
 
     number: int
     leaves: tuple[Leaf, ...] = ()
@@ -76,22 +79,22 @@ class Played:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The rewards of the leaves that have a reward."""
+        """The rewards of the leaves (the sequences that become samples), as far as they are known."""
         return tuple(leaf.reward for leaf in self.leaves if leaf.reward is not None)
 
     @property
     def reward(self) -> float:
-        """The mean reward of the leaves; 0 if the episode failed."""
+        """The mean reward of the leaves (the sequences that become samples); 0 if the episode failed."""
         return sum(self.rewards) / max(len(self.rewards), 1)
 
     @property
     def num_tokens(self) -> int:
-        """The number of sampled tokens of all leaves. Tokens that two leaves share count twice."""
+        """The number of sampled tokens in all samples of the episode. Tokens that two samples share count twice."""
         return sum(int(leaf.sampled.sum()) for leaf in self.leaves)
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """The policy versions of the sampled tokens of all leaves."""
+        """The policy version of each sampled token of the episode, for all leaves one after the other."""
         return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
 
     @property
@@ -101,7 +104,10 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `written_groups` stores the played episodes in `episodes`, in order."""
+    """A prompt with `size` episodes. `first`: the number of its first episode in the batch.
+
+    `episodes` holds the results of the played episodes, in order; it is empty until `written_groups` fills it.
+    """
 
     prompt: Prompt
     size: int
@@ -121,7 +127,10 @@ class RolloutGroup(Sequence[Prompt]):
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
-        """Return one sample for each leaf of the episodes. The reward of a sample includes the overlong penalty."""
+        """Return the samples of the group's episodes: one for each leaf, i.e. for each path of an episode.
+
+        The reward of a sample is that of the leaf minus the overlong penalty.
+        """
         samples = []
         for index, episode in enumerate(self.episodes, start=1):
             for place, leaf in enumerate(episode.leaves, start=1):
@@ -198,7 +207,10 @@ def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played])
 
 
 def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
-    """Raise a `UserError` if the run replays routes, and an episode of this rank has a leaf without routes."""
+    """Raise a `UserError` if `rollout.routing` is "replay", but a response does not record the experts of its tokens.
+
+    `played`: the episodes of this rank.
+    """
     if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
         raise UserError(
             "rollout.routing",
@@ -209,7 +221,7 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
 
 
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
-    """Return the penalty for a leaf with `length` tokens after its prompt.
+    """Return the reward penalty of a sample with `length` tokens after its prompt.
 
     The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. Then it grows linearly, to
     `rollout.overlong_penalty` at `max_new_tokens`. An example:

@@ -76,7 +76,10 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run the coroutine in the loop and return its result. An interrupt of the calling thread cancels it."""
+        """Run the coroutine in the loop and return its result.
+
+        If the calling thread is interrupted while it waits, the coroutine is cancelled.
+        """
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -101,7 +104,7 @@ class LoopThread:
         self._probe_sent = None
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel all tasks, run the coroutine of `last`, and stop the loop. Wait at most CLOSING seconds."""
+        """Cancel all tasks, run the coroutine that `last` returns, and stop the loop. Wait at most CLOSING seconds."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
             assert self._thread is not None

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A prompt to sample responses for. `len`: tokens of the prompt plus `max_new_tokens`."""
+    """A prompt to sample responses for. `len(prompt)` is the number of its tokens plus `max_new_tokens`."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     max_new_tokens: int  # maximum length of a response
@@ -181,7 +181,7 @@ class _Reader:
         return found
 
     def _shown(self, asked: str | Conversation, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
-        """Return the text of a prompt, with the markers of its images expanded, and the images."""
+        """Return the text of a prompt, in which each image has become its placeholder tokens, and the images."""
         if isinstance(asked, str):
             return Passage(pieces=(Piece(asked, False),)), ()
         assert self._chat is not None

@@ -52,7 +52,7 @@ _Key = tuple[int, int, int]  # batch, number, and a checksum of the prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The state of the run at the start of a part of the log."""
+    """Identifies the state of a run at the start of a part of the response log: its step, weights and settings."""
 
     step: int
     weights: str  # a fingerprint
@@ -74,7 +74,7 @@ class _Location:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part of the log that a resumed run may need."""
+    """A part of the response log, i.e. the responses after one checkpoint, that a resumed run may need."""
 
     weights: str
     highest: int = 0  # the last batch whose responses this part may contain
@@ -120,7 +120,7 @@ class ResponseLog:
     def begin(self, origin: Origin, *, after: int) -> int:
         """Start the part of the log that begins at `origin`, and find stored responses that this run can reuse.
 
-        Return how many of them belong to batches later than `after`. Call this on every rank, after `purge`.
+        Only responses of batches later than `after` count. Return their number. Call this on every rank, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -183,7 +183,7 @@ class ResponseLog:
             self._create()
 
     def _create(self) -> None:
-        """Open the file. A file with the same origin is continued; any other is replaced."""
+        """Open this rank's file of the current part. An existing file is continued if its origin is the same."""
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,10 @@ class ResponseLog:
                 os.fsync(self._open.file)
 
     def find(self, batch: int, number: int, tokens: Tokens) -> Response | None:
-        """Return the stored response with this number and these prompt tokens, complete or partial, or None."""
+        """Return the stored response, complete or partial, of episode `number` of batch `batch`, or None.
+
+        The stored response must have the same prompt `tokens`.
+        """
         location = self._index.get((batch, number, _checksum(tokens)))
         if location is None:
             return None
@@ -270,10 +273,11 @@ def _step_of(path: Path) -> int:
 
 
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the files that belong to a run resumed at `origin`, each with its first line; oldest first.
+    """Return the log files that a run resumed at `origin` can use, each with its first line, in the order of `files`.
 
-    The first line of a file has the origin of its part and the origins of the parts before it. A part belongs to the
-    run if it has the settings of the run, and begins at `origin`, before it or after it.
+    The first line of a file records the origin (step, weights, settings) of its part of the log, and step and weights
+    of the earlier parts of the same run. A file can be used if it has the same settings, and if its part begins at
+    `origin`, precedes `origin`, or follows from `origin`.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

@@ -44,7 +44,10 @@ AGAIN = 1.0
 
 
 class _AlarmError(BaseException):
-    """Raised by the alarm. It is not an `Exception`, because a reward function may catch any `Exception`."""
+    """Raised when the alarm signal interrupts a reward function that takes too long.
+
+    The class is not an `Exception`, because a reward function may catch any `Exception`.
+    """
 
 
 RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
@@ -178,10 +181,11 @@ def score_by_model(
     *,
     skip_failures: bool,
 ) -> None:
-    """Compute a reward for each leaf of `played` that has none. Collective.
+    """Let the reward model score each leaf (a sequence that becomes a sample) without a reward. Collective.
 
-    `played`: the episodes of this rank, by number. `prompts`: their prompts. With `skip_failures`, an error fails only
-    its episode. Otherwise, an error on one rank is raised on all ranks.
+    `played`: the episodes of this rank, by number; they are replaced by episodes with rewards. `prompts`: their
+    prompts. With `skip_failures`, an episode fails if its text cannot be scored. Otherwise, an error on one rank is
+    raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

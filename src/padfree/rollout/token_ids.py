@@ -78,8 +78,9 @@ def checked_response(
 ) -> Response:
     """Return the response of a user's engine. Raise a `UserError` if the response is invalid.
 
-    `whole`: whether the response must not be partial, i.e. interrupted by a weight sync. `truncated`: whether it must
-    have kept sets, because the run truncates the softmax. `what` names the engine in the message.
+    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `truncated`: whether the
+    response must have kept sets (the ids from which each token was sampled), because the run truncates the softmax.
+    `what` names the engine in the message.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:

@@ -4,7 +4,7 @@ In this example, the three rules are applied one after the other to the probabil
 
     probabilities    .40  .25  .15  .10  .06  .04
     top_k=5          .42  .26  .16  .10  .06             the 5 largest, rescaled to a sum of 1
-    top_p=0.8        .42  .26  .16                       in this order, until the sum reaches 0.8
+    top_p=0.8        .42  .26  .16                       the most probable ids, until their sum reaches 0.8
     min_p=0.5        .42  .26                            at least 0.5 of the largest probability
 
 The logits are divided by the temperature before the rules are applied. A kept set is never empty, and ids with equal
@@ -53,7 +53,10 @@ class Truncation:
 
     @property
     def depends_on_logits(self) -> bool:
-        """Whether top-k, top-p or min-p is set. Otherwise a kept set depends only on the position of its token."""
+        """Whether top-k, top-p or min-p is set, so that the logits decide which ids are kept.
+
+        Otherwise only the position of a token decides, by `min_new_tokens`.
+        """
         return self != Truncation(min_new_tokens=self.min_new_tokens)
 
 
@@ -68,7 +71,7 @@ WHOLE = Truncation()
 def kept_mask(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor = 0, stops: Tensor | None = None
 ) -> Tensor:
-    """Return bools [R, V]: whether each id is in the kept set of each response's next token.
+    """Return bools [R, V]: for the next token of each of R responses, the ids from which it may be sampled.
 
     `logits` [R, V] float32, already divided by the temperature. `keys` [R]: random keys; greedy responses are not
     truncated by top-k, top-p and min-p. `positions`: how many tokens each response has, as an int or [R]. `stops`: the
@@ -111,16 +114,19 @@ def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
 def truncated_logits(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor, stops: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [R, V] with -inf outside the kept sets, and the mask [R, V] of the kept sets."""
+    """Return the logits [R, V] with -inf for ids that the truncation excludes, and the mask [R, V] of the other ids.
+
+    Arguments: see `kept_mask`.
+    """
     mask = kept_mask(logits, truncation, keys, positions, stops)
     return logits.masked_fill(~mask, -torch.inf), mask
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return the largest threshold [R, 1] at which the ids with logits at or above it have the weight `needed` [R, 1].
+    """Return for each row the largest threshold [R, 1] at which enough weight is left: at least `needed` [R, 1].
 
-    The bits of float32 numbers, read as integers, have the order of the numbers, if the bits of negative numbers are
-    reversed.
+    The weight at a threshold is the sum of the `weights` [R, V] of all ids whose logit is at or above the threshold.
+    The search is a bisection over int32 numbers that have the order of the float32 logits (`_ordered`).
     """
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
@@ -143,7 +149,11 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_without_stops(positions: NDArray[np.integer[Any]], min_new_tokens: int, stops: Sequence[int]) -> KeptSets:
-    """Return the kept sets of the tokens at `positions` of a response, which only `min_new_tokens` truncates."""
+    """Return the kept sets of the tokens at `positions` of a response if the run sets only `min_new_tokens`.
+
+    The set of a token before position `min_new_tokens` is the vocabulary without the stop tokens; any other set is the
+    whole vocabulary.
+    """
     excluded = -1 - np.array(sorted(stops), np.int32)
     return KeptSets.of_arrays([excluded[: len(excluded) * int(one < min_new_tokens)] for one in positions])
 

@@ -3,10 +3,10 @@
 The modules of a training step, in the order in which a sample passes through them:
 
 trainer         Trainer: the loop over batches, updates, metrics, evaluations and checkpoints
-batcher         data rows and groups, and the batcher that forms global batches of them
-batch_preparer  global batches with advantages and log-probabilities
-global_batch    the samples of a batch, its updates, and both in a checkpoint
-engine          plan, packs, gradients and update of one optimizer step
+batcher         forms global batches of whole data rows (SFT) or of whole groups of rollouts of one prompt (RL)
+batch_preparer  adds advantages and log-probabilities to the samples of a global batch
+global_batch    the samples of a batch, divided into updates; a checkpoint inside the batch stores both
+engine          one optimizer step: divides the samples into packs, computes gradients, updates the weights
 microbatch      builds this rank's packs (the micro-batches: samples laid end to end, without padding between them)
 router_balance  balances how many tokens the experts of a mixture-of-experts model receive
 step            the states of a step: prepared, pending, reported
@@ -30,7 +30,7 @@ preflight       checks a run's settings and data, and refuses the run before any
 check_data      refuses data that a run cannot train on
 vocabulary      checks that all models of a run use the same token ids
 training_data   loads the tokenizer and the samples, and prepares the reading of images
-shared_turns    tokens that the samples of a row share
+shared_turns    counts the tokens that the samples of one data row share
 resolve_auto    the values that `auto` settings take on this device
 disk            checks whether the disk can hold the checkpoint and the model that a run writes
 setup           builds loss, models and engine from the settings

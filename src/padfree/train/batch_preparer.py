@@ -1,13 +1,15 @@
 """Global batches that are ready for training: with rewards, advantages and log-probabilities.
 
-A batch comes from one of two sources and then passes the same two steps:
+A batch comes from one of two sources:
 
-batcher -> groups                        samples that the data files contain (SFT, preference pairs, given rollouts)
-batcher -> prompts -> collector          episodes that the policy generates, now or ahead of time
+batcher -> samples                  the data files contain them (SFT, preference pairs, given rollouts)
+batcher -> prompts -> collector     the policy generates samples, now or ahead of time
 
-         -> log-probabilities, advantages    of the policy before the updates and of the reference; advantages come from
-                                             rewards, a critic or a teacher
-         -> GlobalBatch                      the samples, their division into updates, metrics, times
+The samples of both sources then pass the same two steps:
+
+samples -> log-probabilities        computed by the policy before the updates, and by the reference
+           advantages               computed from rewards, or by a critic or a teacher
+        -> GlobalBatch              the samples, their division into updates, metrics, times
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class BatchPreparer:
     ) -> None:
         """`batcher` yields samples or prompts, and `rollouts` generates samples from the prompts.
 
-        `teacher` computes the advantages if `loss.advantage` is `teacher`, and `critic` computes them if it is `gae`. A
-        model that the run does not use is None. `end_tokens`: the token ids that end a response, if they are known.
+        `teacher` computes the advantages if `loss.advantage` is "teacher"; `critic` computes them if `loss.advantage`
+        is "gae". A model that the run does not use is None. `end_tokens`: the token ids that end a response.
         """
         self.engine, self.batcher = engine, batcher
         self._loss, self._data, self._rollout, self._seed = loss, data, rollout, seed
@@ -79,9 +81,7 @@ class BatchPreparer:
         return self.sampled or self.task.waits_for_updates(self._loss, asks=asks)
 
     def no_signal_note(self) -> str | None:
-        """Return a note for the user if all advantages since the start were 0, so that nothing was learned; otherwise
-        None.
-        """
+        """Return a note that nothing was learned, if all advantages since the start were 0; otherwise None."""
         loss = self._loss
         if not self.groups or self.groups_without_signal < self.groups:
             return None
@@ -124,22 +124,28 @@ class BatchPreparer:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores (in its `extra` dict) about rollouts and reference model. Collective.
+        """Return the state of the collector and of the reference model for a checkpoint's `extra` dict. Collective.
 
-        The position in the data is not included; `cursor` returns it.
+        The position in the data is not included; `cursor` returns the position.
         """
         found = {} if self.rollouts is None else self.rollouts.state()
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """Return the models besides the policy that a checkpoint stores: `reference` and `critic`; None if unused."""
+        """Return what a checkpoint stores of the models besides the policy, under the keys `reference` and `critic`.
+
+        The entry of a model that the run does not use is None.
+        """
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
             "critic": self._trained_critic(),
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """Return the models besides the policy that a checkpoint restores: `reference`, `critic`; None if unused."""
+        """Return the models into which a checkpoint is loaded, besides the policy: `reference` and `critic`.
+
+        The entry of a model that the run does not use is None.
+        """
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
             "critic": self._trained_critic(),
@@ -240,10 +246,10 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Give each repetition of a sample in a batch a uid and a group of its own.
+    """Rename repeated samples of a batch: give each repetition its own uid and its own group name.
 
-    A batch can contain a sample twice if the data is smaller than a batch and the run has several epochs. Token weights
-    and advantages then treat the repeated row, pair or group as a separate one.
+    A batch can contain a sample twice if the data is smaller than a batch and the run has several epochs. With the new
+    names, token weights and advantages treat the repeated data row, preference pair or rollout group as another one.
     """
     seen: dict[str | int, int] = {}
     found = []
@@ -261,10 +267,10 @@ def distinct(samples: list[Sample]) -> list[Sample]:
 def reward_metrics(
     samples: Sequence[Sample], *, end_tokens: Collection[int] = (), sources: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Return metrics of a batch of rollouts: statistics of the rewards, and the mean number of trained tokens.
+    """Return metrics of a batch of rollouts: statistics of the rewards, and of the number of trained tokens per sample.
 
-    With `sources`, the names of the data sources, the metrics include the mean reward of each source. With
-    `end_tokens`, the token ids that end a response, they include the share of responses that were cut off.
+    `sources`: the names of the data sources; if given, the metrics include the mean reward of each source.
+    `end_tokens`: the token ids that end a response; if given, the metrics include the share of cut-off responses.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

@@ -1,16 +1,19 @@
 """How the time of an RL run divides into phases: `seconds/...` in the metrics.
 
-    called by   trainer loop: collector         reference     scorer           engine
-    phases      weight_sync|waiting|sampling|rewards|reference|old_logprobs|   |update| |logging| |update| ...
-                '------- one call of the collector ---------'
-                '--- one batch; the time outside of these phases is `seconds/preparing` ---'
+The first picture shows the phases of one batch; the first line names the component that works in each phase:
 
-    last update |logging|evaluation|checkpoint| ... batch ... | other | update
+    component   collector                            reference scorer           engine   loop      engine
+    phase       weight_sync|waiting|sampling|rewards|reference|old_logprobs|   |update| |logging| |update| ...
+                '---- one batch; the remaining time counts as `preparing` ---'
+
+The second picture shows the time between two updates:
+
+    update |logging|evaluation|checkpoint| ... preparation of a batch ... | other | update
 
 `seconds/update` is in the metrics of every update. The phases of a batch, such as sampling, are in the metrics of its
 first update. Logging, evaluations and checkpoints come after an update, so they are in the metrics of the next update.
-`seconds/other` is the time that no phase has measured: with it, the phases add up to the time between two updates,
-unless some of them run at the same time.
+`seconds/other` is the time that no phase has measured. The phases, including `seconds/other`, add up to the time
+between two updates, unless some phases run at the same time.
 
 The collector, which generates the rollouts, returns the seconds of its own phases by name (`timings`). The rest of a
 call of the collector counts as sampling.
@@ -46,7 +49,7 @@ PARTS = (
 
 
 def unmeasured(seconds: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return `seconds/other`: `seconds`, the time of a step, minus the phases that `metrics` contains."""
+    """Return the metric `seconds/other`: `seconds` between two updates, minus the phases that `metrics` contains."""
     measured = sum(value for name, value in metrics.items() if name.startswith("seconds/"))
     return {"seconds/other": max(seconds - measured, 0.0)}
 
@@ -75,7 +78,7 @@ class BatchTimes:
 
     @contextmanager
     def measure_rest(self, part: str) -> Iterator[None]:
-        """Context manager like `measure`, but the time that its block spends in other phases is not counted again."""
+        """Context manager that adds the seconds of its block to phase `part`, except those measured as other phases."""
         begin, known = time.perf_counter(), sum(self.seconds.values())
         yield
         rest = time.perf_counter() - begin - (sum(self.seconds.values()) - known)

@@ -1,7 +1,8 @@
 """The batches of a run: data rows or groups, in the order in which training takes them.
 
 samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
-rows          0   1       2     3         a batch takes whole rows; batch.samples counts rows (with pairs, answers)
+rows          0   1       2     3         a batch takes whole rows; `batch.samples` counts rows, and a preference pair
+                                          as two
 sources       a   a a a | b b   b         parts       4 3: samples of each source; row_counts 2 2: rows of each source
 
 In this example, 7 samples come from 4 rows of two data files, a and b.
@@ -51,7 +52,10 @@ MANY_SAMPLES = 1_000_000
 
 
 def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
-    """Return whether a batch consists of data rows. If not, it consists of groups of rollouts, or of prompts."""
+    """Return whether batches consist of whole data rows, as in SFT.
+
+    If not, batches consist of prompts, or of groups of rollouts (the samples of one prompt).
+    """
     return loss.task.in_rows and rollout.source is None
 
 
@@ -78,7 +82,7 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
 def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
     """Return the size and the weight of each source of a mixture, or None if the data is not a mixture.
 
-    `sizes`: number of rows or groups of each source.
+    `sizes`: for each source, the number of data rows or of rollout groups; the returned sizes are these numbers.
     """
     if not data.sources:
         return None
@@ -188,9 +192,10 @@ def _check_step_memory(config: Config, samples: Samples) -> None:
 
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """Return the units of which batches consist, data rows or groups, and the number of units of each source.
+    """Return the units of which batches consist, and the number of units of each source.
 
-    `parts`: the number of samples of each source, if the data is a mixture of sources.
+    A unit is a data row (SFT) or a group of rollouts of one prompt (RL). `parts`: the number of samples of each source,
+    if the data is a mixture of sources.
     """
     if in_rows(config.loss, config.rollout):
         starts = row_starts(config.loss, config.rollout, samples)
@@ -205,7 +210,10 @@ def _num_tokens(group: Group) -> int:
 
 
 def _groups(config: Config, samples: Samples) -> list[Group]:
-    """Group samples by `group`, in the order of each group's first sample."""
+    """Return the samples in groups: those with the same field `group`, in the order of each group's first sample.
+
+    A prompt is a group, and so is a sample if the advantage (`loss.advantage`) does not compare samples of a group.
+    """
     alone: list[Group] = []
     grouped: dict[str | int | None, list[Sample]] = {}
     for sample in samples:
@@ -224,8 +232,9 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """Return the number of optimizer steps in all epochs of the data.
 
-    With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. The function
-    returns `enough` without counting if the total number of tokens already shows that there are at least that many.
+    With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. `enough`: the
+    caller needs no larger number. If the total number of tokens shows that there are at least `enough` steps, the
+    function returns `enough` without counting.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
@@ -269,7 +278,7 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
 
 
 class _Lengths(Sequence[Any]):
-    """Replaces the samples while steps are counted: entry i has the length of sample i, and no tokens are read."""
+    """Stands for the samples while steps are counted: entry i has the length of sample i, but no token is read."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._lengths, self.row_starts = lengths_of(samples), starts
@@ -286,7 +295,7 @@ class _Lengths(Sequence[Any]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """The share of one source in the tokens of a mixture."""
+    """The size of one source of a data mixture, and its share of the mixture's tokens."""
 
     name: str
     weight: float
@@ -310,7 +319,7 @@ class SourceShare:
 def source_shares(
     data: DataConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, parts: Sequence[int]
 ) -> list[SourceShare]:
-    """Return the share of each of `data.sources` in the mixture; an empty list if there is no mixture.
+    """Return the size of each of `data.sources` and its share of the tokens; an empty list without `data.sources`.
 
     `parts`: the number of samples of each source.
     """

@@ -39,8 +39,9 @@ class ModelLimits:
     def of(model: PreTrainedModel) -> ModelLimits:
         """Read the limits from the modules of a model.
 
-        A second embedding, or a buffer, with about `max_position_embeddings` entries counts as a table of position
-        embeddings. Only such a table limits the length of a sample.
+        Besides the embedding of token ids, a model may have an embedding or a buffer with about
+        `max_position_embeddings` entries. It counts as a table of position embeddings. Only such a table limits the
+        length of a sample.
         """
         embeddings = model.get_input_embeddings()
         language = language_part(model)
@@ -76,8 +77,9 @@ def check_fits(
 ) -> None:
     """Raise a `UserError` if a token id is outside the vocabulary, or a sample is longer than the model supports.
 
-    The other arguments are texts of the error message: `place(i)` names the file and line of sample i, `setting` is the
-    setting to blame, and the two cures tell the user what to change.
+    `look_at_tokens=False` skips the check of token ids. The other arguments are texts of the error message: `place(i)`
+    names the file and line of sample i, `setting` is the setting to blame, and the two cures tell the user what to
+    change.
     """
     if limits.positions is not None:
         lengths = lengths_of(samples)
@@ -172,10 +174,11 @@ def check_lengths(
     context: int,
     budget: bool = True,
 ) -> None:
-    """If batch.overlong is "error", refuse samples over `batch.max_tokens` (per rank) or `batch.tokens` (per step).
+    """If `batch.overlong` is "error", raise a `UserError` for samples that are too long for a micro-batch or a step.
 
-    `context`: the largest number of context ranks that share a pack, i.e. the tokens of one micro-batch. `budget=False`
-    leaves out the check of `batch.tokens`; an evaluation needs this, because it has no steps.
+    A micro-batch has up to `batch.max_tokens` × `context` tokens. `context` is the largest number of context ranks, the
+    ranks that share a micro-batch. A step has up to `batch.tokens` tokens. `budget=False` leaves out the check against
+    `batch.tokens`, because an evaluation has no steps.
     """
     if batch.overlong != "error":
         return
@@ -189,9 +192,10 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if a unit (a sample, a pair or a data row) has more than `cap` × `context` tokens.
+    """Raise a `UserError` if a unit (a sample, a preference pair or a data row) has more than `cap` × `context` tokens.
 
-    `starts`: for each unit, the index of its first sample; the last entry is the number of samples.
+    `cap`: the value of the setting `setting`, a number of tokens per context rank. `starts`: for each unit, the index
+    of its first sample; the last entry is the number of samples.
     """
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)
@@ -214,7 +218,7 @@ def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: Tr
 
 
 def _check_columns(source: TrainingData, model: ModelConfig, reference: ReferenceConfig, loss: LossConfig) -> None:
-    """Check that given rollouts have the columns that the loss needs, and that every row has the same columns."""
+    """Raise a `UserError` if rollout files lack a column that the loss needs, or if only some rows have a column."""
     needs: dict[str, tuple[str, object, str]] = {}
     if loss.old_policy == "sampler":
         needs["logprobs"] = ("loss.old_policy", "sampler", "loss.old_policy=trainer")
@@ -250,7 +254,7 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
 
 
 def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
-    """Refuse given rollouts that do not record the experts of each token, if `rollout.routing` is `replay`."""
+    """Raise a `UserError` if `rollout.routing` is "replay", but rollout files do not record each token's experts."""
     if rollout.routing != "replay":
         return
     missing = [index for index, sample in enumerate(source.samples) if getattr(sample, "routes", None) is None]
@@ -264,7 +268,7 @@ def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:
-    """Call padfree's reward function `name` on every row, because it raises an error if it cannot grade a row."""
+    """Call the reward function `name` on every row, if padfree has it, so that rows it cannot grade raise an error."""
     if name not in BUILT_IN:
         return
     reward = load_reward(name)

@@ -70,7 +70,7 @@ class Critic:
 
 
 class ValueMicroBatchLoss(MicroBatchLoss):
-    """Clipped squared error between predicted values and the samples' `returns`."""
+    """Computes the critic's loss of a pack (one micro-batch): the clipped squared error between values and returns."""
 
     settings: ValueSettings
 
@@ -82,7 +82,8 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
     """Return copies of the samples that hold `values` (one array [n] per sample), and advantages and returns from GAE.
 
     In GAE (generalised advantage estimation), the last scored token gets the reward of the sample. The return of a
-    token is its value plus its advantage before whitening.
+    token is its value plus its advantage. Returns use the advantages before these are whitened (scaled to mean 0 and
+    standard deviation 1, if the settings ask for it).
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):
@@ -113,7 +114,7 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 def explained_variance(samples: Sequence[Sample]) -> float:
     """Return the explained variance of the critic: the share of the variance of the returns that its values explain.
 
-    It is 1 for a perfect critic and 0 for a constant one. All scored tokens of the samples count.
+    The result is 1 for a perfect critic and 0 for a constant one. All scored tokens of the samples count.
     """
     scored = [sample.scored for sample in samples]
     values, returns = (

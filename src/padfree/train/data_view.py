@@ -60,7 +60,10 @@ class ShownMessage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownSample:
-    """One sample of a row, as it is shown. In RL on prompts, a sample is a prompt."""
+    """One sample of a data row, in the form in which `padfree data show` prints it.
+
+    If the policy generates the samples, the data holds prompts, and each prompt counts as a sample.
+    """
 
     name: str
     parts: tuple[ShownPart, ...]
@@ -172,7 +175,7 @@ def _sample(
 def _parts(
     tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_], tokenizer: Any, images: Sequence[Image] = ()
 ) -> tuple[ShownPart, ...]:
-    """Return the parts of a sample, which is cut wherever trained tokens follow untrained ones or the reverse.
+    """Divide a sample into parts: stretches of tokens that are all trained or all untrained.
 
     The placeholder tokens of an image become one part with a short description of the image.
     """
@@ -207,9 +210,9 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
 def _messages(
     data: DataConfig, sample: Sample, tokenizer: Any, place: str, images: ImageSettings | None
 ) -> tuple[ShownMessage, ...]:
-    """Return the token range of each message of the row at `place`.
+    """Return the range of tokens of each message of `sample`, whose data row is at `place` (`file:line`).
 
-    No tokens are found if the row is not a conversation, or if the tokenizer gives no character offsets.
+    The result is empty if the row is not a conversation, or if the tokenizer gives no character offsets.
     """
     if tokenizer is None or not tokenizer.is_fast:
         return ()

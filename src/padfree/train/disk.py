@@ -43,7 +43,7 @@ class DiskUse:
 
 
 def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
-    """Return the bytes that a run of this model writes. `model` must be on the meta device and without adapters."""
+    """Return how many bytes a run of this model writes. `model` must be on the meta device and without adapters."""
     code = config.model.trust_remote_code
     parameters = _count(model)
     if config.lora.rank:

@@ -1,9 +1,10 @@
 """One optimizer step over a global batch of samples. SFT and policy losses share this code.
 
-    samples (every rank knows all samples; it holds the tokens of sampled responses only if it trains on them)
+    samples (every rank has all samples of the batch, but the tokens of a sampled response are only on the ranks that
+             train on it)
       prepare -> plan            assigns samples to micro-batches and micro-batches to data ranks
-              -> token weights   computed from the masks of the whole global batch, so that micro-batch losses add up
-                                 to the batch loss
+              -> token weights   computed from the loss masks of the whole global batch, so that micro-batch losses add
+                                 up to the batch loss
               -> packs           this rank's micro-batches on the device
       begin   -> for each pack: hidden states -> loss -> backward
               -> sums over ranks, gradient norm -> clip -> optimizer (skips the update if a number is not finite)
@@ -11,9 +12,9 @@
 
 The number of micro-batches changes only the order of additions. `MicroBatchLoss` computes the loss of a pack.
 
-On a GPU only `finish` synchronises: the host prepares and begins the next step while the device runs this one. If the
-loss or the gradient norm is not finite, the optimizer skips the step and every step begun after it: a flag on the
-device tells it. `finish` then raises an error that names the samples.
+On a GPU, only `finish` waits for the device, so the host prepares and begins the next step while the device runs the
+current one. If the loss or the gradient norm is not finite, the optimizer skips the current step and all steps that
+began after it; a flag on the device tells the optimizer to skip. `finish` then raises an error that names the samples.
 
     host      begin 1 | prepare 2 | begin 2 | finish 1 | prepare 3 | begin 3 | finish 2 ...
     device            1 1 1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2 2 3 3 3 3 ...        never waits for the host
@@ -73,7 +74,7 @@ UNSCORED = Sample(tokens=np.zeros(1, np.int64), loss_mask=np.zeros(1, np.bool_))
 
 @dataclass(slots=True, eq=False)
 class _Sums:
-    """Sums of losses, labels and statistics over the micro-batches of this rank."""
+    """Sums over the micro-batches of this rank: the loss, the statistics, and the loss of each data source."""
 
     loss: Tensor
     statistics: Statistics
@@ -173,10 +174,10 @@ class Engine:
         wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
-        """Start one optimizer step and return it; the device may still run it. Its `finish` returns the report.
+        """Start one optimizer step and return it. The device may still run the step; `finish` of the result waits.
 
-        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, this
-        step changes no weights either. `wants_stop`: whether this rank wants the run to stop after this step.
+        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, the
+        new step changes no weights either. `wants_stop`: whether this rank wants the run to stop after the new step.
         `apply=False`: compute gradients, but do not update.
         """
         sums = self.gradients(prepared)
@@ -208,7 +209,7 @@ class Engine:
     def gradients(self, prepared: PreparedStep) -> _Sums:
         """Run forward and backward over this rank's packs, so that gradients add up in the parameters.
 
-        Return this rank's sums of losses, labels and statistics.
+        Return this rank's sums of losses and statistics.
         """
         self.optimizer.zero_grad(set_to_none=True)
         if not len(prepared.packs):
@@ -247,9 +248,9 @@ class Engine:
     def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
         """Set the gradients of a batch to 0 without computing anything, because all of its samples are skipped.
 
-        The optimizer updates only parameters that have a gradient: it decays their moments and weights even if the
-        gradient is 0. Therefore exactly the parameters that get a gradient in a backward pass are set to 0. If no pass
-        has been made yet, a pass over one unscored token finds these parameters.
+        The optimizer updates only parameters that have a gradient, and decays their moments and weights even if the
+        gradient is 0. Therefore exactly those parameters that get a gradient in a backward pass also get a gradient of
+        0 here. Before the first backward pass of the run, a backward pass over one unscored token finds them.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)

@@ -105,7 +105,8 @@ def by_source(
 ) -> dict[str, float]:
     """Return metrics `eval/NAME` over all sources and, if there are several sources, `eval/SOURCE/NAME` for each.
 
-    `sums`: for each source, a list of sums. `metrics` computes metrics, by name, from such a list.
+    `sums`: for each source of the held-out data, a list of sums over its samples, e.g. the number of samples and the
+    sum of their losses. `metrics` computes the metrics, by name, from such a list.
     """
     total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
@@ -163,8 +164,8 @@ class SampledResponses:
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
         """Return six sums over `written`, the responses to one prompt.
 
-        The sums are: 1 for the prompt, rewards, responses that pass, 1 if any response passes, tokens, and responses
-        that were cut off.
+        The six sums: the number of prompts (1), the sum of the rewards, the number of responses that pass, 1 if any
+        response passes (otherwise 0), the number of tokens, and the number of responses that were cut off.
         """
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [

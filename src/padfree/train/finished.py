@@ -1,20 +1,20 @@
 """What earlier starts left in the run folder: whether the run is finished, and whether it can continue.
 
-    newest checkpoint    after run.steps steps, or at the end of the data (checked with the run's batcher); a run that
-                         ended without a checkpoint has `end.json` instead
-    data                 unchanged
-    evaluation.jsonl     contains the last evaluation
-    events.jsonl         the model was exported after the last step
-    settings             the settings of evaluation and export are unchanged; other settings no longer have an effect
+A run is finished if all of these conditions hold. Otherwise it resumes from its newest checkpoint and does the rest.
 
-A run is finished if all of these conditions hold. If not, the run resumes from the newest checkpoint and does the rest.
+    newest checkpoint    was saved after run.steps steps, or at the end of the data (checked with the run's batcher); a
+                         run that ended without a checkpoint has the file `end.json` instead
+    data                 is unchanged
+    evaluation.jsonl     contains the evaluation after the last step
+    events.jsonl         says that the model was exported after the last step
+    settings             of evaluation and export are unchanged; other settings have no effect after the last step
 
 A run with `checkpoint.every=none` writes `end.json` at its end, in place of a last checkpoint. The file holds the last
 step, the position in the data, and the record of settings and data. Such a run cannot continue to train, because the
-weights of the last step are only in the exported model; a new start that would have to train is refused. A start that
-trains in the folder removes the file.
+weights of the last step are only in the exported model. A new start in this run folder is refused if it would have to
+train more steps. If a new start does train in the folder, e.g. with `checkpoint.resume=false`, it removes `end.json`.
 
-The files of the run folder show all of this, so the checks load no model.
+The checks read only files of the run folder and load no model.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ def remove_end(folder: Path) -> None:
 
 
 def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
-    """Whether the run in the folder ended after `step` steps and, if `exports` is true, has exported its model."""
+    """Return whether the run in the folder ended after `step` steps and, if `exports`, has exported its model."""
     last = last_line(folder / EVENTS)
     wanted = "export" if exports else "end"
     return (not exports or (folder / MODEL).is_dir()) and (last.get("kind"), last.get("step")) == (wanted, step)
 
 
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
-    """Raise a `UserError` if a run that ended without a checkpoint would have to train on, which it cannot.
+    """Raise a `UserError` if this start would have to continue a run that ended without a checkpoint.
 
-    `raised_steps_only`: check only whether `run.steps` was raised, because the data has not been read yet.
+    `raised_steps_only`: raise the error only if `run.steps` was raised, because the data has not been read yet.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)

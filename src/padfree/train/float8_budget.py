@@ -44,8 +44,8 @@ MOST = 1 << 16
 class Float8Distance:
     """The effect of float8 on gradients, for one decoder layer.
 
-    `together`: how much float8 in all layers changes the gradient of this layer. `alone`: how much float8 in only this
-    layer changes the gradient of any layer, at most. Both are relative to the norm of the gradient.
+    `together`: the change of this layer's gradient if all layers use float8. `alone`: the largest change of any layer's
+    gradient if only this layer uses float8. Changes are relative to the norm of the gradient without float8.
     """
 
     layer: int
@@ -53,7 +53,7 @@ class Float8Distance:
     alone: float | None  # None: not measured, because every distance `together` is within the budget
 
     def exceeds(self, budget: float) -> bool:
-        """Whether float8 in this layer changes a gradient by more than `budget`. NaN counts as more."""
+        """Return whether float8 in this layer changes a gradient by more than `budget`. NaN counts as more."""
         return self.alone is not None and not self.alone <= budget
 
 
@@ -135,7 +135,10 @@ def _sampled(parameter: nn.Parameter) -> Tensor:
 def _distances(
     found: Mapping[int, list[Tensor]], without: Mapping[int, list[Tensor]], group: dist.ProcessGroup | None
 ) -> dict[int, float]:
-    """Return the distance of each layer that has gradients. If a gradient is 0 in both passes, its distance is 0."""
+    """Return the relative change of each layer's gradients: from `without`, computed without float8, to `found`.
+
+    Layers without gradients are left out. If the gradients are 0 with and without float8, the change is 0.
+    """
     numbers = [number for number, gradients in without.items() if gradients]
     if not numbers:
         return {}
@@ -152,21 +155,22 @@ def _distances(
 
 
 def _square_sum(tensors: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """Return the sum of squares, in float64, of all elements or, with `others`, of their differences to `others`."""
+    """Return the sum of squares of all elements, in float64; if `others` is given, of the differences to `others`."""
     parts = tensors if others is None else [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.stack([part.double().square().sum() for part in parts]).sum()
 
 
 def _largest(values: Iterable[float]) -> float:
-    """The largest value, or NaN if one of them is NaN."""
+    """Return the largest value, or NaN if one of the values is NaN."""
     found = list(values)
     return next((value for value in found if value != value), max(found, default=0.0))
 
 
 class Float8Budget:
-    """Chooses the layers that stay in bfloat16 on the first micro-batch of a run, and keeps this choice.
+    """Chooses which decoder layers multiply in bfloat16 instead of float8, for the whole run.
 
-    Until the choice is made, e.g. in an evaluation before the first step, all layers use float8.
+    The choice is made at the first step of the run, by measurements on its first micro-batch. Until then, e.g. in an
+    evaluation before the first step, all layers use float8.
     """
 
     def __init__(self, engine: Engine, budget: float) -> None:
@@ -180,7 +184,7 @@ class Float8Budget:
         return [each.layer for each in self.distances or () if each.exceeds(self.budget)]
 
     def choose(self, prepared: PreparedStep) -> bool:
-        """Choose the layers if no choice was made before. Return whether this call made it. Collective."""
+        """Choose the layers unless they are already chosen. Return whether this call has chosen them. Collective."""
         if self.distances is not None or not len(prepared.packs):
             return False
         first = replace(prepared, packs=prepared.packs[:1])
@@ -196,13 +200,16 @@ class Float8Budget:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the choice as entries of a checkpoint's `extra` dict."""
+        """Return the choice of layers as entries of a checkpoint's `extra` dict; {} if no choice was made yet."""
         if self.distances is None:
             return {}
         return {KEY: {"budget": self.budget, "distances": [asdict(each) for each in self.distances]}}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Restore the choice from a checkpoint's `extra` dict, unless it was made with another budget."""
+        """Restore the choice of layers from a checkpoint's `extra` dict.
+
+        A choice that was made with another budget is ignored, so that the next step makes a new one.
+        """
         stored = extra.get(KEY)
         if stored is not None and stored["budget"] == self.budget:
             self.distances = tuple(Float8Distance(**each) for each in stored["distances"])

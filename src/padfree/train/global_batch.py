@@ -1,6 +1,6 @@
 """A global batch and its updates, and its representation in a checkpoint.
 
-    5 samples, 2 epochs, 2 mini-batches      parts   (0, [3 0 4]) (0, [1 2]) (1, [2 3 1]) (1, [4 0])   (epoch, samples)
+    5 samples, 2 epochs, 2 mini-batches      parts   [3 0 4] [1 2] | [2 3 1] [4 0]      epoch 0 | epoch 1
                                              done    2: two updates were made, so the third part is next
 
 In this example, each of the two epochs divides the five samples into two parts, and each part gives one update.
@@ -11,10 +11,13 @@ the same values when it resumes. Its checkpoint therefore holds:
 
     "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
     "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
-    "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets (`padfree.kept_sets`), if a softmax was truncated
-    "rollouts/images"  [Σm]   the indices of the placeholder tokens of all images; the JSON has the digests. The images
-                              themselves come from the prompts of the resumed run, or from
-    "rollouts/drawn"   [Σb]   the bytes of the images that are in no file, such as those that an environment drew
+    "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets, i.e. the token ids among which top-p, top-k or
+                              min-p let each token be sampled (`padfree.kept_sets`); only if a softmax was truncated
+    "rollouts/images"  [Σm]   the indices of the placeholder tokens of all images; the JSON has the images' digests
+    "rollouts/drawn"   [Σb]   the bytes of the images without a file of their own: those that an environment has shown,
+                              and those that data rows contain
+
+Image files of the prompts are not stored, because the resumed run reads them again.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 
 class RunImages(NamedTuple):
-    """The images of a run's prompts by digest, and what reads images; None if the run trains on text."""
+    """What a resumed batch needs to restore its images.
+
+    `of_prompts`: the images of the run's prompts, by digest. `settings`: how images are read; None for a text model.
+    """
 
     of_prompts: Mapping[str, Image]
     settings: ImageSettings | None
@@ -66,7 +72,10 @@ class RunImages(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class GlobalBatch:
-    """The samples of a global batch, and their division into updates. `done`: the number of updates made so far."""
+    """The samples of a global batch, and their division into updates.
+
+    `parts[i]`: the indices of the samples of update i. `done`: the number of updates made so far.
+    """
 
     samples: Sequence[Sample]
     parts: Sequence[Indices]
@@ -81,7 +90,7 @@ class GlobalBatch:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch over this batch to which the next update belongs, from 0."""
+        """The epoch, counted from 0, to which the next update belongs. An epoch is one pass over this batch."""
         return self.done * self.epochs // len(self.parts)
 
     def advance(self) -> None:
@@ -202,7 +211,10 @@ class GlobalBatch:
 
 
 def _image_record(sample: Sample) -> dict[str, Any]:
-    """Return the digest of each image of a sample, and the number of placeholder tokens that stand for it."""
+    """Return what a checkpoint's JSON stores of a sample's images; {} without images.
+
+    For each image, these are its digest and the number of placeholder tokens that stand for it.
+    """
     if not sample.images:
         return {}
     found = [(image.digest, len(image.positions)) for image in sample.images]
@@ -210,7 +222,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 
 
 def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
-    """The images of samples that are in no file, such as those that an environment drew, by digest."""
+    """Return, by digest, the samples' images without a file of their own, such as those that an environment drew."""
     return {
         image.digest: image.load.read
         for sample in samples
@@ -220,7 +232,7 @@ def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
 
 
 def _restored_images(extra: Mapping[str, Any], images: RunImages) -> dict[str, Image]:
-    """The images of the prompts, and those that are in no file, by digest."""
+    """Return all images by digest: those of the prompts, and those whose bytes the checkpoint stores in `extra`."""
     found, about = dict(images.of_prompts), extra[KEY].get("drawn", ())
     contents = _split(extra[f"{KEY}/drawn"], [length for _, length, *_ in about]) if about else ()
     for (digest, _, width, height, grid), content in zip(about, contents, strict=True):
@@ -228,7 +240,9 @@ def _restored_images(extra: Mapping[str, Any], images: RunImages) -> dict[str, I
             continue
         if images.settings is None:
             raise UserError(
-                "model.vision", "false, but the checkpoint is inside a rollout batch with images", "set it to true"
+                "model.vision",
+                "false, but the checkpoint is inside a rollout batch with images",
+                "set model.vision=true",
             )
         expansion = Expansion(text="", num_tokens=0, grid=tuple(grid) or None)
         name = digest.partition("-")[0]

@@ -75,7 +75,7 @@ class LazyPacks(Sequence[tuple[MicroBatch, Indices]]):
     """Micro-batches that are built on first access: the host builds one while the device computes the previous one."""
 
     def __init__(self, number: int, packs: Iterator[tuple[MicroBatch, Indices]]) -> None:
-        """`packs`: an iterator that builds the micro-batches. `number`: how many it builds."""
+        """`packs`: an iterator that builds the micro-batches. `number`: the number of micro-batches."""
         self._number, self._left = number, packs
         self._built: list[tuple[MicroBatch, Indices]] = []
 
@@ -111,7 +111,7 @@ class Packer:
         unshared_reason: str | None,
         image_cost: TowerCost | None = None,
     ) -> None:
-        """`cost`: what a sample costs as a function of its length, by which packs and ranks are balanced.
+        """`cost`: the cost model, which gives the cost of a sample of n tokens; packs and ranks get about equal costs.
 
         `unshared_reason`: why the model cannot share prefixes; None if it can. `image_cost`: the cost of an image in
         the unit of `cost`; None if the model reads no images.
@@ -131,7 +131,8 @@ class Packer:
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
         """Decide which samples form which pack on which rank. A pack has up to `max_tokens` tokens per context rank.
 
-        With `keep_groups`, all samples of a group are in one pack. If there are no samples, the plan has no packs.
+        With `keep_groups`, all samples with the same field `group` (e.g. a preference pair) are in one pack. If there
+        are no samples, the plan has no packs.
         """
         if not len(samples):
             return StepPlan.empty(ranks=self.mesh.data.size, max_tokens=self.max_tokens * self.mesh.context.size)
@@ -162,7 +163,7 @@ class Packer:
         *,
         weights: Sequence[Floats] | None = None,
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Build this rank's packs of a plan one after the other, and do not keep them.
+        """Yield this rank's packs of a plan, each built when it is requested and not kept in memory afterwards.
 
         Each pack comes with the indices of its samples. `pack_settings`, if given, replace the packer's own settings.
         `weights`: see `lay_out`.
@@ -225,8 +226,8 @@ def plan_samples(
 ) -> StepPlan:
     """Decide which samples form which micro-batch on which rank, for one step over `samples`.
 
-    `prefixes`: the tree of the prefixes that samples share; None without sharing. With `keep_groups`, all samples of a
-    group are in the same pack. `options`: see `plan_step`.
+    `prefixes`: the tree of the prefixes that samples share; None without sharing. With `keep_groups`, all samples with
+    the same field `group` (e.g. a preference pair) are in the same micro-batch. `options`: see `plan_step`.
     """
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = partial(plan_shared_step, prefixes) if prefixes is not None and prefixes.is_shared else plan_step
@@ -282,8 +283,9 @@ def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
-    A reward model reads the score of a sample there, as the sequence classifiers of transformers do. A sample that
-    consists of padding only gets its label at its first token.
+    At these labels, a reward model reads the scores of the samples, as the sequence classifiers of transformers do. A
+    sample that consists only of padding tokens gets its label at its first token. `pad_token`: the id of padding
+    tokens in samples; None if there are none.
     """
     ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
     places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)

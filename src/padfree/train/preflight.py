@@ -114,8 +114,8 @@ def preflight(
 def check_folder_usable(config: Config) -> None:
     """Raise a `UserError` if the run folder cannot be used.
 
-    It cannot be used if it is not writable, contains other files, belongs to another running process, or holds a
-    checkpoint that this run cannot resume.
+    The folder cannot be used if it is not writable, contains files of something else than a run, belongs to another
+    running process, or holds a checkpoint that this run cannot resume.
     """
     check_run_folder(config)
     check_folder(config.run.folder, "run.folder")
@@ -168,7 +168,10 @@ def _run_checks(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """Check the settings against this machine and the number of processes, without loading a model or data."""
+    """Raise a `UserError` for settings that do not suit the machine or the number of processes, or name missing code.
+
+    This check loads no model and no data.
+    """
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
     if processes % ((1 if context == "auto" else context) * replicate):

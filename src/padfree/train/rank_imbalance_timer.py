@@ -58,10 +58,10 @@ class RankImbalanceTimer:
             self._marks.append(time.perf_counter())
 
     def cut(self) -> Callable[[], tuple[float, ...]]:
-        """End the measurement of a step, and begin that of the next.
+        """End the measurement of a step, and begin the measurement of the next step.
 
-        Return a function that returns the forward seconds of each data rank. Call it on all ranks, after the device has
-        completed the step.
+        Return a function that returns the forward seconds of each data rank. All ranks must call this function, after
+        the device has completed the step.
         """
         marks, self._marks = self._marks, []
         return partial(self._seconds, marks)

@@ -3,11 +3,12 @@
     parallel.compile         inductor on a GPU, none on the CPU
     parallel.checkpointing   none (no layer recomputes) if that fits the device. Otherwise each layer gets a level such
                              that the activations fit and as little as possible is recomputed
-                             (`padfree.estimate.levels`). A layer offloads activations to the host only if computing it
-                             takes longer than copying them. On the CPU, and if communication divides the graphs of
-                             compiled layers, all layers get the same level: the first of none, selective, full that
-                             fits
-    parallel.reshard         false (layers stay gathered between forward and backward) if this also fits, else true
+                             (`padfree.estimate.levels`). A layer offloads activations to the host only if computing the
+                             layer takes longer than copying the activations. In two cases, all layers get the same
+                             level, the first of none, selective, full that fits: on the CPU, and if communication
+                             divides the graphs of compiled layers
+    parallel.reshard         false (layers stay gathered between forward and backward) if the device has memory for the
+                             gathered weights, else true
     rollout.exact            true if every operator of the model allows it on this device, else false
 
 Values that the user sets are kept. Each chosen value has a reason, which the run prints and logs.
@@ -80,7 +81,7 @@ class ResolvedAuto:
     reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
-        """Return two entries per resolved setting: its value under its name, and the reason under `NAME because`."""
+        """Return two entries per resolved setting NAME: `NAME` has its value, `NAME because` the value's reason."""
         found: dict[str, str] = {}
         for name, reason in self.reasons.items():
             found |= {name: _shown(self.config, name), f"{name} because": reason}
@@ -181,7 +182,7 @@ def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
 
 
 def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.device) -> ResolvedAuto:
-    """Resolve `rollout.exact`. Raise a `UserError` if it is true but not possible.
+    """Resolve `rollout.exact=auto`. Raise a `UserError` if `rollout.exact` is true, but an operator does not allow it.
 
     `resolved`: the settings with all other `auto` values replaced. `model`: the model without weights.
     """
@@ -235,7 +236,7 @@ def _compiler(device_type: str) -> tuple[Literal["none", "inductor"], str]:
 
 
 def _whole_graphs(parallel: ParallelConfig) -> bool:
-    """Whether each compiled layer is one graph. Communication inside attention or experts would break the graph."""
+    """Return whether each compiled layer is one graph. Communication inside attention or experts breaks the graph."""
     return parallel.compile == "none" or (parallel.context == 1 and parallel.expert == 1)
 
 
@@ -244,8 +245,8 @@ def _levels(
 ) -> tuple[LayerLevel, ...] | None:
     """Return the checkpointing level of each layer, such that the step fits the device and recomputes least.
 
-    Return None if no levels fit. `memory`: a memory estimate of the run with any levels. `device_memory`: the bytes of
-    the device. `may_offload`: whether layers may offload activations to the host.
+    Return None if no levels fit. `memory`: a memory estimate of the run; the levels that it assumes do not matter.
+    `device_memory`: the bytes of the device. `may_offload`: whether layers may offload activations to the host.
     """
     levels = COMPILED if memory.compiled else PLAIN
     if not may_offload:
@@ -272,10 +273,10 @@ def _faster_states(
     device_memory: float,
     may_offload: bool,
 ) -> str:
-    """Return a hint on optimizer states that shorten a step, e.g. `; optimizer.state would save FLOPs: int8 3%`.
+    """Return a hint on values of `optimizer.state` that save recomputation, e.g. int8, and by how much.
 
-    A smaller state leaves memory for activations, so fewer of them are recomputed. The hint is empty if nothing is
-    recomputed, or if a smaller state would not change what is recomputed.
+    An example is `; optimizer.state would save FLOPs: int8 3%`. A smaller optimizer state leaves memory for
+    activations, so fewer activations are recomputed. The hint is empty if a smaller state would save almost nothing.
     """
     optimizer, size = config.optimizer, NUMBER_BYTES[config.model.dtype]
     if parallel.checkpointing == "none" or estimate.offloaded or (optimizer.name, optimizer.state) != ADAMW:
@@ -292,18 +293,19 @@ def _faster_states(
 
 
 def _setting_of(levels: Sequence[LayerLevel]) -> str:
-    """Return the value of `parallel.checkpointing` for these levels."""
+    """Return the value of `parallel.checkpointing` that gives layer i the level `levels[i]`."""
     return str(levels[0]) if set(levels) in ({"full"}, {"selective"}) else text_of(levels)
 
 
 def _candidates(
     parallel: ParallelConfig, may_offload: bool, by_layer: bool, processes: int, *, whole: bool
 ) -> Iterator[ParallelConfig]:
-    """Yield the settings to try for checkpointing and resharding, fastest first.
+    """Yield the settings to try for activation checkpointing and resharding, fastest first.
 
     `may_offload`: whether computing a layer takes longer than copying its activations to the host. `by_layer`: whether
-    layers may have different levels; "full" then stands for any mixture of levels. `whole`: whether each compiled layer
-    is one graph. With a single process, resharding comes last, because it saves almost no memory there.
+    layers may have different checkpointing levels; the caller then replaces "full" by the best mixture that fits.
+    `whole`: whether each compiled layer is one graph. With a single process, resharding is tried last, because a single
+    process saves almost no memory with it.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or not whole:

@@ -91,7 +91,7 @@ def made_with(
 
 
 def flat_settings(config: Config) -> dict[str, Any]:
-    """Return every setting except `run.folder` by its dotted name. Values are as JSON would restore them."""
+    """Return every setting except `run.folder` by its dotted name, with its value as JSON stores it (no tuples)."""
     found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
     del found["run.folder"]
     return found
@@ -159,7 +159,10 @@ def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
 
 
 def rule_of(name: str) -> Resume:
-    """Return whether a setting may change on a resume. `name` may be inside a list, e.g. `data.sources.2.weight`."""
+    """Return the rule for a setting: whether its value may change when a run resumes.
+
+    `name` may be inside a list, e.g. `data.sources.2.weight`.
+    """
     return RULES[re.sub(r"\.\d+", "", name)]
 
 
@@ -280,7 +283,7 @@ def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _required(config: Config) -> dict[str, Any]:
-    """Return the settings that have no default. A config with only these settings has the default of each other one."""
+    """Return only those settings that have no default. A config made from them has default values everywhere else."""
     return {
         "model": {"path": config.model.path},
         "data": {"path": list(config.data.paths)},
@@ -290,7 +293,10 @@ def _required(config: Config) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
-    """Flatten nested dicts to one dict with dotted names, e.g. {"a": {"b": 1}} to {"a.b": 1}. Dicts in `keep` stay."""
+    """Flatten nested dicts to one dict with dotted names, e.g. {"a": {"b": 1}} to {"a.b": 1}.
+
+    A dict whose dotted name is in `keep`, or whose own name is `columns`, is not flattened.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):

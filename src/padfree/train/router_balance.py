@@ -135,7 +135,11 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return this rank's part of E · Σ_e f_e · p_e, []. The sums p_e include only this rank's tokens."""
+        """Return what a micro-batch on this rank adds to E · Σ_e f_e · p_e, the loss without its coefficient.
+
+        E: number of experts. f_e: how many times the routers choose expert e in the global batch. p_e: the sum of the
+        router probabilities of expert e over the tokens of `batch`. Both are divided by N (see the module docstring).
+        """
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]

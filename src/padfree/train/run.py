@@ -327,7 +327,7 @@ def _collector(
 
 
 def _prompt_images(samples: Samples) -> Iterator[Image]:
-    """Yield the images of the prompts. A resumed rollout batch takes its images from them."""
+    """Yield the images of the prompts, from which a rollout batch that a checkpoint restores takes its images."""
     if not isinstance(samples, StoredSamples):
         for sample in samples:
             yield from sample.images

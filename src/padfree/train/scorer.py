@@ -2,8 +2,8 @@
 
     samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
     packs of this rank            score -> [T/cp] -> [T]     packed as in a training step
-    result                        [9] summed over ranks      every rank gets all scores, because a later step may assign
-                                                             a sample to another rank
+    result                        [9] all scores             an all-reduce gives every rank all scores, because a later
+                                                             step may assign a sample to another rank
 
 T is the number of tokens of a pack (one micro-batch), and cp the number of context ranks, which share a pack. Entry j
 of a sample's array belongs to its token j, and is 0 if token j is not scored. The value of a token is the reward that
@@ -45,7 +45,10 @@ from padfree.train.microbatch import MicroBatch, Packer, PackSettings
 
 
 def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | None:
-    """Return the cost of an image in the unit of `cost`, i.e. the cost of the tokens that take the same FLOPs."""
+    """Return the cost of an image, in the unit of the cost model `cost`; None if the model reads no images.
+
+    An image costs as much as the tokens that take the same number of FLOPs. If `cost` is None, the unit is a FLOP.
+    """
     flops = tower_cost(model)
     if flops is None or cost is None:
         return flops
@@ -138,7 +141,7 @@ class Scorer:
         return found_scores
 
     def _scores(self, temperature: float, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """Return the log-probabilities [T/cp] of the labels of a pack."""
+        """Return the log-probabilities [T/cp] of the labels on this context rank of a pack (one micro-batch)."""
         return score(
             hidden_states(model, batch),
             lm_head_of(model),
@@ -162,7 +165,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def rewards(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
-        """Return the reward of each of B samples, [B], on every rank. It is the score at the sample's last token."""
+        """Return the reward of each of B samples, [B], on every rank: the score at the sample's last token."""
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)

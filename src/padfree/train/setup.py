@@ -45,7 +45,7 @@ from padfree.train.vocabulary import unique_name
 
 
 def check_placement(config: Config, device_type: str) -> None:
-    """Raise an error for settings that do not suit a CPU, or for exported adapters without base weights."""
+    """Raise an error if settings need a GPU, or if adapters would be exported for a model without stored weights."""
     if config.parallel.offload and device_type == "cpu":
         raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if uses_host(config.parallel.checkpointing) and device_type == "cpu":
@@ -114,10 +114,7 @@ def build_engine(config: Config, mesh: Mesh, tokenizer: Any = None) -> Engine:
 
 
 def build_critic(config: Config, mesh: Mesh) -> Critic | None:
-    """Build the critic, a value model that is trained with the policy.
-
-    There is no critic if `loss.advantage` is not "gae".
-    """
+    """Build the critic, a value model that is trained with the policy; None if `loss.advantage` is not "gae"."""
     if config.loss.advantage != "gae":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -149,7 +146,7 @@ def build_critic(config: Config, mesh: Mesh) -> Critic | None:
 def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     """Load the reward model that `rollout.reward` names, frozen and sharded like the policy.
 
-    There is no reward model if `rollout.reward` names a function.
+    Return None if `rollout.reward` does not name a model.
     """
     path, code = model_of(config.rollout.reward), config.model.trust_remote_code
     if path is None:
@@ -257,7 +254,11 @@ def _load(
     spread: float | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """`setting` names the model, for error messages. `changes`: see `transformations`."""
+    """Load the model at `path` and parallelize it.
+
+    `setting`: the name of the setting that holds `path`, for error messages. `changes`: more arguments of
+    `transformations`, which returns the changes that `parallelize` makes to the model.
+    """
     steps = transformations(
         mesh,
         attention=config.model.attention,
@@ -285,7 +286,7 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager: an error about a model blames the setting that names the model. All ranks raise it."""
+    """Context manager in which an error about a model names `setting`, the setting that holds the model's path."""
     try:
         yield
     except UserError as error:

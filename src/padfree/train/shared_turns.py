@@ -55,10 +55,10 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Return how many keys attention copies per computed token if samples share prefixes.
+    """Return how many keys attention copies per computed token if the samples of a data row share prefixes.
 
-    The result is the largest value over at most `MOST_ROWS` rows of the data, those that probably copy the most keys.
-    For these rows, the tokens of all samples of the row, divided by the tokens of its longest sample, are largest.
+    The result is the largest number found in at most `MOST_ROWS` data rows. The function examines the rows that
+    probably copy the most keys: those in which all samples together have the most tokens relative to the longest one.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

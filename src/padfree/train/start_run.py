@@ -181,8 +181,8 @@ def _restore(
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
-    `changed`: the settings that differ from the checkpoint's; if one of `[eval]` does, the position asks for a new
-    evaluation. `images`: the images of the prompts.
+    `changed`: the settings that differ from the checkpoint's. If a setting of the section `[eval]` has changed, the
+    position asks for a new evaluation. `images`: the images of the prompts.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(
@@ -209,8 +209,8 @@ def _restore(
 def _best(gathered: Mapping[str, Any] | None, checkpointer: Checkpointer, config: Config) -> Best | None:
     """Return the best evaluation that the checkpoint records, or None.
 
-    The evaluation is ignored if it was the best by another metric than `checkpoint.best`, or if the checkpoint with its
-    weights no longer exists.
+    The evaluation is ignored if `checkpoint.best` names another metric now, or if the checkpoint with the weights of
+    this evaluation no longer exists.
     """
     if gathered is None or gathered["metric"] != config.checkpoint.best:
         return None

@@ -42,7 +42,8 @@ class SkippedSamples:
 class StepReport:
     """Results of one step over the whole global batch, the same on every rank.
 
-    Numbers of samples, tokens and labels include the skipped samples (`SkippedSamples`); `plan` does not.
+    The numbers of samples, tokens and labels include the samples that were skipped because their gradient is 0
+    (`SkippedSamples`). `plan`, which says which samples form each pack, does not include them.
     """
 
     loss: float
@@ -153,10 +154,10 @@ class PendingStep:
         )
 
     def device_seconds(self) -> float | None:
-        """Return the device time from the end of the previous step to the end of this one; None if it is not known.
+        """Return the seconds on the device from the end of the previous step to the end of this step; None if unknown.
 
         Call this after `finish`. The host cannot measure this time, because the next step begins before the host sees
-        the end of this one.
+        the end of this step.
         """
         if self._arrived is None or self._before is None:
             return None

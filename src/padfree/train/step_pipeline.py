@@ -144,7 +144,10 @@ def step_metrics(
     compute_seconds: Sequence[float] = (),
     memory_gib: float | None = None,
 ) -> dict[str, Any]:
-    """The metrics of one step. `compute_seconds`: compute time of each data rank, without waiting for other ranks."""
+    """Return the metrics of one step. `rates`: learning rates. `seconds`: duration of the step.
+
+    `compute_seconds`: compute time of each data rank, without the time spent waiting for other ranks.
+    """
     skipped = report.skipped or SkippedSamples()
     found = {
         "step": step,

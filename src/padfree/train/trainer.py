@@ -258,7 +258,7 @@ class Trainer:
     # Evaluations
 
     def _run_evaluation(self) -> None:
-        """Evaluate the current weights and write the metrics. If they are the best so far, keep a checkpoint."""
+        """Evaluate the current weights and write the metrics. Keep a checkpoint of the best evaluation so far."""
         if self.evaluate is None:
             return
         self.updates.finish()
@@ -291,9 +291,9 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Prepare the next update now, while the device runs the current one, if it does not depend on the current one.
+        """Prepare the next update while the device runs the current update, unless the next one depends on its result.
 
-        In RL, an update can depend on the one before it: the updated model may have to generate the responses of the
+        In RL, an update can depend on the previous one: the updated model may have to generate the responses of the
         next batch, or to compute their old log-probabilities.
         """
         self._prepared = None
@@ -417,7 +417,7 @@ def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
 
 
 def is_better(value: float, than: float, metric: str, better: Better) -> bool:
-    """Whether `value` is better than `than`. NaN is never better.
+    """Return whether `value` is better than `than`. NaN is never better.
 
     `better` says whether higher or lower values of `metric` are better.
     """

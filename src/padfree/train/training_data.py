@@ -186,7 +186,10 @@ def load_held_out(
 
 
 def _first(config: Config, samples: Samples) -> Samples:
-    """Return the samples of the first data rows. `eval.samples` limits them, and counts as `batch.samples` does."""
+    """Return the samples of the first data rows, as many rows as `eval.samples` allows.
+
+    A preference pair counts as two samples of `eval.samples`; any other row counts as one.
+    """
     assert config.eval.samples is not None
     starts, size = row_starts(config.loss, config.rollout, samples), config.loss.task.group_size
     count = starts[min(config.eval.samples // size, len(starts) - 1)]
@@ -201,7 +204,10 @@ def longest_of(samples: Samples) -> int:
 
 
 def check_rollouts(config: Config, source: TrainingData) -> str | None:
-    """Raise an error if no group of given rollouts has a learning signal; return a note if only some have one."""
+    """Check the rollouts of the data files for a learning signal, i.e. for advantages that are not 0.
+
+    Raise a `UserError` if no group of rollouts has a signal. Return a note if some groups have none.
+    """
     if config.loss.task.in_rows or config.rollout.source is not None:
         return None
     samples = [sample for sample in source.samples if isinstance(sample, Sample)]
@@ -212,7 +218,10 @@ def check_rollouts(config: Config, source: TrainingData) -> str | None:
 
 
 class PrepareSample:
-    """Adds the model's rotary positions to a sample with images. Pickling stores only the name of the model."""
+    """Adds the model's rotary positions to a sample with images.
+
+    The object holds only the model's name, so that it can be pickled; each process loads the model without weights.
+    """
 
     def __init__(self, path: str, trust_remote_code: bool) -> None:
         self.path, self.trust_remote_code = path, trust_remote_code

@@ -26,7 +26,7 @@ from padfree.train.training_data import open_tokenizer
 
 
 def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: Any) -> Iterator[str]:
-    """Raise an error if the tokenizer of a model gives a token another id than `tokenizer`, the run's.
+    """Raise an error if a model's own tokenizer gives a token another id than the run's `tokenizer` does.
 
     `names`: for each setting that names a model, the model's name. Yield a note for each model without a tokenizer.
     """

@@ -28,7 +28,7 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics of the groups that the batch trains on.
 
-    `failed`: the numbers of failed episodes and of failed groups, among all that were requested for the batch.
+    `failed`: the number of failed episodes, and of groups with a failed episode, of all that the batch requested.
     """
     metrics: dict[str, float] = {}
     if settings.has_episodes:
@@ -53,7 +53,10 @@ def batch_metrics(
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Return metrics of a batch's episodes: means of the episodes' own metrics, and sums of counters of API calls."""
+    """Return metrics of a batch's episodes: means of the metrics that the environment gives, and sums of API calls.
+
+    Only an agent program (`rollout.agent`) makes API calls; they are counted by kind.
+    """
     leaves = [leaf for one in played for leaf in one.leaves]
     metrics = {
         "episodes": float(len(played)),
@@ -71,7 +74,7 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
 
 
 def _added(leaf: Leaf) -> int:
-    """Return the number of tokens that the environment added after the first turn."""
+    """Return the number of tokens that the environment added to an episode's path `leaf` after the first turn."""
     return int((~leaf.sampled[int(leaf.sampled.argmax()) :]).sum())
 
 
@@ -84,11 +87,11 @@ def queue_metrics(
     dropped: int,
     sampler: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the ages of the tokens, and the state of the queue, for a batch that is trained at policy version
-    `version`.
+    """Return metrics of a batch that the sampler has sampled ahead of training: token ages, and state of the queue.
 
-    The age of a token is the number of optimizer steps since it was sampled. `oldest`: the maximum age that the run
-    allows. `waiting`: the numbers of finished and of unfinished groups in the queue.
+    The age of a token is `version`, the policy version at which the batch is trained, minus the version that sampled
+    the token. `oldest`: the maximum age that the run allows. `waiting`: the numbers of finished and of unfinished
+    groups in the queue. `dropped`: the number of groups that were sampled again because their tokens were too old.
     """
     ages = version - np.concatenate([one.versions for group in groups for one in group.episodes])
     assert ages.min() >= 0, "a token is newer than the current policy version"
@@ -128,7 +131,7 @@ class ResponseExamples:
             ) from error
 
     def _before(self, batch: int) -> list[str]:
-        """Return the complete lines of batches before `batch`."""
+        """Return the lines of the file that belong to batches before `batch`, without a line that a kill cut off."""
         kept: list[str] = []
         if self.path.exists():
             with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may contain other line breaks
@@ -148,7 +151,7 @@ class BatchFiles:
         self._decode, self._writes = decode, writes
 
     def write_responses(self, batch: int, groups: Sequence[RolloutGroup], *, with_turns: bool) -> None:
-        """Write one line per group: the first leaf of its first episode."""
+        """Write one line per group of rollouts: the text of its first episode (of the first path if it branches)."""
         if self._writes:
             self._responses.write(batch, [self._line(group, with_turns) for group in groups])
 

@@ -85,7 +85,7 @@ POLL = 0.2
 
 
 class Collector:
-    """Turns groups of prompts into samples with rewards: has episodes sampled, and computes their rewards."""
+    """Turns groups of prompts into samples with rewards: it lets the sampler sample episodes, and scores them."""
 
     def __init__(
         self,
@@ -107,8 +107,9 @@ class Collector:
         """Create a collector of rollouts.
 
         `loss` gives the temperature and the updates per batch, `run` the seed, the steps and the folder. `sampler` is a
-        `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts`: all prompts of the run, for
-        `rollout.filter`. `vocabulary`: the number of embeddings, which limits the token ids that environments may add.
+        `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts`: all prompts of the run, from which
+        `rollout.filter` takes replacements for groups whose rewards are all equal. `vocabulary`: the number of
+        embeddings of the model; environments may add only token ids below this number.
         `chat` renders the messages of environments, and `images` reads their images. `response_log` stores responses
         until a checkpoint holds them.
         """
@@ -131,10 +132,10 @@ class Collector:
     # The queue
 
     def next(self, batcher: Batcher, trained: PreTrainedModel, step: int) -> tuple[int, list[Sample]] | None:
-        """Return the number and the samples of the next batch, or None after the last.
+        """Return the number and the samples of the next batch, or None after the last batch.
 
-        `batcher` gives the groups of the batches, and `trained` the weights to sample from. `step`: updates made so
-        far.
+        `batcher` yields the groups of prompts of each batch. `trained`: the model whose weights sample the responses.
+        `step`: the number of updates made so far.
         """
         with compute_copies(trained):  # a sampler in this process may share the copies while it samples
             self._fill(batcher, trained, step)
@@ -144,7 +145,10 @@ class Collector:
             return number, self.take(number, version=step)
 
     def resume(self, batcher: Batcher, trained: PreTrainedModel, step: int, *, remaining: int) -> None:
-        """After a resume, start to sample ahead. `remaining`: updates that the batch in training still has."""
+        """Start to sample ahead of training after a resume; do nothing if `rollout.staleness` is 0.
+
+        `step`: the number of updates made so far. `remaining`: the number of updates left in the batch in training.
+        """
         if self._async:
             with compute_copies(trained):
                 self._fill(batcher, trained, step, remaining)
@@ -247,10 +251,10 @@ class Collector:
         reward: Reward | None = None,
         on_sampling: OnSampling = lambda done, total: None,
     ) -> list[EpisodeOutcome]:
-        """Play one evaluation episode for each prompt of the groups. Return the outcomes in the order of the prompts.
+        """Play all episodes of the groups for an evaluation. Return their outcomes, ordered by group and episode.
 
-        `keys`: random keys of the episodes. `reward` replaces the reward function of the run. A failed episode has
-        reward 0.
+        `keys`: one random key for each episode, in the same order. `reward`, if given, replaces the reward function of
+        the run. A failed episode has reward 0.
         """
         self.sampler.update_weights(trained, version)
         queued = QueuedBatch(0, groups, self.settings, version=version, prompts=self._prompts, seed=self._run.seed)
@@ -335,7 +339,7 @@ class Collector:
     def _play(
         self, queued: QueuedBatch, watch: Watcher | None = None, reward_workers: RewardWorkers | None = None
     ) -> str | None:
-        """Play all requested episodes now. Return an error message, or None."""
+        """Play the batch's requested episodes now (staleness 0). Return an error message, or None without an error."""
         plays = queued.take_plays()
         watch = watch or self._watcher(queued, plays)
         seconds = self._writer.reward_seconds
@@ -351,7 +355,10 @@ class Collector:
         return None if self.response_log is None else self.response_log.failure
 
     def _finished(self, queued: QueuedBatch) -> Outcomes:
-        """Finish all episodes of a batch. Request more groups as long as the filter needs them."""
+        """Wait for or play all episodes of a batch, and return their outcomes, keyed by episode number.
+
+        As long as `rollout.filter` needs more groups whose rewards differ, further groups are requested.
+        """
         while True:
             error = self._wait(queued) if self._async else self._play(queued)
             try:
@@ -367,10 +374,10 @@ class Collector:
                 return outcomes
 
     def _wait(self, queued: QueuedBatch) -> str | None:
-        """Wait until this rank's episodes are finished, or the sampler is stuck. Return an error message, or None.
+        """Wait until this rank's episodes are finished, or no server has the weights. Return an error message, or None.
 
-        `sampler.stuck` is read without the lock `self._change`. With this lock, it could deadlock with a thread of the
-        sampler, which may hold the sampler's lock and wait for `self._change`.
+        `sampler.stuck` is read without holding the lock `self._change`. Otherwise there could be a deadlock: a thread
+        of the sampler may hold the sampler's own lock and wait for `self._change`.
         """
         while not self.sampler.stuck:
             with self._change:
@@ -392,8 +399,8 @@ class Collector:
     ) -> dict[int, EpisodeOutcome] | None:
         """Return the outcomes of the episodes of all ranks, keyed by episode number.
 
-        If a stuck sampler left episodes of a rank unfinished, the result is None. An error on one rank is raised on all
-        ranks. `model`: whether the reward model computes its rewards now.
+        The result is None if episodes of a rank are unfinished, because no server has the current weights. An error on
+        one rank is raised on all ranks. `model`: whether a reward model, if the run has one, computes rewards now.
         """
         with self._timed("waiting"):
             by_rank = self._gathered((error, bool(queued.missing)))

@@ -1,13 +1,14 @@
 """Checkpoint state of the queued batches (`rollout.staleness` above 0). It is a dict:
 
-    "queue"            for each finished episode: batch, number, failure and leaves (length, reward, text, ...);
-                       for each partial response: batch, number and "begun" (its length, ...)
+    "queue"            for each finished episode: numbers of batch and episode, failure, and leaves, the sequences that
+                       become samples (length, reward, text, ...);
+                       for each partial response: numbers of batch and episode, and "begun" (its length, ...)
     "queue/tokens"     [Σn] token ids of all leaves and partial responses, concatenated
     "queue/logprobs"   [Σn] log-probabilities of these tokens
     "queue/versions"   [Σn] policy versions of these tokens, -1 for tokens that were not sampled
-    "queue/routes"     [Σr, R, k] routes of the leaves and partial responses that have routes, concatenated
-    "queue/counts"     [Σn] lengths of the lists of their kept sets, and "queue/ids" [ΣK]: the lists (`KeptSets`);
-                       absent if no softmax was truncated
+    "queue/routes"     [Σr, R, k] the experts of each token of the leaves and partial responses that recorded them
+    "queue/counts"     [Σn] and "queue/ids" [ΣK]: for each token, the ids from which truncated sampling drew the token,
+                       as the length of the list and the list (`KeptSets`); absent if no softmax was truncated
     "queue/of"         the name of the environment; the episodes of another environment are not restored
 
 Unfinished episodes of an environment are not stored: the state of their tools cannot be saved.
@@ -131,7 +132,7 @@ def _length(routes: Routes | None) -> int:
 
 
 def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterator[Routes | None]:
-    """Return the routes of each leaf or partial response; None for a length of 0."""
+    """Split the stored routes (the experts of each token) by the lengths of the sequences; None for a length of 0."""
     if stored is None:
         return iter([None] * len(lengths))
     parts = np.split(stored.numpy(), np.cumsum(lengths)[:-1])

@@ -55,7 +55,7 @@ class EpisodeOutcome:
 
     @property
     def reward(self) -> float:
-        """Mean reward of the leaves; 0 if the episode failed."""
+        """The mean reward of the episode's leaves (the sequences that become samples); 0 if the episode failed."""
         return sum(self.rewards) / max(len(self.rewards), 1)
 
 
@@ -68,9 +68,10 @@ Stored = tuple[int, int, Played | Response]
 
 
 class QueuedBatch:
-    """A queued batch. The episodes of this rank are keyed by their number in the batch.
+    """A batch in the collector's queue: its groups of prompts, and the episodes that this rank plays for them.
 
-    `groups` are first the batch's own groups, then spare ones. The first `num_requested` of them were requested.
+    `groups` holds the batch's own groups, then spare ones. The first `num_requested` groups were requested from the
+    sampler. `missing`, `partial` and `played` hold this rank's episodes, by the number of the episode in the batch.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class QueuedBatch:
         }
 
     def stored(self) -> list[Stored]:
-        """Return the values of this rank's episodes that a checkpoint stores."""
+        """Return what a checkpoint stores of this rank: its finished episodes, and the partial responses so far."""
         begun = {number: partial for number, partial in self.partial.items() if len(partial.tokens)}
         known: dict[int, Played | Response] = {**self.played, **begun}
         return [(self.batch, number, one) for number, one in known.items()]
@@ -160,10 +161,9 @@ class QueuedBatch:
         ]
 
     def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
-        """Return the groups to train on: as many as the batch has of its own. Groups with a failed episode are left
-        out.
+        """Return the groups to train on. Raise a `UserError` if every group has a failed episode.
 
-        Raise a `UserError` if every group has a failed episode.
+        As many groups are chosen as the batch has of its own; then groups with a failed episode are left out.
         """
         order = list(range(self._wanted))
         if self._filtered:
@@ -190,12 +190,16 @@ class QueuedBatch:
         ]
 
     def num_failed(self, outcomes: Outcomes) -> tuple[int, int]:
-        """Return the numbers of failed episodes and of groups with a failed episode, among the requested ones."""
+        """Return two counts over the requested groups: failed episodes, and groups with a failed episode."""
         failed = [sum(outcomes[number].failure is not None for number in group.numbers) for group in self.requested]
         return sum(failed), sum(map(bool, failed))
 
     def metrics(self, outcomes: Outcomes) -> dict[str, float]:
-        """Return the metrics of `rollout.filter`: how many groups were requested, equal, or more than needed."""
+        """Return the metrics of `rollout.filter`; {} if the run does not filter.
+
+        The metrics are the numbers of groups that were requested, whose rewards are all equal, and whose rewards differ
+        but that the batch does not need.
+        """
         if not self._filtered:
             return {}
         different = sum(self._signals(outcomes))
@@ -238,8 +242,9 @@ class KnownEpisodes:
     """Episodes and responses that were sampled before a resume, from the checkpoint and from the response log."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """`oldest`: maximum age of a token, in optimizer steps. `continues`: whether the sampler continues partial
-        responses.
+        """`oldest`: the maximum age of a token, in optimizer steps.
+
+        `continues`: whether the sampler continues partial responses. If not, logged partial responses are ignored.
         """
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
@@ -249,7 +254,7 @@ class KnownEpisodes:
         self.restored = {(batch, number): one for batch, number, one in stored}
 
     def find(self, batch: int, group: RolloutGroup, *, version: int) -> dict[int, Played | Response]:
-        """Return the known episodes and responses of a group, keyed by episode number.
+        """Return the group's episodes and responses that were sampled before a resume, keyed by episode number.
 
         `version`: the policy version at which the group is trained. If a token would then be too old, the result is
         empty, and the group counts as dropped.
@@ -273,7 +278,7 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return two counts since the last call: dropped groups, and responses from the log."""
+        """Return two counts since the last call: groups dropped for too old tokens, and reused logged responses."""
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

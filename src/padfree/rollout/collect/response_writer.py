@@ -1,4 +1,4 @@
-"""Play single-turn episodes, which consist of a prompt, a response and a reward. They need no coroutines.
+"""Play single-turn episodes, which consist of a prompt, a response and a reward.
 
     play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
     begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
@@ -36,7 +36,10 @@ REWARD_THREADS = 64
 
 
 class ResponseWriter:
-    """Samples responses and computes their rewards. Its methods are those of `EpisodeRunner`."""
+    """Plays single-turn episodes: samples responses and computes their rewards.
+
+    The class has the same public methods as `EpisodeRunner`, which plays episodes of an environment.
+    """
 
     def __init__(
         self, sampler: Sampler, chat_tokenizer: ChatTokenizer, reward_workers: RewardWorkers, settings: RunnerSettings
@@ -59,9 +62,10 @@ class ResponseWriter:
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """Play `plays` and return the results in order. Every rank calls this method with its own episodes.
+        """Play the episodes `plays` and return their results in the same order. Each rank passes its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers`, if given, replaces the workers of this writer.
+        `gather` gathers an object from all ranks. `reward_workers`, if given, compute the rewards instead of the
+        workers of this writer. `watch`: callbacks for progress and responses.
         """
         reward_workers, watch = reward_workers or self._reward_workers, watch or Watcher()
         responses = {play.number: play.partial for play in plays if play.partial is not None}
@@ -87,7 +91,7 @@ class ResponseWriter:
         return played
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Append `plays` to the queue of the sampler, an `AsyncSampler`, and return without waiting.
+        """Append the episodes `plays` to the queue of the sampler, an `AsyncSampler`, and return without waiting.
 
         `watch`: callbacks for responses and finished episodes.
         """

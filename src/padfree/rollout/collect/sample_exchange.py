@@ -86,10 +86,10 @@ class LeafFacts:
 def facts_of(
     played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None, images: Sequence[Image] = ()
 ) -> list[tuple[LeafFacts, ...]]:
-    """Describe the leaves of the episodes of one group that this rank played.
+    """Describe the leaves (sequences that become samples) of the episodes of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt, which shows `images`. `shown`: the episode whose text is kept; None: no
-    text.
+    `prompt`: token ids of the group's prompt, which shows `images`. `shown`: the number of the one episode whose text
+    is included; None: no episode.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     shown_images = [images if leaf.images is None else leaf.images.images for _, leaf in leaves]
@@ -140,11 +140,12 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 def placeholder_leaves(
     facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
 ) -> list[Leaf]:
-    """Make leaves with placeholder token ids from descriptions (`facts`) of the leaves of one group on one rank.
+    """Make leaves (sequences that become samples) with placeholder token ids, from their descriptions `facts`.
 
-    `first`: the number of placeholder leaves made so far, so that no id is used twice. `routes`: a number for each
-    digest of a prompt's routes; new digests are added. Leaves whose prompts have different routes do not share the
-    prompt.
+    `facts` describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so far, so
+    that no placeholder id is used twice. `routes`: a number for each digest of a prompt's routes (the experts of its
+    tokens); new digests are added. Leaves whose prompts have different routes get different ids for the prompt, because
+    they cannot share it.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -180,9 +181,10 @@ def placeholder_leaves(
 def known_to_all(
     groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
 ) -> tuple[dict[int, Played], dict[int, int]]:
-    """Return the episodes of these groups with placeholder leaves, and the rank that played each episode. Collective.
+    """Return the episodes of all ranks for these groups, and the rank that played each episode. Collective.
 
-    The first `num_shown` groups keep the text of their first episode, for the log.
+    The leaves (sequences that become samples) of the returned episodes have placeholder token ids. Only the first
+    `num_shown` groups have text, that of their first episode, so that it can be written to `rollouts.jsonl`.
     """
     own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
     for index, group in enumerate(groups):
@@ -210,7 +212,10 @@ def known_to_all(
 
 
 class SampleStore:
-    """The tokens of a batch that this rank holds. All methods except `get` are collective."""
+    """Holds the real tokens of some samples of a batch on this rank, and exchanges tokens with other ranks.
+
+    All methods except `get` are collective.
+    """
 
     def __init__(
         self,
@@ -266,8 +271,10 @@ class SampleStore:
             start = end
 
     def _num_bytes(self, index: int) -> int:
-        """Return the number of bytes of a sample: 4 for each number of its tokens, log-probabilities and kept sets,
-        plus the bytes of its routes.
+        """Return the number of bytes that the exchange sends for a sample.
+
+        A token, a log-probability and each number of the kept sets (the ids from which each token was sampled) take 4
+        bytes. The bytes of the routes (the experts of each token) are added.
         """
         length, num_kept = self._lengths[index], self._num_kept[index]
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
@@ -312,10 +319,10 @@ def travelling(
     own: Mapping[int, Arrays],
     num_kept: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """Make samples with placeholder tokens able to fetch their real tokens later. Collective.
+    """Return the samples, which have placeholder tokens, as samples that can fetch their real tokens. Collective.
 
     `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
-    `num_kept[i]`: the number of ids in the kept sets of sample i.
+    `num_kept[i]`: the number of ids in the kept sets (the ids from which each token was sampled) of sample i.
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
@@ -333,10 +340,10 @@ def travelling_samples(
     owners: Mapping[int, int],
     own: Mapping[int, Played],
 ) -> list[Sample]:
-    """Make the samples of these groups, one for each leaf, able to fetch their real tokens later. Collective.
+    """Return the samples, which have placeholder tokens, as samples that can fetch their real tokens. Collective.
 
-    `owners`: the rank that played each episode. `own`: the episodes that this rank played. Both are keyed by episode
-    number.
+    `groups`: the groups of the samples; each leaf of their episodes has become one sample. `owners`: the rank that
+    played each episode, by episode number. `own`: the episodes that this rank played, by episode number.
     """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
@@ -380,7 +387,10 @@ def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
 
 
 def _arrays_of(received: NDArray[np.uint8], length: int, num_kept: int, kind: RouteKind | None) -> Arrays:
-    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes that were sent."""
+    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes that were sent.
+
+    `kind`: the shape per token and the dtype of routes (the experts of each token); None: no routes were sent.
+    """
     numbers = 2 * length + (length + num_kept if num_kept else 0)
     front, rest = np.split(received.copy(), [4 * numbers])
     tokens, logprobs, counts, ids = np.split(front.view(np.int32), [length, 2 * length, 3 * length])

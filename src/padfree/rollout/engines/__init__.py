@@ -55,10 +55,10 @@ def check_engine_name(name: str) -> None:
 
 
 def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score) -> Sampler:
-    """Make the sampler named by `rollout.engine`. If `rollout.staleness` is above 0, it is an `AsyncSampler`.
+    """Make the sampler named by `rollout.engine`, an `AsyncSampler` if `rollout.staleness` is above 0. Collective.
 
     `trained`: the model whose weights the sampler will receive. `score` computes the trainer's log-probabilities. A
-    sampler can compare them with its own, to verify that the weights have arrived. Collective.
+    sampler can compare them with its own log-probabilities, to verify that the weights have arrived.
     """
     name, staleness = config.rollout.engine, config.rollout.staleness
     sampler: Any
@@ -85,7 +85,7 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
 
 @contextmanager
 def _user_code(name: str) -> Iterator[None]:
-    """Turn an exception of the user's engine `name` into a `UserError`: it is not a bug in padfree."""
+    """Context manager that turns an exception of the user's engine `name` into a `UserError` about this engine."""
     try:
         yield
     except (UserError, PeerLostError, torch.OutOfMemoryError):
@@ -98,7 +98,10 @@ class CheckedSampler:
     """Wraps a user's sampler and checks its responses before they are used."""
 
     def __init__(self, sampler: Any, name: str, *, truncated: bool = False) -> None:
-        """`truncated`: whether the responses must have kept sets."""
+        """`name`: the import path of the user's engine.
+
+        `truncated`: whether the responses must have kept sets (the ids from which top-k, top-p or min-p drew a token).
+        """
         self._truncated = truncated
         self.sampler, self._name, self._what = sampler, name, f"rollout.engine: {name!r}"
         self._vocabulary = 0  # set by the first weight sync

@@ -1,8 +1,8 @@
 """vLLM servers: their routes, options and answers.
 
-The policy version of a response is that of the server's weights. It is read on the connection of the response, before
-and after it. Versions never repeat, and a connection does not survive a restart of the server. If both readings agree,
-all tokens were therefore sampled from the weights of this version.
+The policy version of a response is that of the server's weights. It is read twice, before and after the response, on
+the same connection as the response. Versions never repeat, and a connection does not survive a restart of the server.
+If both readings agree, all tokens were therefore sampled from the weights of this version.
 
 A pause of vLLM aborts the requests (mode `abort`), and the new weights prefill the partial responses. vLLM could also
 freeze requests and continue them afterwards (mode `keep`), but then later tokens would attend to keys and values of old
@@ -146,9 +146,10 @@ class VllmServer(HttpServer):
         return release
 
     async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any], release: str) -> None:
-        """Raise an error unless the server, which runs vLLM `release`, returns kept sets.
+        """Raise an error unless the server returns kept sets (the ids from which each token was sampled).
 
-        `options`: the server's `model_config`.
+        `options`: the server's `model_config`. `release`: the version of vLLM that the server runs. `setting`: the
+        setting that needs kept sets. `name`: the name of the served model.
         """
         if "return_sampling_mask" not in options:
             problem = f"{self.url} runs vLLM {release}, which does not return kept sets"
@@ -388,7 +389,11 @@ def _plain_sampling(temperature: float) -> dict[str, Any]:
 
 
 def _truncation_fields(request: SamplingRequest, sampling: SamplingSettings) -> dict[str, Any]:
-    """Return the request options that truncate the softmax. A greedy response takes one token of the softmax."""
+    """Return the request options that truncate the softmax; {} if the run does not truncate it.
+
+    A greedy response with truncation is requested with top-k 1, because a server that returns kept sets (the ids that
+    the truncation keeps) refuses temperature 0.
+    """
     truncation = sampling.truncation
     fields: dict[str, Any] = {}
     if truncation.min_new_tokens > request.num_earlier:
@@ -405,7 +410,7 @@ _OF_COMPLETIONS = ("prompt", "return_token_ids", "return_tokens_as_token_ids")
 
 
 def _generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request to `COMPLETIONS` as a request to `GENERATE`."""
+    """Convert the body of a request to the route `COMPLETIONS` into one for `GENERATE`, which returns kept sets."""
     sampling = {name: value for name, value in body.items() if name not in (*_OF_REQUEST, *_OF_COMPLETIONS)}
     return {
         **{name: body[name] for name in _OF_REQUEST if name in body},
@@ -418,7 +423,10 @@ def _generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
 def _kept_sets(
     choice: Mapping[str, Any], tokens: Sequence[int], request: SamplingRequest, sampling: SamplingSettings
 ) -> KeptSets:
-    """Return the kept sets of the tokens of a choice. Raise an error if a token is outside its set."""
+    """Return the kept sets (the ids from which each token was drawn) of `choice`, one response in vLLM's answer.
+
+    Raise an error if a token is outside its set.
+    """
     truncation = sampling.truncation
     if truncation.depends_on_logits:
         lists = choice["sampling_mask"]
@@ -435,7 +443,7 @@ def _kept_sets(
 
 
 def _generated(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Return the tokens and log-probabilities of a choice that `GENERATE` answered."""
+    """Return the tokens and log-probabilities of `choice`, one response in an answer of the route `GENERATE`."""
     if not isinstance(choice["logprobs"], dict):
         raise IncompleteError("no log-probabilities")
     return checked_tokens(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])

@@ -1,7 +1,7 @@
 """The vLLM side of a weight sync: a weight transfer engine, registered by the entry point `vllm.general_plugins`.
 
-A vLLM server uses it if it is started with `--weight-transfer-config '{"backend": "padfree"}'`. The trainer calls these
-routes of the server:
+A vLLM server uses this engine if the server is started with `--weight-transfer-config '{"backend": "padfree"}'`. The
+trainer calls these routes of the server:
 
     /init_weight_transfer_engine   {"transport": "group", "address", "port", ...}, or {"transport": "files"}
     /start_weight_update           begins vLLM's layerwise reload
@@ -52,9 +52,9 @@ def register() -> None:
 
 
 def add_version_routes(router: Any) -> None:
-    """Add vLLM's routes for the policy version to the `APIRouter` of a version that lacks them.
+    """Add vLLM's routes for the policy version to the `APIRouter` of a vLLM release that lacks them.
 
-    The version is that of one API server process. It is lost if the process restarts, like the weights.
+    One API server process stores the policy version in memory, so the version is lost if the process restarts.
     """
     from fastapi import Body
 
@@ -109,7 +109,7 @@ def _engine_class() -> type[Any]:
         _open = False
 
         def __init__(self, config: Any, vllm_config: Any, *others: Any) -> None:
-            """vLLM 0.24 gives its `parallel_config` instead of `vllm_config`, then only the model."""
+            """Create the engine. vLLM 0.24 passes its `parallel_config` in place of `vllm_config`, then the model."""
             super().__init__(config, vllm_config, *others)
             if not hasattr(self, "device"):
                 self.device = next(self.model.parameters()).device

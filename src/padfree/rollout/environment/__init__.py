@@ -5,10 +5,10 @@ episode_policy     Policy: the object through which an episode samples tokens
 calculator         a built-in environment: word problems with a calculator
 agent              runs a program as the environment (`rollout.agent`)
   command          the program's command line: placeholders for columns, and safety checks
-  gateway          serves the policy to such programs as an OpenAI-compatible API
+  gateway          serves the policy to agent programs as an OpenAI-compatible API
   listener         an HTTP server on the loopback address, with limits
   call_fields      the fields that an API call may have
-  calls            the API calls of a program as branches, token by token
+  calls            turns the API calls of a program into branches of its episode, token by token
 verifiers_episode  plays an environment of the verifiers package
 openenv_episode    plays an environment that an OpenEnv server provides
   responder        the policy for environments that keep messages, in this process

@@ -1,4 +1,4 @@
-"""A program as the environment: it is started for each episode and reaches the policy at `OPENAI_BASE_URL`.
+"""A program as the environment: the program is started for each episode, and calls the policy at `OPENAI_BASE_URL`.
 
     rollout.agent = ["python", "my_agent.py", "{question}"]
 

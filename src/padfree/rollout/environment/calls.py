@@ -62,7 +62,7 @@ class Context:
 
 
 class Calls:
-    """The API calls of one episode. Each call is a branch of the episode's tree of token ids."""
+    """Turns the API calls of one episode into branches of the episode's tree of token ids."""
 
     def __init__(self, tree: Tree, host: Host) -> None:
         self._tree, self._host, self._chat_tokenizer = tree, host, host.chat_tokenizer
@@ -148,9 +148,9 @@ class Calls:
         return Context(ids=[*parent.branch.ids, *new], text=text, messages=messages, parent=parent.branch, new=new)
 
     def _expected(self, messages: Sequence[Message]) -> _FinishedCall | None:
-        """Return the longest earlier call that these messages continue, or None.
+        """Return the earlier call that `messages` continue, or None; if there are several, the longest.
 
-        Messages continue a call if they begin with its messages and a response.
+        `messages` continue a call if they begin with the messages of that call, followed by a response.
         """
         longest, best = None, (0, False)
         for one in self._finished:
@@ -163,7 +163,7 @@ class Calls:
         return longest
 
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
-        """Return the context of a call that returns the answer of an earlier call as a parsed message, or None.
+        """Return the context of a call whose messages contain the answer of `earlier` as a parsed message, or None.
 
         `text`: the rendered conversation, which must begin with the conversation up to that answer.
 
@@ -193,6 +193,6 @@ class Calls:
 
 
 def _as_read(answer: Message) -> Message:
-    """Return a message as a chat template reads it: normalised like the messages of a conversation."""
+    """Return `answer`, a message that the policy wrote, in the form in which it is passed to the chat template."""
     asked = {"role": "user", "content": "?"}
     return read_conversation([asked, dict(answer)], "messages").messages[-1]

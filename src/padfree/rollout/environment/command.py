@@ -76,7 +76,7 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
             raise UserError(
                 "rollout.agent",
                 f"contains {{{name}}}, but {place} {has}",
-                f"{fix} (write braces that enclose no column twice)",
+                f"{fix} (write braces twice if they do not enclose a column)",
             )
         content = row[name]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
@@ -171,7 +171,7 @@ def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | 
 
 
 def _is_script(argument: str) -> bool:
-    """Whether an argument looks like the name of a file, such as `agent.py` or `./agent`."""
+    """Return whether an argument looks like the name of a file, such as `agent.py` or `./agent`."""
     return not argument.startswith("-") and not re.search(r"\s", argument) and ("." in argument or "/" in argument)
 
 
@@ -186,7 +186,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """Return the argument that `env -S` splits into several arguments; None if no column is in it."""
+    """Return the argument that `env -S` splits into several arguments, if it contains a placeholder of a column."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

@@ -107,9 +107,10 @@ class ChatTokenizer:
             )
 
     def shown(self, content: Sequence[Any], role: str, end: str) -> tuple[list[int], tuple[Image, ...]]:
-        """Return the token ids between two responses for a message with parts, and the images that they show.
+        """Return the token ids of a message with images that stands between two responses, and these images.
 
-        The arguments are those of `between`. The positions of images count from the first of the ids.
+        `content`: the parts of the message (texts and images). `role`, `end`: see `between`. The positions of the
+        images count from the first of the token ids.
         """
         if self.images is None or self._reader is None or self.chat is None:
             raise UserError(
@@ -189,7 +190,11 @@ class Host(Protocol):
     temperature: float
 
     def respond(self, path: tuple[int, ...], request: SamplingRequest) -> Awaitable[Response]:
-        """Sample a response. `path` identifies the turn and orders requests that are sampled together."""
+        """Sample a response to `request`.
+
+        `path`: the position of the turn in the episode's tree of turns. Requests that are sampled together are ordered
+        by `path`.
+        """
 
     def serve(self, tree: Tree) -> Awaitable[str]:
         """Serve the policy as an OpenAI-compatible API for the episode of `tree`, and return the URL."""
@@ -225,12 +230,12 @@ class Policy:
 
     @property
     def max_new_tokens(self) -> int:
-        """Number of tokens that can still be added to this branch, out of `rollout.max_new_tokens`."""
+        """The number of tokens, of `rollout.max_new_tokens`, that can still be added to this branch."""
         return 0 if self._full else self.tree.limit - len(self._branch.ids)
 
     @property
     def reward(self) -> float | None:
-        """Reward of this branch; None: it gets the reward of the trajectory."""
+        """The reward of this branch; None: the branch gets the reward that is passed to `trajectory`."""
         return self._branch.reward
 
     @reward.setter
@@ -342,9 +347,10 @@ class Policy:
     ) -> Trajectory:
         """Return the trajectory of the episode, i.e. all its leaves. An episode ends by returning it.
 
-        `reward`: the reward of branches without their own. If both are missing, `rollout.reward` computes the reward of
-        a leaf from its text, or from `answer`. `metrics` are averaged over the episodes of a batch and named
-        `environment/...`. `group_reward` replaces `reward` if the reward needs all episodes of the prompt.
+        A leaf is a branch that becomes a sample. `reward`: the reward of each leaf without a reward of its own. If
+        `reward` is None too, `rollout.reward` computes the reward of the leaf from its text, or from `answer` if given.
+        `metrics` are averaged over the episodes of a batch and named `environment/...`. `group_reward` is given instead
+        of `reward` if the reward needs all episodes of the prompt.
         """
         return Trajectory(
             tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}), group_reward=group_reward

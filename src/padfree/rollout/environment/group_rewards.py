@@ -25,7 +25,10 @@ Scored = tuple[float, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReward:
-    """Returned by an episode instead of a reward. `score` compares the `result` of all episodes of the prompt."""
+    """What an episode gives instead of a reward if the reward needs all episodes of its prompt.
+
+    `score` receives the `result` of each of these episodes, and computes their rewards.
+    """
 
     result: Any
     score: Callable[[Sequence[Any]], Awaitable[Sequence[Scored]]]

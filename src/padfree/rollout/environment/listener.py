@@ -2,18 +2,18 @@
 
     connection         head              key in the path          body            answer
     unauthenticated    10 s, 16 KiB      unknown: 404, closed     never read
-    authenticated      300 s, 16 KiB     known                    60 s, 16 MiB    60 s to receive it
+    authenticated      300 s, 16 KiB     known                    60 s, 16 MiB    60 s
 
-The times and sizes are the default limits of each part of a request. The bodies of all requests together take at most
-`ListenerLimits.bodies` bytes; further requests wait.
+The times and sizes are the default limits: for the client to send the head and the body, and to receive the answer. The
+bodies of all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
 
 Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
 headers) whose path has a known key. Until then, only its head is kept in memory. There are at most
-`ListenerLimits.unauthenticated` such connections. One more closes the oldest, so that a program that sends its head at
-once is always served.
+`ListenerLimits.unauthenticated` such connections. A further connection closes the oldest of them. A program that sends
+its head without delay is therefore always served.
 
-The application passes a function of type `Admit`. It decides by method and path, before the body is read, whether and
-how a request is answered.
+The application passes a function of type `Admit`. Before the body of a request is read, this function decides by method
+and path whether and how the request is answered.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ class Listener:
                 writer.transport.abort()
 
     def _make_space(self) -> bool:
-        """If there are too many connections, close the oldest unauthenticated one, or else the oldest idle one.
+        """Make space for a new connection, and return whether there is space.
 
-        Return whether a new connection has space.
+        If there are too many connections, the oldest unauthenticated one is closed, or else the oldest idle one.
         """
         total = len(self._unauthenticated) + len(self._idle) + len(self._busy)
         if len(self._unauthenticated) < self._limits.unauthenticated and total < self._limits.connections:

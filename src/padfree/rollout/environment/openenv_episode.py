@@ -7,8 +7,8 @@
     observation                                  user        <- one field of the observation, or the observation as JSON
     ...                                                         until `done`, the last turn, or no tokens are left
 
-Every episode has its own session at the server. Its reward is the sum of the rewards of its steps or, with
-`reward=last` in the address, the last of these rewards.
+Every episode has its own session at the server. The reward of an episode is the sum of the rewards of its steps or,
+with `reward=last` in the address, the last of these rewards.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Reward = Literal["sum", "last"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvServer:
-    """A server and how its actions and observations are read.
+    """The address of an OpenEnv server, and which fields of actions and observations hold their text.
 
     `action`, `observation`: the name of a field, `json` for the whole object, or None for the only text field.
     """
@@ -163,7 +163,9 @@ def _no_tools(tokenizer: ChatTokenizer) -> ToolCallParser:
 def _reset_arguments(prompt: Prompt) -> dict[str, Any]:
     given = prompt.row.get(RESET) or {}
     if not isinstance(given, Mapping):
-        raise UserError("data.path", f"{prompt.uid} has a column {RESET!r} that is not an object", "give an object")
+        raise UserError(
+            "data.path", f"{prompt.uid} has a column {RESET!r} whose value is not a JSON object", "give an object"
+        )
     return {str(key): value for key, value in given.items() if value is not None}
 
 
@@ -184,7 +186,10 @@ def _schema(url: str, name: str) -> Mapping[str, Any]:
 
 
 def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Return the fields that hold the text of an action and of an observation."""
+    """Return two names: of the field of an action that holds its text, and of the field of an observation.
+
+    `schema`: the schemas that the server gives. `name`: the environment, for messages.
+    """
     return (
         _field(schema["action"], server.action, "action", name),
         _field(schema["observation"], server.observation, "observation", name),
@@ -192,11 +197,17 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 
 
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
-    """Return the field of a schema that holds the text: the given one, else the only text field, else `json`."""
+    """Return the name of the field that holds the text, or `json` if the whole object is the text.
+
+    `given`: the field that the environment's address names. If it is None, the only text field of `schema` is taken, if
+    there is only one. `part` ("action" or "observation") and `name` (the environment) are for error messages.
+    """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
         known = ", ".join([*sorted(properties), JSON])
-        raise UserError(SETTING, f": the {part} has no field {given!r}", f"give {part}= one of {known}", value=name)
+        raise UserError(
+            SETTING, f": the {part} has no field {given!r}", f"set {part} in the address to one of {known}", value=name
+        )
     if given is not None:
         return given
     texts = [key for key, value in properties.items() if value.get("type") == "string"]

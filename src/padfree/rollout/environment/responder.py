@@ -4,7 +4,7 @@
     messages, tools            ->   context as token ids          ->   sampled from the policy
     message with tool calls    <-   text of the sampled ids       <-   ids, log-probabilities
 
-A request that continues an earlier response continues from its token ids (`Calls`).
+If the messages of a request continue an earlier response, the context keeps the token ids of this response (`Calls`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OverlongContextError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responded:
-    """A response of the policy to a request of an environment. `number`: its number in the episode, from 1."""
+    """A response of the policy to a request of an environment. `number`: counts the episode's responses, from 1."""
 
     context: Context
     turn: Turn

@@ -7,8 +7,8 @@ If an episode fails, the run ends or, with `rollout.on_failure=skip`, the result
 episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of an
 episode stops while it waits for tokens. An episode that ignores its cancellation is abandoned.
 
-`play` waits for its episodes. `begin` does not wait: its episodes are queued, start in this order, and run during
-training.
+`play` waits for the episodes that it gets. `begin` appends episodes to a queue and does not wait: they start in the
+order of the queue, and run during training.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ class EpisodeRunner:
         reward_workers: RewardWorkers | None = None,
         watch: Watcher | None = None,
     ) -> list[Played]:
-        """Play `plays` and return the results in order. Every rank calls this method with its own episodes.
+        """Play the episodes `plays` and return their results in the same order. Each rank passes its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers`, if given, replaces the workers of this runner.
+        `gather` gathers an object from all ranks. `reward_workers`, if given, compute the rewards instead of the
+        workers of this runner. `watch`: callbacks for progress.
         """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         free_slots = asyncio.Semaphore(self._settings.max_concurrent)
@@ -109,7 +110,10 @@ class EpisodeRunner:
         return playing.result()
 
     def begin(self, plays: Sequence[Play], watch: Watcher) -> None:
-        """Append `plays` to the queue and return without waiting. The sampler must be an `AsyncSampler`."""
+        """Append the episodes `plays` to the queue of episodes, and return without waiting for them.
+
+        The sampler must be an `AsyncSampler`. `watch`: callbacks, e.g. for finished episodes.
+        """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
 
         def ended(playing: Future[Any]) -> None:
@@ -155,7 +159,8 @@ class EpisodeRunner:
         """Play episodes and return the results in order. `source` samples their tokens.
 
         `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
-        when all have started, or one has failed. `compared`: groups whose rewards need all episodes of a prompt.
+        when all have started, or one has failed. `compared`: for each group of rollouts, its episodes on this rank, if
+        rewards may compare the episodes of a prompt.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -203,7 +208,10 @@ class _Session:
         free: Callable[[], None],
         compared: PlayGroup | None,
     ) -> None:
-        """`free` lets another episode start. `compared`: all episodes of the prompt, if the reward compares them."""
+        """`free`: a function to call at the end, which lets another episode start.
+
+        `compared`: the episodes of the prompt on this rank, if a reward may compare them.
+        """
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
         self.temperature = runner._settings.temperature
@@ -374,7 +382,7 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Whether the error is about a setting. Otherwise, it is about an argument that the environment passed."""
+    """Return whether the error is about a setting or a reward, not about an argument that the environment passed."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 

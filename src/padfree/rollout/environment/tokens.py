@@ -186,7 +186,7 @@ class Streams:
             self._sampler.renew()
 
     def _wait(self, episodes: Future[Any]) -> str | None:
-        """Wait until this rank's episodes have ended, or the sampler is stuck. Return an error message, or None."""
+        """Wait until this rank's episodes have ended, or no server has the weights. Return an error message or None."""
         ended = threading.Event()
         episodes.add_done_callback(lambda _: ended.set())
         while not ended.wait(POLL):

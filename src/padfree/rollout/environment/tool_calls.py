@@ -9,8 +9,8 @@
     brackets     [TOOL_CALLS][{"name": ..., "arguments": {...}}]               Mistral
     object       {"name": ..., "parameters": {...}}                            Llama 3.1 and later
 
-The chat template decides which format applies: it is the one in which the template writes a tool call. Without a valid
-tool call, the whole text is the content of the message.
+The format is the one in which the chat template of the model writes a tool call. Without a valid tool call, the whole
+text is the content of the message.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ READERS: dict[str, Reader] = {"tags": _tags, "brackets": _brackets, "object": _o
 
 
 class ToolCallParser:
-    """Turns the text of a response into a message. `turn` numbers the ids of its tool calls."""
+    """Turns the text of a response into an assistant message, in the tool-call format of the chat template."""
 
     def __init__(self, chat: ChatRenderer) -> None:
         self.format = _format_of(chat)
         self._read = READERS[self.format]
 
     def message(self, text: str, turn: int) -> Message:
-        """Return the assistant message that a program receives for the text of a response."""
+        """Return the assistant message that a program receives for the text of a response.
+
+        `turn`: the number of the response, which becomes part of the ids of its tool calls.
+        """
         plain: Message = {"role": "assistant", "content": text}
         found = read_calls(self._read, text)
         if found is None:
@@ -83,7 +86,7 @@ class ToolCallParser:
 
 
 def read_calls(read: Reader, text: str) -> Found | None:
-    """Return the tool calls in a text, or None if the text has no readable tool call."""
+    """Return the tool calls in a text, which `read` parses, or None if the text has no valid tool call."""
     try:
         found = read(text)
     except (ValueError, RecursionError):

@@ -68,7 +68,11 @@ class Branch:
         return self._array
 
     def write(self, response: Response) -> None:
-        """Append the tokens of a sampled response. Earlier tokens keep the routes that are already known."""
+        """Append the tokens of a sampled response.
+
+        `response.routes`, the experts of each token, also covers earlier tokens of the branch. Of these tokens, only
+        those whose experts were unknown get the routes of `response`.
+        """
         self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
         kept = [NO_IDS] * len(response.tokens) if response.kept is None else response.kept.arrays()
         self._append(response.tokens.tolist(), True, response.logprobs.tolist(), response.token_versions.tolist(), kept)
@@ -113,7 +117,11 @@ class Branch:
 
 
 class Tree:
-    """The branches of one episode. The first root starts with the prompt; calls of an agent may start other roots."""
+    """The branches of one episode.
+
+    A root is a branch that does not continue another one. The first root starts with the prompt. An API call of an
+    agent program that does not continue an earlier call starts another root.
+    """
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -128,7 +136,7 @@ class Tree:
         return len(self.prompt)
 
     def has_new_images(self, branch: Branch) -> bool:
-        """Whether the images of a branch are others than those of the prompt."""
+        """Return whether a branch shows other images than the prompt does."""
         return [id(image) for image in branch.images] != [id(image) for image in self.prompt.images]
 
     def fork(self, branch: Branch, at: int | None = None) -> Branch:
@@ -136,7 +144,7 @@ class Tree:
         return self.branches[-1]
 
     def begin(self, tokens: Sequence[int]) -> Branch:
-        """Start another root, with these tokens instead of the prompt, and return its branch."""
+        """Start another root, a branch that begins with `tokens` instead of the prompt, and return it."""
         self.branches.append(Branch(np.array(tokens, dtype=np.int64), path=(-len(self.branches),)))
         return self.branches[-1]
 
@@ -151,7 +159,10 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
-    """The result of an episode, made by `Policy.trajectory`. `reward` is for leaves without a reward of their own."""
+    """The result of an episode, made by `Policy.trajectory`.
+
+    `reward` is the reward of each leaf (a branch that becomes a sample) that has no reward of its own.
+    """
 
     tree: Tree
     reward: float | None = None
@@ -163,7 +174,11 @@ class Trajectory:
 def leaf_of(
     branch: Branch, text: str, reward: float | None, answer: str | None = None, *, images: LeafImages | None = None
 ) -> Leaf:
-    """Return the leaf of a branch. `images`: None if they are those of the prompt."""
+    """Return the branch as a leaf, i.e. a sequence that becomes a sample.
+
+    `reward`: None if a reward model computes it later. `answer`: the text to grade instead of `text`. `images`: the
+    images of the leaf; None: those of the prompt.
+    """
     return Leaf(
         images=images,
         tokens=np.array(branch.ids, dtype=np.int64),

@@ -114,7 +114,10 @@ def _cause(error: BaseException) -> str:
 
 @cache
 def client_class() -> Callable[[PolicyResponder], Any]:
-    """Return the subclass of the package's `Client` that calls a `PolicyResponder`. This imports the package."""
+    """Return a subclass of `Client` of the verifiers package, which this call imports.
+
+    In place of a server, the subclass calls a `PolicyResponder`, i.e. the policy of this process.
+    """
     clients, errors, types = (importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types"))
 
     class PolicyClient(clients.Client):  # type: ignore[misc, name-defined]  # the package is optional
@@ -168,7 +171,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
 
 
 def openai_message(message: Any) -> dict[str, Any]:
-    """Return a message of the package, an object or a dictionary, in OpenAI's format."""
+    """Return a message of the verifiers package, which is an object or a dict, as a dict in OpenAI's format."""
     given = message if isinstance(message, Mapping) else message.model_dump()
     kept = {key: value for key, value in given.items() if value is not None and value != []}
     kept.pop("thinking_blocks", None)

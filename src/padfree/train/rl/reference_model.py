@@ -40,7 +40,8 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class: computes the reference's log-probabilities of samples.
 
-    `every`: after this number of rollout batches, the reference takes over the weights of the policy; None: never.
+    `every`: the reference takes over the weights of the policy each time that this number of rollout batches has been
+    trained; None: never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -77,7 +78,7 @@ class ReferenceModel(ABC):
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters. The checkpointer restores the tensors separately."""
+        """Restore the number of finished batches, and whether a refresh was made. The checkpointer restores tensors."""
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 

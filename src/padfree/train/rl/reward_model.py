@@ -37,7 +37,10 @@ class ModelReward:
         self._positions = ModelLimits.of(scorer.model).positions
 
     def __call__(self, answers: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """Return for each response its score, or an error message if the reward model cannot read it."""
+        """Return the score of each response, or an error message if the reward model cannot read the response.
+
+        `answers`: pairs of a prompt and the text of a response to it.
+        """
         tokens = self._tokens(answers)
         readable = [one for one in tokens if not isinstance(one, str)]
         everybody = gather_objects(readable, self.scorer.mesh.loss.group, "the rewards of rollouts")
@@ -50,7 +53,10 @@ class ModelReward:
         return [one if isinstance(one, str) else next(own) for one in tokens]
 
     def _tokens(self, answers: Sequence[tuple[Prompt, str]]) -> list[NDArray[np.int32] | str]:
-        """Return the tokens of each prompt with its response, or an error message if the text cannot be encoded."""
+        """Return the tokens of each prompt with its response, or an error message if the text cannot be encoded.
+
+        `answers`: pairs of a prompt and the text of a response to it.
+        """
         # Use the prompt from before the policy's chat template was applied, because the reward model has its own.
         rows = [
             (prompt.asked or prompt.row.get("prompt", prompt.row.get("messages")), text) for prompt, text in answers

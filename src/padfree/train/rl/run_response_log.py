@@ -5,7 +5,7 @@ Without the log, a resumed run would have to sample again all responses since th
 complete, the parts before it are deleted.
 
 A resumed run reuses a logged response only if it has the same weights and settings as the run that sampled the
-response. The beginning of each part records both: a fingerprint of the weights at this step, and a digest of all
+response. Therefore each part begins with a fingerprint of the weights at its first step, and with a digest of all
 settings that change what is sampled or trained.
 """
 
@@ -48,7 +48,8 @@ WITHOUT_EFFECT = (
 def settings_digest(made_with: Mapping[str, Any]) -> str:
     """Return a digest of `made_with`, the record of settings, model and data that a checkpoint stores.
 
-    The settings in `WITHOUT_EFFECT` are left out.
+    A resumed run reuses logged responses only if their digest equals its own. The settings in `WITHOUT_EFFECT` are left
+    out of the digest, because they change what is sampled or trained by rounding errors at most.
     """
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})

@@ -40,7 +40,7 @@ class SamplerAgreement:
             if self._on_note is not None:
                 warnings.warn(
                     f"rollout.exact: true, but log-probabilities of sampler and trainer differ by {difference:.3g} on "
-                    f"average in step {step}; padfree check --sampler names the operator",
+                    f"average in step {step}; run padfree check --sampler to find the operator that differs",
                     PadfreeWarning,
                     stacklevel=2,
                 )

@@ -8,10 +8,11 @@ or `[1, L]`, with explicit positions. This works because all layers but attentio
 `padfree.model.probe` verifies. Prompts with images are prefilled as in training.
 
 Attention gets its context (cache, slots, packs) as an argument of the forward pass. Before each layer, outside of
-compiled code, the context is narrowed to that layer, so that all layers share one compiled graph.
+compiled code, the context is replaced by the part that belongs to this layer, so that all layers share one compiled
+graph.
 
-With `exact`, layers run the kernels of the trainer (`exact`, `exact_attention`): they are compiled as in training, and
-decode attention is the trainer's kernel with one query per slot.
+With `exact=True`, the model computes the bits of the trainer (`rollout.exact`): layers are compiled as in training, and
+decode attention is a kernel with the bits of the trainer's attention (`exact_attention`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeLayer:
-    """Attention context of one layer in a decode step."""
+    """What attention needs in one layer of a decode step: the layer's cached keys and values, and the slots."""
 
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
@@ -56,7 +57,7 @@ class _DecodeLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PrefillLayer:
-    """Attention context of one layer for a pack of prompts."""
+    """What attention needs in one layer to prefill a pack of prompts: the layer's cache, and where to store keys."""
 
     keys: Tensor
     values: Tensor
@@ -66,7 +67,7 @@ class _PrefillLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """Attention context of one layer in the pass that finds out the shapes of its keys and values."""
+    """What attention needs in one layer of the first forward pass, which finds the shapes of keys and values."""
 
     shapes: list[LayerShape]
     packed: AttnContext
@@ -90,7 +91,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Whether a CUDA graph can capture a decode step, i.e. whether the launched kernels do not depend on the tokens.
+    """Return whether a CUDA graph can capture a decode step: the launched kernels must not depend on the tokens.
 
     Experts whose weights are not stacked into one tensor cannot be captured, because a step skips unused experts.
     """
@@ -247,7 +248,7 @@ def _cached_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with padfree's KV cache, called through HF's attention interface. Return [1, T, H, dv] and None.
+    """Compute attention with padfree's KV cache, for HF's attention interface: return output [1, T, H, dv] and None.
 
     Unsupported arguments are rejected by `padfree.model.interface.attention` during prefill, so that decode steps need
     no check.

@@ -35,8 +35,8 @@ class Decoder(DecodeSteps):
     ) -> list[Response]:
         """Return one response for each request, in order.
 
-        `on_tokens`, if given, receives new tokens after every burst of steps. The host then waits for the device after
-        every burst.
+        `on_tokens`, if given, receives new tokens after every burst (a few decode steps that the host starts at once).
+        The host then waits for the device after every burst.
         """
         self.statistics = DecodeStatistics()
         if not requests:
@@ -74,7 +74,9 @@ class Decoder(DecodeSteps):
 
 
 def _joined(prompt: Routes | None, steps: Routes) -> Routes | None:
-    """Return the routes (experts of each token) of a prompt and its response. That of the last token is unknown.
+    """Return the routes (the experts of each token) of a prompt and its response.
+
+    The route of the response's last token is unknown, because this token was never an input of the model.
 
     `prompt`: routes of the prompt without its last token; None if it has only one token. `steps` [m, R, k]: routes of
     the inputs of the m steps, which are the last token of the prompt and the response without its last token.

@@ -1,13 +1,16 @@
 """Experts of a sampling model with kernels whose shapes do not depend on the routes, for CUDA graphs.
 
-    hidden [T, D], choices [T, k], weights [T, k]                     T tokens, k of E experts each, R = T k rows
+For T tokens of width D and k of E experts each, there are R = T k rows, one for each pair of a token and an expert. The
+width inside an expert is I, and U is I or, with a gate, 2 I:
+
+    hidden [T, D], choices [T, k], weights [T, k]                     the input, and each token's experts and weights
     sort the rows by expert     order [R], starts [E + 1]             sorted row r is row order[r] of the choices
     up      [T, D] -> [R, U]    each row with its expert's weight     gathers token order[r] // k
     gate    [R, U] -> [R, I]    the module's own activation
     down    [R, I] -> [R, D]    writes row order[r]
     sum over the k experts of a token, times weights                  [T, D]
 
-4 tokens with 2 experts each, E = 3 and blocks of 2 rows:
+In this example, 4 tokens have 2 of E = 3 experts each, and a block has 2 rows:
 
     choices    0 1 | 1 2 | 1 0 | 1 2        order   0 5 | 1 2 4 6 | 3 7        starts   0 2 6 8
     blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and two programs without rows
@@ -32,7 +35,7 @@ from padfree.model.stacked_experts import stacked_experts
 
 
 def all_stacked(model: PreTrainedModel) -> bool:
-    """Whether the model has experts, and all of them are stacked weights."""
+    """Return whether the model has experts, and stores the weights of all experts of a layer as one stacked tensor."""
     stacked = set(stacked_experts(model))
     named = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
     return bool(stacked) and all(module in stacked for module in named)
@@ -45,7 +48,10 @@ def use_decode_experts(model: PreTrainedModel) -> None:
 
 
 def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    """The forward of a module of stacked experts: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]."""
+    """Return the output [T, D] of a module of stacked experts, in place of the module's own forward method.
+
+    `hidden` [T, D]: the input. `choices` and `weights` [T, k]: for each token, its k experts and their weights.
+    """
     own: Any = module
     top = choices.shape[1]
     order, starts = sorted_rows(choices, own.num_experts)
@@ -61,7 +67,10 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the rows of choices [T, k] by expert. Return `order` [R] and the start [E + 1] of each expert."""
+    """Sort the R = T k pairs of a token and a chosen expert by expert. `choices` [T, k]: the experts of each token.
+
+    Return `order` [R], the index of each sorted pair in `choices`, and the start [E + 1] of each expert's pairs.
+    """
     experts, order = torch.sort(choices.reshape(-1), stable=True)
     bounds = torch.arange(num_experts + 1, device=choices.device, dtype=experts.dtype)
     return order, torch.searchsorted(experts, bounds, out_int32=True)
@@ -77,7 +86,7 @@ def reference(
     scatter: bool,
     transposed: bool,
 ) -> Tensor:
-    """`grouped_linear` as a loop over the experts. The host reads `starts`."""
+    """Compute `grouped_linear` as a loop over the experts, for which the host must read `starts` from the device."""
     rows = x[order // gather] if gather else x
     out = rows.new_empty(len(order), weight.shape[2 if transposed else 1])
     ends = starts.tolist()

@@ -59,7 +59,7 @@ KEYS_STEP = 512
 
 @dataclass(slots=True, eq=False)
 class Buffers:
-    """Tensors that steps read and write, at fixed addresses. N: maximum number of requests."""
+    """Tensors that decode steps read and write, at fixed addresses. N: maximum number of requests in a call."""
 
     cache: KVCache
     slots: Tensor  # [F, L] int64
@@ -91,7 +91,7 @@ class DecodeStatistics:
 
 @dataclass(slots=True, eq=False)
 class StatusCopy:
-    """A copy of the status of all requests after a burst of steps, made asynchronously."""
+    """A copy on the host, made asynchronously, of how many tokens each response has and whether it has ended."""
 
     status: Tensor
     event: Any
@@ -111,7 +111,7 @@ class PlacedPrompt(NamedTuple):
 
 
 class DecodeSteps:
-    """The prefill and the steps of a `CachedModel`, and the device memory that they read and write."""
+    """Runs the prefill passes and decode steps of a `CachedModel`, and owns the device memory that they use."""
 
     def __init__(
         self,
@@ -149,15 +149,15 @@ class DecodeSteps:
         self._image_loader = ImageLoader()
 
     def forget_graphs(self) -> None:
-        """Drop all captured steps, because the weights have moved to other addresses.
+        """Drop the CUDA graphs of all steps, because the weights have moved to other addresses.
 
-        The memory pool of the steps is dropped too, because PyTorch does not capture into a pool that no graph uses.
+        The graphs' memory pool is dropped too, because PyTorch does not capture into a pool that no graph uses.
         """
         self._graphs.clear()
         self._pool = None
 
     def free(self) -> None:
-        """Free the buffers, which include the KV cache, and the captured steps."""
+        """Free the buffers, which include the KV cache, and the CUDA graphs of the steps."""
         self.forget_graphs()
         self._buffers = None
 
@@ -232,11 +232,14 @@ class DecodeSteps:
         return torch.zeros(num_requests, longest, *self.route_shape, dtype=dtype, device=self.device)
 
     def prompt_size(self, stored: int) -> int:
-        """Number of cache entries for a prompt with `stored` keys."""
+        """Return the number of cache entries for the `stored` keys of a prompt: whole pages if the cache has pages."""
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
-        """Number of cache entries for a response, which starts with a copy of the prompt's last, partial page."""
+        """Return the number of cache entries for a response to a prompt with `stored` keys.
+
+        If the cache has pages, the response starts with a copy of the keys on the prompt's last, partial page.
+        """
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
     def _max_capacity(self) -> int:
@@ -256,8 +259,8 @@ class DecodeSteps:
     def prefill(self, prompts: Sequence[PlacedPrompt]) -> list[Tensor | None]:
         """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        Each distinct image of a pass is encoded once. Return the routes of each prompt, on the device; None if routes
-        are not recorded.
+        Each distinct image of a pass is encoded once. Return the routes (the experts of each token) of each prompt, on
+        the device; None if they are not recorded.
         """
         assert self._buffers is not None
         routes: list[Tensor | None] = []
@@ -282,7 +285,10 @@ class DecodeSteps:
         return routes
 
     def copy_keys(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy keys and values inside the cache. `ranges`: first index, first index of the copy, and length."""
+        """Copy keys and values inside the cache.
+
+        `ranges`: for each range of cache indices, its first index, the first index of its copy, and its length.
+        """
         assert self._buffers is not None
         lengths = np.array([length for _, _, length in ranges], np.int64)
         if not lengths.sum():
@@ -315,7 +321,10 @@ class DecodeSteps:
             self._buffers.kept.step.zero_()
 
     def _capture(self, count: int) -> torch.cuda.CUDAGraph:
-        """Capture one step of `count` slots. The warm-up steps write nothing, because all slots are inactive."""
+        """Capture one decode step of `count` slots as a CUDA graph.
+
+        The warm-up steps before the capture store nothing, because all slots are inactive then.
+        """
         assert self._buffers is not None
         slots = self._buffers.slots
         kept = slots.clone()
@@ -381,7 +390,7 @@ class DecodeSteps:
         return tensor.to(self.device, non_blocking=True)
 
     def copy_status(self) -> StatusCopy:
-        """Start a copy of the status of all requests, to be read later."""
+        """Start to copy to the host how many tokens each response has, and whether it has ended. Do not wait."""
         assert self._buffers is not None
         status = self._buffers.status
         if self.device.type != "cuda":
@@ -394,7 +403,7 @@ class DecodeSteps:
 
 
 def _divided(prompts: Sequence[PlacedPrompt]) -> list[Sequence[PlacedPrompt]]:
-    """Divide prompts into passes of up to PREFILL_TOKENS tokens; a longer prompt gets a pass of its own."""
+    """Divide prompts into prefill passes of up to PREFILL_TOKENS tokens; a longer prompt gets a pass of its own."""
     passes: list[Sequence[PlacedPrompt]] = []
     while prompts:
         lengths = np.cumsum([len(prompt.sample) for prompt in prompts])
@@ -409,9 +418,10 @@ def rounded_up(value: int, step: int) -> int:
 
 
 def prefill_rows(tokens: int) -> int:
-    """Return the number of tokens, with padding, of an exact prefill pass for `tokens` tokens.
+    """Return the padded number of tokens of a prefill pass with `tokens` tokens, for `rollout.exact`.
 
-    The sizes of a pass are those at which matmuls were tried (`row_trial`): 1024, 2048, 4096 or a multiple of 8192.
+    A pass has 1024, 2048, 4096 or a multiple of 8192 tokens, because `row_trial` compares the bits of matmuls at these
+    sizes.
     """
     return next((size for size in PREFILL_ROWS if size >= tokens), rounded_up(tokens, PREFILL_TOKENS))
 

@@ -15,6 +15,8 @@ Slots share the whole pages of a prompt. The rest of the prompt is copied to the
     two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3
     own                                        pages 4: p b . .                   slot 1 sees pages 0 4
 
+For each of L slots, a decode step computes (`StepKeys`):
+
     place [L]        cache index where the new token's key is stored; for an inactive slot the last index of the cache
     table [L, m]     int32: the pages of each slot
     lengths [L]      int32: number of keys of each slot with the new one; 1 for an inactive slot
@@ -49,7 +51,10 @@ COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
 
 
 class StepKeys(NamedTuple):
-    """Which keys the L slots see in a decode step; see the module docstring."""
+    """Which cached keys each of L slots sees in a decode step.
+
+    `place`: the cache index of the new key. `table`: the pages of the slot. `lengths`: the number of its keys.
+    """
 
     place: Tensor  # [L] int64
     table: Tensor  # [L, m] int32
@@ -57,11 +62,11 @@ class StepKeys(NamedTuple):
 
 
 def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
-    """Return the keys of a decode step for `slots` [F, L]. All slots share it, in all layers.
+    """Return which keys each slot of `slots` [F, L] sees in a decode step. The result is the same for all layers.
 
     `capacity`: number of tokens in the cache, a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys of a
-    slot before the new one. A prompt begins at a multiple of `PAGE_SIZE`, and a slot's own tokens `STORED % PAGE_SIZE`
-    tokens after one.
+    slot before the new one. A prompt begins at the start of a page. A slot's own tokens begin on a page of the slot,
+    after the copied keys of the prompt's last, partial page.
     """
     assert capacity % PAGE_SIZE == 0
     active = slots[ACTIVE] != 0
@@ -106,9 +111,10 @@ def exact_decode_attention(
     longest: int,
     backend: str,
 ) -> Tensor:
-    """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
+    """Attend from the new token of each slot, with the bits of the trainer's attention backend.
 
-    Arguments: see `decode_attention` and `choose_backend`.
+    Return the output [L, H, dv], and store k and v in the cache. `backend`: see `choose_backend`. Other arguments: see
+    `decode_attention`.
     """
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
@@ -145,10 +151,10 @@ def has_bits_of_trainer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
+    """Return whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
 
-    `key_shape`: the number of key heads and their size. The first call compares random tokens on the device. It must
-    come before a step is captured.
+    `key_shape`: the number of key heads and their size. The first call compares random tokens on the device, so it must
+    be made before a decode step is captured as a CUDA graph.
     """
     heads, size = key_shape
     if backend != "fa4" or spec.softcap is not None or size & (size - 1) or dtype != torch.bfloat16:
@@ -163,7 +169,7 @@ def has_bits_of_trainer(
 def _compared(
     backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
 ) -> bool:
-    """Compare the outputs for all tokens of a pack with those of decode steps, one slot per token."""
+    """Return whether decode steps, with one slot per token, give all tokens of a pack the trainer's output bits."""
     from padfree.rollout.engines.in_process.triton_exact_attention import attend
 
     generator = torch.Generator(device).manual_seed(0)

@@ -150,7 +150,10 @@ def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
 
 
 def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, requested: str) -> str | None:
-    """Return why attention in a decode step gives other bits than the trainer's backend `requested`."""
+    """Return why attention in a decode step gives other bits than in training; None if it gives the same bits.
+
+    `requested`: the setting `model.attention`, which chooses the trainer's attention backend.
+    """
     config = text_config(model.config)
     num_heads = config.num_attention_heads
     key_shape = (
@@ -202,7 +205,11 @@ def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_row_invariant(module: nn.Module, device: torch.device) -> bool:
-    """Whether a module without children is a linear layer, an RMSNorm, elementwise, or found to be row-invariant."""
+    """Return whether a row of the module's output has the same bits for any number of rows.
+
+    `module` has no child modules. The result is True for linear layers (`row_trial` tries their matmuls), for RMSNorms
+    and for elementwise modules without weights. Other norms and activations are tried if `device` is a CPU.
+    """
     name = type(module).__name__
     if isinstance(module, LEAVES) or name.endswith("RMSNorm"):
         return True

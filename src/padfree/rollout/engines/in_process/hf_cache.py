@@ -80,7 +80,7 @@ Rounding changes them by less than 1e-5. A model that attends to a padding token
 def cache_use(model: PreTrainedModel) -> CacheUse:
     """Return the fastest `CacheUse` that gives the same results as sampling without cache and padding.
 
-    The choices are tried on a small copy of the model on the CPU.
+    The values of `CacheUse` are tried on a small copy of the model on the CPU.
     """
     with undisturbed(), torch.no_grad():
         copy = small_copy(model)
@@ -138,7 +138,7 @@ def write_responses(
     """Return one response for each request, in order, sampled `batch_size` at a time.
 
     The model must be in evaluation mode. `stops`: token ids that end a response. `use`: the result of `cache_use`.
-    `recorder` records the routes of the responses. `on_tokens` is called for every token at once.
+    `recorder` records the routes (the experts of each token). `on_tokens` receives each token as soon as it is sampled.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
@@ -286,9 +286,9 @@ def _responses(
 ) -> list[Response]:
     """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets of the first token of
-    all R requests, then of the second token, and so on. `routes`: the routes of the left-padded prompts and of all
-    sampled tokens but the last.
+    `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets (the ids from which a
+    token was sampled) of the first token of all R requests, then of the second token, and so on. `routes`: the routes
+    (the experts of each token) of the left-padded prompts and of all sampled tokens but the last.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
@@ -313,7 +313,9 @@ def _responses(
 
 
 def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
-    """Return the routes of a prompt and of the `length` tokens of its response. The route of the last is unknown.
+    """Return the routes (the experts of each token) of a prompt and of the `length` tokens of its response.
+
+    The route of the last token is unknown, because this token was never an input of the model.
 
     `routes`: the routes of the left-padded prompt and of the `num_steps` - 1 sampled tokens that were inputs. `prompt`:
     the number of tokens of the prompt.

@@ -30,7 +30,7 @@ BURST = 8
 
 @dataclass(slots=True, eq=False)
 class KeptBuffers:
-    """Tensors at fixed addresses, to which the decode steps of a burst write their kept sets."""
+    """Tensors at fixed addresses, to which decode steps write the kept sets (ids from which a token was sampled)."""
 
     step: Tensor  # [1] int64, the number of the next step of the burst
     owners: Tensor  # [BURST, 2, L] int64: the request and the position of the token of each slot
@@ -45,7 +45,11 @@ class KeptBuffers:
         )
 
     def write(self, mask: Tensor, request: Tensor, position: Tensor) -> None:
-        """Store the kept sets of a step. `mask` [l, V], `request` [l] and `position` [l] are for the first l slots."""
+        """Store the kept sets of a decode step for the first l slots.
+
+        `mask` [l, V]: the kept ids of the token in each slot. `request` and `position` [l]: the response that the token
+        belongs to, and its index in this response.
+        """
         count = len(mask)
         step = self.step % BURST  # the warm-up steps before a capture may exceed the burst; they are not read
         self.masks[:, :count].index_copy_(0, step, mask[None])
@@ -55,14 +59,20 @@ class KeptBuffers:
 
 @dataclass(slots=True, eq=False)
 class KeptTokens:
-    """The kept sets of the tokens of one call of `Decoder.sample`. They are read after every burst of steps."""
+    """Collects the kept sets (the ids from which a token was sampled) of all tokens of one call of `Decoder.sample`.
+
+    The sets are read from the device after every burst, i.e. after up to BURST decode steps.
+    """
 
     buffers: KeptBuffers | None
     owners: list[NDArray[np.int64]] = field(default_factory=list)
     parts: list[KeptSets] = field(default_factory=list)
 
     def read_burst(self, steps: int, occupied: int, no_request: int) -> None:
-        """Read the kept sets of a burst; this waits for the device. `no_request`: the request of inactive slots."""
+        """Read the kept sets of a burst of `steps` decode steps from the device. Only the first `occupied` slots count.
+
+        `no_request`: the request number that marks an inactive slot.
+        """
         if self.buffers is None:
             return
         owners = self.buffers.owners[:steps, :, :occupied].transpose(1, 2).flatten(0, 1)  # [steps · occupied, 2]

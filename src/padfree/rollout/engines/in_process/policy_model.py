@@ -99,7 +99,7 @@ class PolicyModel:
                     module._buffers[name] = tensors[clean_name(f"{module_name}.{name}")].detach()
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Return persistent buffers, and parameters under all their names: tied ones have several."""
+        """Return the persistent buffers and the parameters by name. A tied parameter is included under each name."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         return {**names, **named_tensors(self.model)}
 
@@ -108,7 +108,7 @@ class PolicyModel:
 def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel, *, keep_adapters: bool = False) -> None:
     """Copy the weights of `trained`, which may be sharded or have adapters, to the whole model `copy`. Collective.
 
-    With `keep_adapters`, `copy` has the same adapters; otherwise they are merged.
+    With `keep_adapters`, `copy` has the same adapters as `trained`. Otherwise, adapters are merged into the weights.
     """
     targets = named_tensors(copy)
     for name, tensor in separate_tensors(trained) if keep_adapters else whole_tensors(trained):

@@ -50,7 +50,8 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
     """Return the distinct shapes of the linear layers and routers in `layers`, in their order.
 
-    A linear layer with a single output has the shape with which `padfree.model.block_matmuls` computes it.
+    A linear layer with a single output gets the shape of the padded matmul that computes it
+    (`padfree.model.block_matmuls`).
     """
     shapes: dict[MatmulShape, None] = {}
     for layer in layers:
@@ -101,17 +102,20 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The possible numbers of rows of decode steps, descending; or the reason why there are none."""
+    """The numbers of rows (slots, one token each) that a decode step may have, descending.
+
+    If no number is possible, `problem` says why.
+    """
 
     step_rows: tuple[int, ...]
     problem: str | None
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
-    """Choose the numbers of rows of decode steps, at which each matmul agrees with a pack (`agreeing`).
+    """Choose the numbers of rows that decode steps may have, so that every matmul has the same bits as in a pack.
 
-    The first chosen number is the smallest that is at least `num_slots`. If there is none, the result has the reason,
-    which names the matmul that disagrees.
+    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. The largest chosen number is the
+    smallest that is at least `num_slots`. If there is none, the result has the reason.
     """
     for shape, rows in agreeing.items():
         name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"
@@ -132,7 +136,7 @@ def candidates(num_slots: int) -> tuple[int, ...]:
 
 
 def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
-    """Try the matmuls of `layers` on the device, and choose the numbers of rows of decode steps."""
+    """Try the matmuls of `layers` on the device, and choose the numbers of rows that decode steps may have."""
     rows = (*PACK_ROWS, *candidates(num_slots))
     agreeing = {shape: _agreeing_on_device(shape, rows, device, dtype) for shape in matmul_shapes(layers)}
     return choose_rows(num_slots, agreeing)
@@ -146,7 +150,7 @@ MODULE_REFERENCE_ROWS = 4096
 
 @torch.no_grad()
 def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
+    """Return whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
 
     `module` may be on the meta device; a copy of it with random weights is tried. If the shape of its inputs is not
     known, the result is False.
@@ -168,7 +172,10 @@ def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """The shape of a row of the module's input: the shape of its weight, or any shape if its tensors are scalars."""
+    """Return the shape of a row of the module's input, or None if it is not known.
+
+    The shape is that of the module's weight. A module whose tensors are all scalars accepts any shape; it gets (64,).
+    """
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(tensor.numel() == 1 for tensor in tensors):
         return (64,)

@@ -115,7 +115,10 @@ class InProcessSampler:
         on_finished: OnFinished | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Response]:
-        """See `Sampler`. `on_tokens` receives tokens as they are sampled: one by one, or several at a time on a GPU."""
+        """Return the responses to this rank's requests, in order (see `Sampler.sample`).
+
+        `on_tokens` receives tokens as they are sampled: one by one, or several at a time on a GPU.
+        """
         begin = time.perf_counter()
         if self._decodes:
             decoder = self._decoder = self._decoder or self._made_decoder()
@@ -192,7 +195,7 @@ def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version
 
 
 def _hf_attention(model: PreTrainedModel) -> str:
-    """Return the name of an attention of transformers that gives correct results for this model.
+    """Return the name of an attention implementation of transformers that gives correct results for this model.
 
     Some versions of transformers silently ignore the soft cap in sdpa.
     """
@@ -213,9 +216,9 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _decodes(policy: PolicyModel) -> bool:
-    """Whether to use padfree's `Decoder`: on a GPU, and for vision-language models.
+    """Return whether to sample with padfree's `Decoder`: on a GPU, and for vision-language models on any device.
 
-    If the model is on a GPU and the decoder does not support it, warn and return False.
+    If a model on a GPU is not supported by the decoder, warn and return False.
     """
     if family_of(policy.model) is not None:
         check_samples_images(policy.model)

@@ -9,7 +9,7 @@ In this example, 3 slots sample the responses a to e:
 
 A response keeps its slot until its last token. Then the next request gets the slot. If no request waits, the occupied
 slots are compacted. The host starts decode steps in bursts. While a burst runs, the host reads which responses ended
-with a stop token in the burst before. Which responses reach `max_new_tokens`, the host knows from counting steps.
+with a stop token in the previous burst. The host counts steps, so it knows which responses reach `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CachedPrompt:
 
     @property
     def position_shift(self) -> int:
-        """The position of the prompt's last token in the model, minus its index; not 0 only after images."""
+        """The rotary position of the prompt's last token, minus its index; 0 for a prompt without images."""
         positions = self.request.rotary_positions
         return 0 if positions is None else int(positions[0, -1]) - self.stored
 
@@ -81,7 +81,10 @@ class DecodeSlot:
 
     @property
     def partial_page(self) -> tuple[int, int, int]:
-        """The keys of the prompt's last, partial page: first index, first index of the slot's copy, and number."""
+        """The keys on the prompt's last, partial page, which are copied to the slot's own first page.
+
+        The tuple holds the cache index of the first key, the cache index of its copy, and the number of keys.
+        """
         assert self.prompt.start is not None
         length = self.own - self.start
         return self.prompt.start + self.prompt.stored - length, self.start, length
@@ -219,7 +222,7 @@ class SlotSchedule:
                 prompt.start = None
 
     def _arrange(self) -> None:
-        """Compact the occupied slots on the device and initialise the new ones."""
+        """Compact the occupied slots on the device, and initialise the slots of newly admitted requests."""
         num_slots = self.buffers.slots.shape[1]
         # For each slot: its previous index, whether it is new, and the fields of a new slot.
         table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)

@@ -44,7 +44,7 @@ _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMP
 
 
 def is_interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter. This is fixed when the module is imported."""
+    """Return whether these kernels run in Triton's interpreter, which is decided when the module is imported."""
     return not isinstance(_attend_kernel, triton.JITFunction)
 
 
@@ -188,7 +188,7 @@ def attend(
 ) -> Tensor:
     """Return the attention output [L, H, dv], and store k and v in the cache. Arguments: see `decode_attention`.
 
-    `span`: number of keys per split, a multiple of `BLOCK`. If it is None, it depends on the number of programs.
+    `span`: the number of keys per split, a multiple of `BLOCK`; None: chosen by the number of programs.
     """
     num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]

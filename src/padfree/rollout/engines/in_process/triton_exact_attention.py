@@ -38,7 +38,7 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 def is_interpreted() -> bool:
-    """Whether this kernel runs in Triton's interpreter. This is fixed when the module is imported."""
+    """Return whether this kernel runs in Triton's interpreter, which is decided when the module is imported."""
     return not isinstance(_attend_kernel, triton.JITFunction)
 
 

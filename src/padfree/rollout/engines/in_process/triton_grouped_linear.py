@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 def tiles_for(num_rows: int, num_experts: int, element_size: int) -> Tiles:
     """Choose the tiles. A block has space for twice the mean number of rows of an expert, from 16 to 128 rows.
 
-    A step with few rows is limited by reading the weights, so its blocks are narrow in rows and deep in stages.
+    A step with few rows is limited by reading the weights, so its blocks have few rows, but more pipeline stages.
     """
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(2 * num_rows, num_experts))))
     inner = 128 // element_size
@@ -98,7 +98,7 @@ def _multiply_kernel(
 
 
 def is_interpreted() -> bool:
-    """Whether this kernel runs in Triton's interpreter. This is fixed when the module is imported."""
+    """Return whether this kernel runs in Triton's interpreter, which is decided when the module is imported."""
     return not isinstance(_multiply_kernel, triton.JITFunction)
 
 
@@ -114,7 +114,10 @@ def multiply(
     *,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Return the products [R, N]. Arguments: see `grouped_linear`. `tiles` replaces the choice of `tiles_for`."""
+    """Return each of R rows multiplied with its expert's weight, [R, N]. Arguments: see `grouped_linear`.
+
+    `tiles`, if given, replaces the choice of `tiles_for`.
+    """
     num_experts, num_rows, inner_size = len(weight), len(order), x.shape[1]
     expert_stride, column_stride, inner_stride = weight.stride()
     if transposed:

@@ -6,9 +6,9 @@
     trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file
     server    Receiver.join        calls Receiver.tensors(form)                  receives it, or reads the file
 
-A bucket holds whole tensors, or the differences of tensors that the server has kept (`differences`): two tensors per
-region of a tensor, its positions and its values. With `keep`, the server keeps a copy of the whole tensors in its host
-memory, to apply later differences to it.
+A bucket holds whole tensors, or differences to tensors that the server has kept (`differences`). A difference takes two
+tensors: the positions and the values of the changed elements. With `keep`, the server keeps a copy of the whole tensors
+in its host memory, to which later differences are applied.
 
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
@@ -38,10 +38,11 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """Names, dtypes and shapes of the tensors of a bucket.
+    """Describes a bucket (tensors that are sent together): names, dtypes and shapes of its tensors.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: set if the
-    bucket holds the positions and values of these differences. `keep`: whether the server keeps a copy of the tensors.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: if given,
+    the tensors are the positions and values of these differences and not whole weights. `keep`: whether the server
+    keeps a copy of the tensors.
     """
 
     names: Sequence[str]
@@ -68,11 +69,11 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """Return the fields as JSON values, from which the server makes `BucketForm.of(transfer_info)`."""
+        """Return the fields as JSON values, from which `BucketForm.of` makes an equal object in the server."""
         return asdict(self)
 
     def _ends(self) -> list[int]:
-        """Return the offset in bytes at which each tensor ends, after a 0 for the beginning."""
+        """Return 0, and for each tensor of the bucket the offset in bytes at which the tensor and its padding end."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -89,7 +90,7 @@ class BucketForm:
 def join_group(
     store: Store, rank: int, world: int, *, backend: str, address: str, device: torch.device, timeout: float
 ) -> Any:
-    """Join a process group that is independent of the default one, and return it.
+    """Join a process group that is independent of torch.distributed's default process group, and return it.
 
     `store`: the rendezvous store. `world`: number of processes. `address`: the network address of this process.
     """
@@ -124,7 +125,10 @@ def address_towards(host: str, port: int) -> str:
 
 
 class Receiver:
-    """Receives buckets in a worker of a server. `device`: the device of the worker."""
+    """Receives buckets (weight tensors that are sent together) in a worker of a server.
+
+    `device`: the device of the worker.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Canary: verify that a server has the weights it was sent by comparing its log-probabilities with the trainer's.
+"""Canary: compare a server's log-probabilities with the trainer's, to verify that a weight sync reached the server.
 
     fixed sequences     f f f f f f | n n n     fixed tokens, scored at temperature 1; then new tokens that the server
                                                 samples at the temperature of the run
@@ -56,7 +56,7 @@ Floats = NDArray[np.float64]
 
 
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
-    """Return the fixed sequences of the canary, each of at most `longest` tokens.
+    """Return the fixed token sequences with which the canary checks weight syncs, each of at most `longest` tokens.
 
     The sequences are tokens of ordinary text. If the tokenizer cannot encode the text with ids of the model, or gives
     too few tokens, the sequences are random ids.
@@ -76,7 +76,7 @@ ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CanaryScores:
-    """Log-probabilities of the fixed tokens and of the sampled tokens, for all sequences concatenated."""
+    """Log-probabilities of all sequences, concatenated: those of the fixed tokens, and those of the sampled tokens."""
 
     fixed: Floats  # [n] of the fixed tokens
     sampled: Floats  # [m] of the sampled tokens
@@ -95,7 +95,10 @@ class CanaryScores:
 
 
 class Canary:
-    """Compares the log-probabilities of servers and trainer, and keeps them until the next weight sync."""
+    """Verifies a weight sync: compares the log-probabilities of each server with those of the trainer.
+
+    The log-probabilities are kept until the next weight sync, because one of the tests compares their changes.
+    """
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
         self.limit, self._api = limit, api

@@ -44,9 +44,10 @@ _STEP, *_FACTORS = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF5847
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionDifference:
-    """The new bits of a region of a tensor. Its positions and values are two tensors of the bucket, in this order.
+    """Describes the new bits of a region of a tensor.
 
-    The region has the shape `shape` and begins at the index `start` of the tensor `name`.
+    The region has the shape `shape` and begins at the index `start` of the tensor `name`. The positions and values of
+    the changed elements are two consecutive tensors of the same bucket (tensors that are sent together).
     """
 
     name: str
@@ -143,10 +144,10 @@ def checksum(bits: Tensor) -> int:
 
 
 def _mixed(words: Tensor, begin: int) -> Tensor:
-    """Return the sum of one value per word [n] int64. The value depends on all bits of the word and on its position.
+    """Return the sum of the hashes of the words [n] int64. A hash depends on the bits of a word and on its position.
 
-    The function of a word is that of the generator splitmix64, a bijection, so a change of one word changes the sum.
-    Additions and multiplications are modulo 2^64.
+    The hash function is that of the generator splitmix64. The function is a bijection, so a change of one word changes
+    the sum. Additions and multiplications are modulo 2^64.
     """
     mixed = torch.arange(begin, begin + len(words), device=words.device).mul_(_STEP).add_(words)
     for shift, factor in zip((30, 27), _FACTORS, strict=True):

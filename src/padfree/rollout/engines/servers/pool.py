@@ -10,7 +10,7 @@ weights any more. In the second case a restarted server must receive the weights
 requests again. A request gets exactly one response, because it is retried only after its connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again. With `continues`, it continues after its last token, otherwise it starts from the beginning.
+requested again: with `continues` from its last token on, otherwise from the beginning.
 `Pool.drain` waits until no response is in progress, so that the next weight sync interrupts none. If no server has the
 weights any more, the queue is `stuck` until the next weight sync.
 
@@ -79,7 +79,7 @@ class Gate:
         return self._changes
 
     def closed_since(self, ticket: int, *, times: int = 1) -> bool:
-        """Whether the gate closed `times` times or more since the ticket was issued."""
+        """Return whether the gate has closed at least `times` times since the ticket was issued."""
         return self._changes - ticket >= 2 * times - 1
 
 
@@ -136,7 +136,7 @@ class Pool:
         self.changed.set()
 
     async def drain(self) -> None:
-        """Start no request until `resume`, and wait for those in flight. Servers that hang are still detected."""
+        """Start no request until `resume`, and wait until none is in flight. Hanging servers are still detected."""
         self.draining = True
         while tasks := {task for state in self.states for task in state.in_flight}:
             await asyncio.wait(tasks)
@@ -233,7 +233,7 @@ class RequestQueue:
         return self._endless or (bool(self._requests) and not self._needs_weights())
 
     def _needs_weights(self) -> bool:
-        """Whether all servers that answer have restarted and lost the weights, so that a weight sync is needed."""
+        """Return whether all servers that answer have restarted and lost the weights, so a weight sync is needed."""
         states = self._pool.states
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 

@@ -1,6 +1,7 @@
 """The `Sampler` for inference servers.
 
-    update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary runs
+    update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary (a
+                      comparison of log-probabilities) verifies that each server has the weights
     sample            each rank sends its own requests; then all ranks check whether responses are missing
 
 Responses are missing if no server has the weights any more, e.g. because all have restarted. Then rank 0 waits until a
@@ -109,7 +110,10 @@ class ServerSampler:
 
     @contextmanager
     def _gate_closed(self) -> Iterator[None]:
-        """No request starts inside this context. With `rollout.on_update=finish`, none is in progress either."""
+        """Context manager inside which no request starts.
+
+        With `rollout.on_update=finish`, it first waits for the requests in progress.
+        """
         gate = self._pool.gate
         if self.on_update == "finish":
             self.loop.run(self._pool.drain())
@@ -128,7 +132,7 @@ class ServerSampler:
     def _send_weights(self) -> None:
         """Send the current weights to every server that can load them, and verify the result. Collective.
 
-        Raise an error unless at least one server succeeds.
+        Raise an error unless at least one server has received the weights and passed the check.
         """
         deadline = time.monotonic() + self.timeout
         ready: list[ServerApi] = []
@@ -177,10 +181,10 @@ class ServerSampler:
             await asyncio.sleep(1.0)
 
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
-        """Run the canary and return the servers that have the trainer's weights. Collective.
+        """Return the servers that have the trainer's weights, as the canary (a comparison of log-probabilities) shows.
 
-        On rank 0, an error message for each server that failed is added to `lost`, keyed by URL. If a server answers
-        but has other weights than the trainer, a `UserError` is raised, which ends the run.
+        Collective. On rank 0, an error message for each server that failed is added to `lost`, keyed by URL. If a
+        server answers but has other weights than the trainer, a `UserError` is raised, which ends the run.
         """
         scored: dict[str, ScoredSequences] = {}
         error = None
@@ -359,7 +363,7 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
 
 
 def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
-    """Return the request for the tokens that follow a partial response. This request has a key of its own."""
+    """Return the request for the tokens that follow a partial response. Its random key differs from `request.key`."""
     done = len(partial.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, partial.tokens]),

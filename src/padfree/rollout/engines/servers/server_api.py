@@ -4,7 +4,7 @@
     version                          the policy version of the server's weights; None if no run has sent weights
     complete, score                  sample a response; compute log-probabilities of given tokens
     pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
-    join, begin, bucket, finish      a weight sync (`buckets` defines a bucket)
+    join, begin, bucket, finish      a weight sync; a bucket is a group of weight tensors that are sent together
     command, environment             command line and environment variables of a server that a run starts
 
 An engine is one subclass, which implements the protocol of its servers. All coroutines run on one event loop. The code
@@ -46,7 +46,7 @@ class ServerLostError(RuntimeError):
 
 
 class FailedError(ServerLostError):
-    """A server returned an error. If `bucket` raises it, the server cannot load the weights."""
+    """A server returned an error. If `ServerApi.bucket` raises this error, the server cannot load the weights."""
 
 
 class LateError(ServerLostError):
@@ -158,8 +158,8 @@ class ServerApi(ABC):
     ) -> Completion:
         """Sample a response with the seed `request.key`. The key `GREEDY` means greedy decoding.
 
-        Tokens are sampled from the full softmax, or with `takes_truncation` from the one that `sampling.truncation`
-        truncates.
+        If the class has `takes_truncation`, tokens are sampled from the softmax as `sampling.truncation` truncates it
+        (top-k, top-p, min-p). Otherwise, tokens are sampled from the full softmax.
 
         All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
         and values only for requests with the same `salt` and version. `model`: the model's name on the server.
@@ -188,7 +188,10 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
-        """Call `Receiver.join(transfer_info, rank)` in each worker. This precedes the first bucket."""
+        """Call `Receiver.join(transfer_info, rank)` in each worker, to connect the worker to the trainer.
+
+        The trainer calls this method before it sends weights to a server for the first time, or after a restart.
+        """
 
     @abstractmethod
     async def begin(self) -> None:
@@ -212,7 +215,7 @@ class ServerApi(ABC):
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """Return the environment variables of a server that a run starts."""
+        """Return the environment variables that the engine needs in a server that a run starts."""
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
@@ -223,7 +226,7 @@ class ServerApi(ABC):
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
     def complete_name(self, sampling: SamplingSettings) -> str:
-        """Return the name of the `complete` call in messages."""
+        """Return how error messages name the call that samples a response, e.g. the route of the server."""
         return "complete"
 
     # Helpers for engines, and calls with checks

@@ -157,7 +157,7 @@ class Launcher:
             await asyncio.sleep(EVERY)
 
     async def _check(self, one: LaunchedServer) -> str | None:
-        """Call `LaunchedServer.check`. An exception becomes an error message, which the waiting thread raises."""
+        """Check a server (`LaunchedServer.check`). Return an error message, also if the check raises an exception."""
         try:
             return await one.check()
         except OSError as error:  # the process limit, or a full disk
@@ -196,7 +196,7 @@ def make_launcher(
 
 
 def _environment(devices: str) -> dict[str, str]:
-    """Return the environment of a server: that of this process, without torchrun's variables, and its devices."""
+    """Return the environment variables of a server on `devices`: this process's own, without those of torchrun."""
     kept = {
         name: value
         for name, value in os.environ.items()

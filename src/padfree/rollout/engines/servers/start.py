@@ -142,7 +142,7 @@ def active_truncation(settings: RolloutConfig, names: Iterable[str] = TRUNCATION
 
 
 def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
-    """Raise a `UserError` if the run truncates the softmax and the engine cannot."""
+    """Raise a `UserError` if the run truncates the softmax (e.g. by top-k), but the engine does not support this."""
     names = active_truncation(settings)
     if names and not api.takes_truncation:
         name = names[0].removeprefix("rollout.")
@@ -151,7 +151,11 @@ def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
-    """Whether weight syncs send differences. `adapters`: whether they send only adapters."""
+    """Return whether weight syncs send only the elements that have changed since the last weight sync.
+
+    Raise a `UserError` if `rollout.weight_sync` asks for this, but it is not possible. `adapters`: whether weight syncs
+    send only adapters.
+    """
     if not config.rollout.keeps_sent_weights(config.model.dtype):
         return False
     problem = (
@@ -162,7 +166,7 @@ def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -
         else f"is not supported by the servers of rollout.engine={config.rollout.engine}"
     )
     if problem is not None and config.rollout.weight_sync == "difference":
-        raise UserError("rollout.weight_sync", problem, "set it to full, or leave it out", "difference")
+        raise UserError("rollout.weight_sync", problem, "set rollout.weight_sync=full, or leave it out", "difference")
     return problem is None
 
 
@@ -198,7 +202,7 @@ def transfer_folder(config: Config) -> Path:
 
 
 def _same_machine(mesh: Mesh) -> bool:
-    """Whether all ranks run on one machine. Collective."""
+    """Return whether all ranks run on one machine. Collective."""
     names: list[Any] = [None] * mesh.loss.size
     dist.all_gather_object(names, socket.gethostname(), group=mesh.loss.group)
     return len(set(names)) == 1

@@ -44,7 +44,10 @@ def main(command: list[str]) -> int:
 
 
 def _die_with_watchdog() -> None:
-    """Make the Linux kernel send SIGTERM to this process, the server, if its parent, the watchdog, is killed."""
+    """Make the Linux kernel send SIGTERM to this process if its parent is killed.
+
+    The function runs in the process that becomes the server; the parent is the watchdog.
+    """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -63,7 +63,7 @@ class WeightStream:
         self._dtypes = {name: tensor.dtype for name, tensor in named_tensors(self._empty).items() if name in parameters}
 
     def buckets(self, model: PreTrainedModel, *, keep: bool, size: int = BUCKET) -> Iterator[Bucket]:
-        """Yield buckets of about `size` bytes. Collective.
+        """Yield all weights of the model in buckets (tensors that are sent together) of about `size` bytes. Collective.
 
         All ranks must exhaust the iterator. With `keep=False`, this rank only takes part in gathering and yields one
         empty bucket.
@@ -110,7 +110,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """The changed elements of a region, on their way from one rank to rank 0."""
+    """The changed elements of a part of a tensor, in the form in which one rank sends them to rank 0."""
 
     difference: RegionDifference
     positions: NDArray[Any]
@@ -119,7 +119,10 @@ class _Encoded:
 
 @dataclass(kw_only=True, eq=False)
 class SentWeights:
-    """The bits that this rank sent in the last weight sync. The methods are collective over `group`."""
+    """Holds the weights that this rank sent in the last weight sync, to find what has changed since then.
+
+    The methods are collective over `group`.
+    """
 
     stream: WeightStream
     group: ProcessGroup
@@ -141,9 +144,10 @@ class SentWeights:
         self.version = version
 
     def buckets(self, model: PreTrainedModel, version: int, *, size: int = BUCKET) -> Iterator[Bucket]:
-        """Yield the differences between the kept bits and the current weights, and keep the new bits.
+        """Yield the differences between the weights that were last sent and the current ones; keep the current bits.
 
-        All ranks must exhaust the iterator. Other ranks than rank 0 yield empty buckets.
+        All ranks must exhaust the iterator. Rank 0 yields buckets (tensors that are sent together) with the differences
+        of all ranks; the other ranks yield empty buckets.
         """
         self.version = None  # invalid until all new bits are kept
         encoded: list[_Encoded] = []
@@ -158,7 +162,10 @@ class SentWeights:
         self.version = version
 
     def _layers(self, model: PreTrainedModel) -> Iterator[tuple[int, list[_Region]]]:
-        """Yield for each layer the bytes of its tensors, equal on all ranks, and the regions of this rank."""
+        """Yield for each layer the number of bytes of its tensors, and the regions that this rank compares and sends.
+
+        The number of bytes is that of the whole tensors, so it is equal on all ranks.
+        """
         tensors = named_tensors(model)
         gatherers = {} if tensors.keys() == self._names.keys() else tensor_gatherers(model)
         is_adapted = 0 < len(gatherers) < len(tensors)

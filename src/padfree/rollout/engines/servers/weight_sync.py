@@ -8,7 +8,7 @@
     event loop                 server 0: bucket, server 1: bucket                all servers concurrently
 
 Gathering is collective, so all ranks iterate over all tensors even if servers fail. If the engine supports adapters,
-only the adapters are sent, as files. Otherwise they are merged into the weights.
+only the adapters are sent, as files. Otherwise the adapters are merged into the weights that are sent.
 
 With `SentWeights`, a server receives differences if it confirmed the last weight sync. A server that restarted, missed
 a weight sync, or cannot apply the differences receives all weights in the same weight sync.
@@ -57,7 +57,10 @@ def form_of(bucket: Bucket, *, keep: bool = False, file: Path | None = None) -> 
 
 
 def packed(bucket: Bucket, form: BucketForm, device: torch.device) -> Tensor:
-    """Copy the tensors of a bucket into one buffer [num_bytes] uint8, laid out as in `form`, and return it."""
+    """Copy the tensors of a bucket (tensors that are sent together) into one buffer [num_bytes] uint8, and return it.
+
+    `form` describes where each tensor is in the buffer.
+    """
     buffer = torch.zeros(form.num_bytes, dtype=torch.uint8, device=device)
     for (_, source), (_, target) in zip(bucket.tensors, form.parts(buffer), strict=True):
         target.copy_(source)
@@ -65,7 +68,10 @@ def packed(bucket: Bucket, form: BucketForm, device: torch.device) -> Tensor:
 
 
 class GroupTransport:
-    """Sends buckets of weights to servers by broadcast. `FilesTransport` has the same methods."""
+    """Sends buckets (weight tensors that are sent together) to servers by broadcast.
+
+    `FilesTransport`, which sends them as files, has the same methods.
+    """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -74,7 +80,7 @@ class GroupTransport:
         self._buffer: Tensor | None = None
 
     async def connect(self, server: ServerApi) -> None:
-        """Set up the process group with a server, if it does not exist yet. Call this before the first bucket."""
+        """Set up the process group with a server, unless it exists. Call this before weights are sent to the server."""
         if server.url in self._groups:
             return
         world = 1 + await server.workers()
@@ -147,7 +153,10 @@ async def call_during(server: ServerApi, call: Awaitable[None], function: Callab
 
 
 class FilesTransport:
-    """Writes buckets of weights as safetensors files to a folder that the servers see under the same path."""
+    """Sends buckets (weight tensors that are sent together) as safetensors files.
+
+    The files are in a folder that the servers see under the same path.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
