@@ -100,7 +100,7 @@ def test_mistakes_are_one_line_and_exit_code_1(
         ((model,), "PROMPT: missing; give a text"),
         ((model, " "), "PROMPT: a prompt is empty"),
         ((model, "-"), "PROMPT: a prompt is empty"),
-        ((model, "-", "-"), "PROMPT: standard input can be read only once"),
+        ((model, "-", "-"), "PROMPT: standard input (-) can be read only once"),
         ((model, "--prompts", str(tmp_path / "latin.txt")), "latin.txt: is not UTF-8 text; convert it"),
         ((model, "--prompts", str(tmp_path / "blank.txt")), "blank.txt has no prompt"),
         ((model, "--prompts", str(tmp_path)), "is not a file; give a file"),

@@ -87,7 +87,7 @@ def _prompts(words: Sequence[str], file: str | None) -> list[str]:
     found = list(words)
     if STDIN in found:
         if found.count(STDIN) > 1 or file == STDIN:
-            raise UserError("PROMPT", "standard input can be read only once", "give - once")
+            raise UserError("PROMPT", "standard input (-) can be read only once", "give a single '-'")
         found[found.index(STDIN)] = "\n".join(read_lines(sys.stdin, "standard input"))
     if file is not None:
         found += _lines_of(file)

@@ -249,7 +249,7 @@ class PolicySettings(TaskSettings):
         if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
             raise UserError("corrections", "", "give a tuple such as (TokenTISSettings(),)", value=corrections)
         kinds = [correction.kind for correction in self.corrections]
-        need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "name each correction once")
+        need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "name no correction twice")
         if self.old_policy == "sampler":
             alone = not any(correction.compares_sampler for correction in self.corrections)
             fix = "set loss.old_policy=trainer: with 'sampler' the corrections would compare the sampler with itself"

@@ -189,7 +189,8 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
         if name in renamed:
             raise UserError(f"{prefix}{name}", "has a new name", f"write {prefix}{renamed[name]}")
         if f"{prefix}{name}" in UNSUPPORTED:
-            raise UserError(f"{prefix}{name}", *UNSUPPORTED[f"{prefix}{name}"])
+            problem, fix = UNSUPPORTED[f"{prefix}{name}"]
+            raise UserError(f"{prefix}{name}", problem, fix)
         if name not in names:
             raise UserError(f"{prefix}{name}", "no such setting", f"{_closest(name, tuple(names), prefix)}")
     given: dict[str, Any] = {}

@@ -51,8 +51,9 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text `shown` of a twin: a copy of a conversation in which every text is a marker.
+    """Check that the chat template shows every text of a conversation, and raise a `RowError` if a text is missing.
 
+    The check uses a twin: a copy of the conversation with a marker instead of each text. `shown` is the rendered twin.
     `shape` has the twin and the texts that the markers replace. `keep_thoughts`: whether the reasoning of all turns
     must appear in the rendered text.
     """

@@ -6,8 +6,8 @@
     {"bytes": b"\\x89PNG...", "path": null}                           the bytes of a file, as in Parquet
     {"type": "image"}                                                the next image of the column `images`
 
-An `ImageReference` says where the bytes come from. This module reads no file and does not decode images
-(`image_files`). URLs are refused, because padfree fetches nothing while it reads data.
+An `ImageReference` says where the bytes come from. This module reads and decodes no images;
+`image_files` does. URLs are refused, because padfree fetches nothing while it reads data.
 """
 
 from __future__ import annotations

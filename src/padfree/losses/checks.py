@@ -44,7 +44,10 @@ def result_type(*values: Tensor) -> torch.dtype:
 
 
 def index(name: str, values: Tensor, size: int | None = None) -> Tensor:
-    """Return the values as int32 or int64. If `size` is given, all values must be from 0 to size - 1."""
+    """Check that the values are integers. Return them as they are if they are int32, and otherwise as int64.
+
+    If `size` is given, all values must be from 0 to size - 1. `name` names the values in errors.
+    """
     need_tensor(name, values)
     if values.is_floating_point() or values.dtype == torch.bool:
         raise UserError(name, "is not an integer dtype", f"give integers, such as {name}.long()", value=values.dtype)

@@ -119,8 +119,8 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(
             "optimizer.state",
-            f"a parameter {list(shape)} is sharded along a dimension after its second, or within its matrix rows",
-            "use float32",
+            f"a parameter of shape {list(shape)} is sharded along its last dimension, or along a third or later one",
+            "set optimizer.state=float32",
         )
     if len(shape) == 2:
         return RowRange(region[0].start, shape[0], shape[0])
@@ -158,7 +158,7 @@ def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns:
 
 
 def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 values to bfloat16 stochastically, with 16 random bits for each (int64). Infinities stay."""
+    """Round float32 values stochastically to bfloat16. Each entry of `bits` (int64) has 16 random bits for a value."""
     rounded = (values.view(torch.int32) + bits.int() & ~0xFFFF).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 

@@ -9,8 +9,8 @@
 WANDB_MODE=offline everything stays local. Steps that a resumed run repeats appear twice in W&B, trackio and MLflow,
 which cannot delete points. `step` is also logged as a metric, which is W&B's x-axis.
 
-A tracker that cannot start is refused before the first step. A tracker that fails later does not end the run: its first
-error becomes a warning, and later metrics are still sent to it.
+If a tracker cannot start, the run ends with an error before the first step. A tracker that fails later does not end the
+run: its first error becomes a warning, and later metrics are still sent to it.
 """
 
 from __future__ import annotations

@@ -24,13 +24,9 @@ without a sort and without waiting for the device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from padfree.config.rollout import TRUNCATION, RolloutConfig
@@ -146,34 +142,6 @@ def _ordered(values: Tensor) -> Tensor:
 def _float_of(order: Tensor) -> Tensor:
     bits = order.to(torch.int32)
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).view(torch.float32)
-
-
-def sets_without_stops(positions: NDArray[np.integer[Any]], min_new_tokens: int, stops: Sequence[int]) -> KeptSets:
-    """Return the kept sets of the tokens at `positions` of a response if the run sets only `min_new_tokens`.
-
-    The set of a token before position `min_new_tokens` is the vocabulary without the stop tokens; any other set is the
-    whole vocabulary.
-    """
-    excluded = -1 - np.array(sorted(stops), np.int32)
-    return KeptSets.of_arrays([excluded[: len(excluded) * int(one < min_new_tokens)] for one in positions])
-
-
-def sets_of_lists(lists: Sequence[Any], vocabulary: int) -> KeptSets:
-    """Return the kept sets that a server gives as lists of token ids, one for each token.
-
-    A set with more than half of the vocabulary is stored as its excluded ids. An invalid list raises a `ValueError`.
-    """
-    rows = []
-    for index, given in enumerate(lists):
-        ids = np.asarray(given)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
-            raise ValueError(f"the kept set of token {index} is not a list of token ids")
-        ids = np.unique(ids)
-        if ids[0] < 0 or ids[-1] >= vocabulary:
-            raise ValueError(f"the kept set of token {index} has an id outside of 0 to {vocabulary - 1}")
-        is_large = len(ids) * 2 > vocabulary
-        rows.append(-1 - np.setdiff1d(np.arange(vocabulary), ids, assume_unique=True) if is_large else ids)
-    return KeptSets.of_arrays(rows)
 
 
 def sets_of(mask: Tensor) -> KeptSets:

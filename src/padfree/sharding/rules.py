@@ -4,8 +4,8 @@
              shard_everything(mesh.fsdp)]
 
 A rule shards dimension `dim` of a parameter over a mesh. A mesh with two dimensions replicates over the first and
-shards over the second. With `split`, dimension 0 is first divided over another mesh, and each rank computes with its
-own part (`padfree.sharding.experts`).
+shards over the second. With `split`, dimension 0 of the parameter is divided over another mesh before this sharding,
+and each rank computes with its own part (`padfree.sharding.experts`).
 
 All parameters of a module must match the same rule, because FSDP2 gathers them together.
 """

@@ -1,7 +1,7 @@
 """Write the reference pages of the documentation from the code.
 
     python -m padfree.tools.reference_pages docs/reference                     index, settings, metrics, backends
-    python -m padfree.tools.reference_pages docs/reference --architectures     these and architectures, in minutes
+    python -m padfree.tools.reference_pages docs/reference --architectures     all pages; takes minutes
 
 The pages are kept in git. tests/test_reference.py fails if a page differs from what this module generates.
 """

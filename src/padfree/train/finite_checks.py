@@ -25,7 +25,7 @@ from padfree.sample import Sample
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite. `samples`: the samples of the step, which has changed no weight."""
+    """A loss or gradient is NaN or infinite. The step changed no weights. `samples`: the samples of this step."""
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)

@@ -171,9 +171,9 @@ class GlobalBatch:
         if (len(parts), epochs) != (about["updates"], about["epochs"]):
             raise UserError(
                 "loss.epochs",
-                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint is inside a rollout batch of "
-                f"{about['epochs']} epochs and {about['updates']} updates in all",
-                "set both settings back until that batch is finished",
+                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint was saved between updates of a "
+                f"rollout batch with {about['epochs']} epochs and {about['updates']} updates in all",
+                "resume with the earlier values of both settings until this batch is finished",
             )
         pieces = {
             name: _split(extra[f"{KEY}/{name}"], [record["length"] for record in records if _has_array(record, name)])

@@ -105,7 +105,8 @@ class RouterBalance:
     def move_biases(self, finite: Tensor) -> None:
         """Move the biases with which routers select experts. Call this after the update.
 
-        If `finite` [] is False, the optimizer skipped the update, and the biases do not change either.
+        `finite` is a bool tensor of shape []. If it is False, the optimizer skipped the update, and the biases do not
+        change either.
         """
         if not self.bias_rate:
             return

@@ -53,10 +53,10 @@ def test_the_layers_with_experts(dtype: type) -> None:
 @pytest.mark.parametrize(
     ("array", "about"),
     [
-        (experts_of(8), "instead of"),
-        (experts_of(9)[:, :2], "instead of"),
-        (experts_of(9).astype(np.int32), "instead of"),
-        (experts_of(9)[:, 0], "instead of"),
+        (experts_of(8), "but must be"),
+        (experts_of(9)[:, :2], "but must be"),
+        (experts_of(9).astype(np.int32), "but must be"),
+        (experts_of(9)[:, 0], "but must be"),
         (experts_of(9)[..., :1], "one expert per token"),
         (experts_of(9, dtype=np.uint16) + 256, "of a model with 256 experts"),
     ],

@@ -13,11 +13,12 @@ import torch
 
 from padfree.kept_sets import KeptSets
 from padfree.rollout.base import Response, SamplingRequest
+from padfree.rollout.engines.servers.read_kept_sets import read_kept_sets
 from padfree.rollout.engines.servers.sampler import rest_of
 from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerLostError
 from padfree.rollout.engines.vllm import COMPLETIONS, GENERATE, VllmServer
 from padfree.rollout.sampling_rng import GREEDY
-from padfree.rollout.truncation import Truncation, sets_of_lists
+from padfree.rollout.truncation import Truncation
 from padfree.train.run import train
 from tests.refused import refused
 from tests.rollout.vllm.test_ahead import Holding, taken
@@ -167,7 +168,9 @@ def test_wrong_sets_are_requested_again(sets: Any, line: str) -> None:
 
 
 def test_lists_of_a_server_in_both_forms() -> None:
-    sets = sets_of_lists([[4, 2, 2], [5, 4, 3, 2, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2]], 6)
+    sampling = SamplingSettings(temperature=1.0, stops=(), truncation=Truncation(top_p=0.9), vocabulary=6)
+    lists = [[4, 2, 2], [5, 4, 3, 2, 1], [0, 1, 2, 3, 4, 5], [0, 1, 2]]
+    sets = read_kept_sets(lists, [4, 3, 0, 2], REQUEST, sampling)
     assert sets.lists() == [[2, 4], [-1], [], [0, 1, 2]], "duplicates count once, and no list means every id"
 
 

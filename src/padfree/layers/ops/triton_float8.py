@@ -112,7 +112,7 @@ def columns(x: Tensor, largest: Tensor, tile: CastTile = TILE) -> tuple[Tensor, 
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Return the bits of the largest absolute value of each column."""
+    """Return the largest absolute value of each column, as the bit pattern of the float in an int32."""
     num_rows, width = x.shape
     largest = x.new_zeros(width, dtype=torch.int32)
     tokens, block = LARGEST_TILE

@@ -278,7 +278,10 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return two counts since the last call: groups dropped for too old tokens, and reused logged responses."""
+        """Return how many groups were dropped because of too old tokens, and how many responses the log provided.
+
+        Both numbers count from the previous call of this method.
+        """
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

@@ -19,13 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from padfree.errors import UserError
-from padfree.kept_sets import KeptSets
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.buckets import BucketForm
 from padfree.rollout.engines.servers.http import HttpConnection, HttpServer
+from padfree.rollout.engines.servers.read_kept_sets import read_kept_sets
 from padfree.rollout.engines.servers.routed_experts import read_routed_experts
 from padfree.rollout.engines.servers.sampler import ServerSampler
 from padfree.rollout.engines.servers.server_api import (
@@ -38,7 +36,6 @@ from padfree.rollout.engines.servers.server_api import (
 )
 from padfree.rollout.engines.servers.start import make_server_sampler
 from padfree.rollout.sampling_rng import GREEDY
-from padfree.rollout.truncation import sets_of_lists, sets_without_stops
 
 SUPPORTED = ((0, 24), (0, 33))
 """The oldest and the newest supported version of vLLM."""
@@ -229,7 +226,8 @@ class VllmServer(HttpServer):
         kept = None
         if sampling.truncation.is_active:
             with self.reading(f"{route} did not return the kept set of each token"):
-                kept = _kept_sets(choice, tokens, request, sampling)
+                lists = choice["sampling_mask"] if returns_kept else ()
+                kept = read_kept_sets(lists, tokens, request, sampling)
         if not cut and (answer if returns_kept else choice).get("prompt_token_ids") != prompt:
             raise UserError(
                 "rollout.servers",
@@ -418,28 +416,6 @@ def _generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
         "return_token_ids": True,
         "sampling_params": {**sampling, "detokenize": False},
     }
-
-
-def _kept_sets(
-    choice: Mapping[str, Any], tokens: Sequence[int], request: SamplingRequest, sampling: SamplingSettings
-) -> KeptSets:
-    """Return the kept sets (the ids from which each token was drawn) of `choice`, one response in vLLM's answer.
-
-    Raise an error if a token is outside its set.
-    """
-    truncation = sampling.truncation
-    if truncation.depends_on_logits:
-        lists = choice["sampling_mask"]
-        if len(lists) != len(tokens):
-            raise IncompleteError(f"{len(lists)} sets for {len(tokens)} tokens")
-        kept = sets_of_lists(lists, sampling.vocabulary)
-    else:
-        positions = request.num_earlier + np.arange(len(tokens))
-        kept = sets_without_stops(positions, truncation.min_new_tokens, sampling.stops)
-    outside = ~kept.contain(np.array(tokens, np.int64))
-    if outside.any():
-        raise IncompleteError(f"token {tokens[int(outside.argmax())]} is not in its set")
-    return kept
 
 
 def _generated(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:

@@ -58,7 +58,7 @@ def read_routed_experts(encoded: str, num_tokens: int, layers: RoutedLayers) -> 
     if found.ndim != 3 or found.shape[:2] != expected or found.dtype.kind != "u":
         raise UserError(
             "routed_experts",
-            f"is a {found.dtype} array of shape {found.shape} instead of unsigned {[*expected, 'k']}",
+            f"is a {found.dtype} array {list(found.shape)}, but must be unsigned integers {[*expected, 'k']}",
             FIX,
         )
     top = found.shape[2]

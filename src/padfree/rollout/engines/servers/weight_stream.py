@@ -93,7 +93,7 @@ class WeightStream:
         return revert_weight_conversion(self._empty, tensors) if tensors else {}
 
     def unconverted(self) -> dict[str, str]:
-        """Return the tensors with the same layout in HF files, as a dict from the model's name to the file's name."""
+        """Return the names in HF files of tensors that have the same layout there and in the model, by their names."""
         tensors = named_tensors(self._empty)
         names = {id(tensor): name for name, tensor in self.converted(dict(tensors)).items()}
         return {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
@@ -223,9 +223,9 @@ class SentWeights:
 
 
 def _own_start(tensor: Tensor, rank: int) -> list[int] | None:
-    """Return the first index of the part of the tensor that this rank sends, or None if other ranks send the tensor.
+    """Return where this rank's part of the tensor starts, as one index per dimension. None if it sends no part.
 
-    The first of several ranks that hold the same part sends it.
+    If several ranks hold the same part, only the first of them sends it.
     """
     if not isinstance(tensor, DTensor):
         return None if rank else [0] * tensor.ndim
