@@ -77,7 +77,7 @@ def test_truncation_keeps_images_whole() -> None:
         ([1, STAR, STAR], [image("a", [1])], "exactly"),
         ([1, STAR, 2], [image("a", [1, 2])], "exactly"),
         ([1, STAR, STAR], [image("a", [2]), image("b", [1])], "order"),
-        ([1, STAR], [image("a", [1, 2])], "token 2 of 2"),
+        ([1, STAR], [image("a", [1, 2])], "a placeholder at index 2, but there are only 2 tokens"),
     ],
 )
 def test_images_must_cover_their_placeholders(tokens: list[int], images: list[Any], problem: str) -> None:
@@ -107,7 +107,7 @@ def test_rotary_positions_have_a_column_per_token() -> None:
     with refused("rotary_positions", "3 tokens"):
         Sample(tokens=[1, 2, 3], rotary_positions=np.zeros((3, 2), dtype=np.int64))
     samples = [Sample(tokens=[1, 2], rotary_positions=np.zeros((rows, 2), dtype=np.int64)) for rows in (3, 2)]
-    with refused("rotary_positions", r"\[2, 3\] rows"):
+    with refused("rotary_positions", "different numbers of rows: 2, 3"):
         collate(samples)
 
 
@@ -118,7 +118,7 @@ def test_images_of_a_pack_must_agree() -> None:
     first = sample(STAR, image("a", [1]))
     with refused("digest", "'a'"):
         collate([first, sample(STAR, image("a", [1, 2]))])
-    with refused("images", r"\[8, 9\]"):
+    with refused("images", "different placeholder tokens: 8, 9"):
         collate([first, sample(8, image("b", [1]))])
     with refused("images", "shapes"):
         collate([first, sample(STAR, image("b", [1], width=3))])

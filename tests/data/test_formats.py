@@ -167,7 +167,7 @@ def test_a_prompt_template_is_filled_with_columns(load: Load) -> None:
         ('{question} {"a": 1}', r"has braces without a column"),
         ("{question} {}", r"has braces without a column"),
         ("{question", r"expected '\}' before end of string"),
-        ("Answer.", r"names no column; write \{prompt\} where the prompt goes"),
+        ("Answer.", r"has no column name in braces; write for example \{prompt\}"),
         ("{question} {l}", r"a\.jsonl line 1: 'l' is a list of 1; expected a string"),
     ],
 )

@@ -185,7 +185,7 @@ def test_routes_of_another_model_are_refused() -> None:
     check_routes([None, routes, unknown_routes(3, routes)], routers_of(model))
     with pytest.raises(UserError, match=r"routes: need 2 layers with at least 5 experts each, but the model has"):
         check_routes([routes + 4], routers_of(model))
-    with pytest.raises(UserError, match=r"routes: have 1 layers"):
+    with pytest.raises(UserError, match=r"routes: need 1 layers"):
         check_routes([routes[:, :1]], routers_of(model))
     attach(model, "auto")
     RouteReplay(model)

@@ -20,6 +20,9 @@ Result = TypeVar("Result")
 CLOSING = 10.0
 """Seconds in which cancelled tasks must end when the loop is closed."""
 
+CONNECTING = "BaseSubprocessTransport._connect_pipes"
+"""The task of asyncio that connects the pipes of a new program. If it is cancelled, the start of the program hangs."""
+
 
 class DaemonThreads(ThreadPoolExecutor):
     """An executor that runs each call in a new daemon thread. At exit, the process does not wait for these threads."""
@@ -113,13 +116,15 @@ class LoopThread:
 
     async def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         loop = asyncio.get_running_loop()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        until = time.monotonic() + CLOSING / 2
+        # Other threads may submit coroutines meanwhile, and a cancelled task may start another one.
+        while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < until:
+            for task in tasks:
+                if getattr(task.get_coro(), "__qualname__", "") != CONNECTING:
+                    task.cancel()
+            await asyncio.wait(tasks, timeout=until - time.monotonic())
         for task in tasks:
-            task.cancel()
-        if tasks:
-            _, left = await asyncio.wait(tasks, timeout=CLOSING / 2)
-            for task in left:
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # the failure is already reported
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # the failure is already reported
         try:
             if last is not None:
                 await asyncio.wait_for(last(), CLOSING / 2)
