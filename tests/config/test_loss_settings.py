@@ -55,7 +55,7 @@ NAN = float("nan")
         (
             PolicySettings,
             {"corrections": (IcePopSettings(), IcePopSettings(low=0.1))},
-            r"loss.corrections: \['icepop', 'icepop'\]; name each",
+            r"loss.corrections: \['icepop', 'icepop'\]; name no correction twice",
         ),
         (
             PolicySettings,
