@@ -59,7 +59,7 @@ def qualified_name(cls: type) -> str:
 
 
 def decay_of(module: nn.Module) -> Tensor | None:
-    """Return the log decay of a recurrence, in the module or a submodule. All models name this parameter `A_log`."""
+    """Return the parameter `A_log` of a module or its submodules: the log decay of a recurrence, in every model."""
     return next((tensor for name, tensor in module.named_parameters() if name.split(".")[-1] == "A_log"), None)
 
 
