@@ -73,9 +73,9 @@ def _compiled() -> Callable[..., Any]:
 
     # With fullgraph, a failed compilation raises an error instead of running slowly and storing all scores [H, Tq, Tk].
     # Flex attention is compiled again for each head size and kind of mask, which exceeds PyTorch's default recompile
-    # limit.
+    # limit. A second soft cap would be compiled as a float that changes between calls, which flex attention cannot do.
     compiled = torch.compile(flex_attention, fullgraph=True)
-    patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64)(compiled)
+    patched: Callable[..., Any] = torch._dynamo.config.patch(recompile_limit=64, specialize_float=True)(compiled)
     return patched
 
 
