@@ -70,8 +70,8 @@ class Branch:
     def write(self, response: Response) -> None:
         """Append the tokens of a sampled response.
 
-        `response.routes`, the experts of each token, also covers earlier tokens of the branch. Of these tokens, only
-        those whose experts were unknown get the routes of `response`.
+        `response.routes` holds the routes (the experts of each token) of the whole branch. An earlier token takes its
+        route from there only if its route was unknown so far.
         """
         self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
         kept = [NO_IDS] * len(response.tokens) if response.kept is None else response.kept.arrays()
@@ -112,7 +112,7 @@ class Branch:
 
     @property
     def has_own(self) -> bool:
-        """Whether the branch has sampled tokens that its parent does not have."""
+        """Whether the branch has sampled tokens that do not belong to the branch from which it was made."""
         return any(self.sampled[self.fork :])
 
 

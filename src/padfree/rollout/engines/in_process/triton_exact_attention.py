@@ -5,7 +5,8 @@
     grid (slot, key head)     a program handles the G query heads of one key head, queries [G, d], with G padded to 16
                               for tl.dot, and iterates over blocks of 128 keys, from the last block to the first
 
-The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of the package):
+The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of the package). For each query,
+`peak` is the largest score so far:
 
     scores          query · key, summed over d in the order of the tensor cores
     shares          exp2(score · s - peak · s) for s = scale · log2(e); the first product is not rounded

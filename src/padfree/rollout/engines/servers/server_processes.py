@@ -196,7 +196,7 @@ def make_launcher(
 
 
 def _environment(devices: str) -> dict[str, str]:
-    """Return the environment variables of a server on `devices`: this process's own, without those of torchrun."""
+    """Return the environment variables of a server on `devices`: those of this process without torchrun's variables."""
     kept = {
         name: value
         for name, value in os.environ.items()
