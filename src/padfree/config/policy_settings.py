@@ -184,8 +184,8 @@ class SequenceMaskSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OPSMSettings(Correction):
-    """Off-policy sequence masking: mask sequences with a negative advantage whose mean log π_old - log π exceeds
-    `delta`.
+    """Off-policy sequence masking: leave out sequences with a negative advantage that the policy already avoids, i.e.
+    whose mean log π_old - log π exceeds `delta`.
     """
 
     kind: ClassVar[str] = "opsm"
@@ -264,12 +264,12 @@ class PolicySettings(TaskSettings):
         check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
-        """Return the objective and the corrections with the type `object`, because a caller can pass anything."""
+        """Return the objective and the corrections, typed as `object`: their types are still to be checked."""
         return self.objective, self.corrections
 
     @property
     def weighs_kl(self) -> bool:
-        """Whether the KL term is multiplied by the ratio to the old policy."""
+        """Whether the KL estimate of each token is multiplied by the ratio π / π_old."""
         return self.kl_coefficient > 0 and self.kl_weighting == "ratio"
 
     @property

@@ -34,8 +34,8 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the rank and the number of processes from environment variables.
 
-    Raises a `UserError` for a variable with an impossible value. With `meet=False` (as in a dry run), RANK and
-    MASTER_ADDR may be missing.
+    Raise a `UserError` for a variable with an impossible value. `meet`: whether the processes will connect to each
+    other. If not, as in a dry run, RANK and MASTER_ADDR may be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
