@@ -137,7 +137,7 @@ class Config:
         )
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check the settings of a run that samples responses. `setting`: the reason, e.g. `rollout.reward` is set."""
+        """Check the settings of a run that samples responses because `setting`, e.g. `rollout.reward`, is set."""
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")

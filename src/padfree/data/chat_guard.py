@@ -36,9 +36,9 @@ SCHEMA_TEXTS = ("name", "description")
 class Shown:
     """The rendered text of the first `stop` messages of a conversation, and functions that render it again.
 
-    - `prompt`: whether the text is a prompt that ends with the generation prompt. Otherwise it is a training sample. -
-    `again(other)` renders the conversation `other` in the same way. - `alone(i)` renders only the messages up to and
-    including message i.
+    - `prompt`: whether the text is a prompt that ends with the generation prompt. Otherwise it is a training sample.
+    - `again(other)` renders the conversation `other` in the same way.
+    - `alone(i)` renders only the messages up to and including message i.
 
     `again` and `alone` return None if the template raises an error.
     """

@@ -75,9 +75,9 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class RenderedSample:
     """The rendered text of one training sample.
 
-    - `spans`: the ranges of trained characters, which are sorted, disjoint and not empty. - `messages`: for each
-    message a pair (its index, the range of its text). - `stop`: the text shows the first `stop` messages of the
-    conversation.
+    - `spans`: the ranges of trained characters, which are sorted, disjoint and not empty.
+    - `messages`: for each message a pair (its index, the range of its text).
+    - `stop`: the text shows the first `stop` messages of the conversation.
     """
 
     text: str
@@ -254,11 +254,12 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """Call `work` with one form of the messages (`chat_forms`) after the other, and return the first result.
+        """Call `work` with one form of the messages (`chat_forms`) after the other, until one call succeeds.
 
-        A call fails with a `RowError` if the rendered text does not pass a check. If all calls fail, the error of the
-        first form, the usual one, is raised. There is one exception: if the usual form failed because of tool calls or
-        because the template raised an error, the error that names the latest message is raised.
+        Return the result of this call. A call fails with a `RowError` if the rendered text does not pass a check. If
+        all calls fail, the error of the first form, the usual one, is raised. There is one exception: if the usual form
+        failed because of tool calls or because the template raised an error, the error that names the latest message is
+        raised.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):

@@ -43,8 +43,8 @@ _MARKER = re.compile(
 class TemplateValue(NamedTuple):
     """A leaf of a conversation, i.e. a text or a number that the chat template renders.
 
-    - `thought`: whether the text is reasoning. A template may drop reasoning once other messages follow. -
-    `identifier`: whether the text is the id that connects a tool call with its result.
+    - `thought`: whether the text is reasoning. A template may drop reasoning once other messages follow.
+    - `identifier`: whether the text is the id that connects a tool call with its result.
     """
 
     message: int
@@ -144,7 +144,7 @@ class _Dissection:
         return "".join(twin)
 
     def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
-        """Return the parts of a message with images for the twin, in which a marker replaces each text.
+        """Return the parts (texts and images) of a message for the twin, with a marker in place of each text.
 
         The types of the parts belong to the shape of the conversation.
         """

@@ -42,8 +42,8 @@ class UnstableError(RowError):
 class TurnCut:
     """The text of one sample, which contains the first `stop` messages of a conversation, and its trained `spans`.
 
-    - `alone`: whether only the last of these messages is trained. - `joined`: whether the text joins two renderings,
-    one without the last message and one with it.
+    - `alone`: whether only the last of these messages is trained.
+    - `joined`: whether the text joins two renderings, one without the last message and one with it.
     """
 
     stop: int
@@ -125,7 +125,7 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Return the index in `text` from which on `{% generation %}` spans are trained: where message `turn` begins.
+        """Return the index in `text` where message `turn` begins. `{% generation %}` spans are trained from there on.
 
         Return 0 if all assistant messages are trained, because then all spans are trained.
         """

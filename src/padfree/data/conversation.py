@@ -370,7 +370,7 @@ def _tools(tools: object, column: str) -> list[Any] | None:
 
 
 def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
-    """Return a checked copy of a JSON value. Keys whose value is null are dropped, unless `nulls` is True."""
+    """Check that a value is JSON, and return a copy. Keys whose value is null are dropped, unless `nulls` is True."""
     if depth > DEEPEST:
         raise RowError(f"{name[:100]}... is nested too deeply; expected at most {DEEPEST} levels")
     if isinstance(value, str):

@@ -240,7 +240,7 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """Return which of its row's samples a sample is, counted from 1; None if the row has only one sample.
+        """Return the number of a sample among the samples of its row, from 1 on; None if the row has only one sample.
 
         `stored`: the number of the sample in the folder.
         """

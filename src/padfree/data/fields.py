@@ -150,7 +150,7 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
 
 
 def setting(mapping: Mapping[str, str]) -> str:
-    """Format a mapping as on a command line: `data.columns.question=prompt data.columns.answer=response`."""
+    """Format a mapping as command-line arguments: `data.columns.question=prompt data.columns.answer=response`."""
     if all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name in mapping):
         return " ".join(f"data.columns.{name}={target}" for name, target in mapping.items())
     pairs = ",".join(f"{json.dumps(name)}={json.dumps(target)}" for name, target in mapping.items())

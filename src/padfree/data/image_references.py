@@ -173,7 +173,7 @@ def _undeclared_base64(text: str) -> bytes | None:
 
 
 def _png(image: Any, name: str) -> bytes:
-    """Write a decoded image as PNG, which is lossless."""
+    """Return a decoded image as the content of a PNG file, which is lossless."""
     target = io.BytesIO()
     try:
         (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(target, "PNG")

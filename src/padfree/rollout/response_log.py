@@ -14,8 +14,8 @@ removed. A part has one line per response, or per set of responses that finished
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
 Each line starts with its checksum, so that a line that a kill cut off is skipped. A resumed run reads the part whose
-origin (`Origin`) has its weights and settings, and the parts before and after it. The next steps then train on the same
-responses as before, and give the same weights.
+origin (`Origin`) has the weights and settings of the run, and the parts before and after this part. The next steps then
+train on the same responses as before, and give the same weights.
 
 Rewards are computed again, because they are not stored.
 """

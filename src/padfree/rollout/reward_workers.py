@@ -55,7 +55,7 @@ RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
 
 
 class RewardWorkers:
-    """Calls a reward function from an event loop, in `processes` processes or, if this is 0, in threads."""
+    """Calls a reward function from an event loop: in `processes` processes, or in threads if `processes` is 0."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
         self._reward, self.name, self.processes = reward, reward.name, processes

@@ -133,7 +133,7 @@ def _outside_images(sample: Sample, length: int) -> int:
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
     """Return the log-probability of each of B answers, [B].
 
-    `logprobs`: for each sample an array [n], which is 0 at tokens outside of the answer. The result is its sum.
+    `logprobs`: for each sample an array [n], which is 0 at tokens outside of the answer. Each array is summed.
     """
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 

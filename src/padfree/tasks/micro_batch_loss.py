@@ -79,7 +79,7 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
 
 
 class TokenMicroBatchLoss(MicroBatchLoss):
-    """A loss that is a sum over tokens, e.g. that of SFT and policy losses.
+    """A loss that is a sum over tokens, such as SFT and policy losses.
 
     If the loss of a token depends only on its log-probability, no logits are stored.
     """

@@ -1,6 +1,6 @@
 """What a run records about a collected batch: metrics, a few responses, and failed episodes.
 
-metrics of the batch    `batch_metrics`, and with `rollout.staleness` above 0 `queue_metrics`
+metrics of the batch    `batch_metrics`; also `queue_metrics` if `rollout.staleness` is above 0
 rollouts.jsonl          the first response of the first groups, written by the first rank
 failures.jsonl          the failed episodes, if there are any
 """

@@ -451,9 +451,9 @@ class Collector:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the queue, for the `extra` field of a checkpoint: the same on every rank.
+        """Return the state of the queued batches, which a checkpoint stores in its field `extra`.
 
-        With `rollout.staleness` 0 the state is empty, because nothing is queued.
+        The state is the same on every rank. With `rollout.staleness` 0 it is empty, because nothing is queued.
         """
         if not self._async:
             return {}
@@ -464,7 +464,7 @@ class Collector:
         return queue_state([*from_ranks, *not_requested], environment_name(self.settings))
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Restore the queue from `state`, the `extra` field of a checkpoint."""
+        """Restore the queued batches from `extra`, the field of a checkpoint that holds the result of `state()`."""
         if self.dropped_reason(extra) is None:
             self._known.restore(stored_in(extra))
 

@@ -38,9 +38,9 @@ ABOUT_LEAF = ("ended", "turns", "text", "reward", "answer")
 
 
 def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
-    """Convert queued episodes and partial responses to the values in a checkpoint. `stored_in` converts them back.
+    """Convert queued episodes and partial responses to a dict, which a checkpoint stores.
 
-    `environment`: the name of the run's environment.
+    `stored_in` converts them back. `environment`: the name of the run's environment.
     """
     entries: list[dict[str, Any]] = []
     pieces: list[tuple[NDArray[Any], ...]] = []

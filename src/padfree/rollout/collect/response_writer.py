@@ -156,7 +156,7 @@ class ResponseWriter:
     # Rewards
 
     def _rewarding(self, play: Play, response: Response, reward_workers: RewardWorkers) -> Future[Played]:
-        """Compute the reward of a response in a thread or a process; return a future of the finished episode."""
+        """Start to compute a response's reward in a thread or a process. Return a future of the finished episode."""
         if reward_workers.processes:
             return self._thread.submit(self._by_process(play, response, reward_workers))
         future: Future[Played] = Future()

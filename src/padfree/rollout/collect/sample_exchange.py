@@ -54,7 +54,7 @@ RouteKind = tuple[tuple[int, ...], np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens of a sequence that the same policy version sampled, or that were all not sampled."""
+    """Consecutive tokens of a sequence that one policy version sampled, or consecutive tokens that were not sampled."""
 
     length: int
     sampled: bool

@@ -191,7 +191,7 @@ def _no_constant(name: str) -> Any:
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
     """Return the values that an API call may give for each field of `TRUNCATION`, such as `top_p`.
 
-    They all mean the value of the run.
+    The values of a field all mean what the run does. For example, `top_k` may be 0 or -1 if the run has no top-k.
     """
     every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
     return {

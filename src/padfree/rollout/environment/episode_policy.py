@@ -338,7 +338,7 @@ class Policy:
         return self._host
 
     async def base_url(self) -> str:
-        """Return the URL of an OpenAI-compatible API. Its calls become part of the trajectory."""
+        """Return the URL of an OpenAI-compatible API for this episode. Its calls become part of the trajectory."""
         return await self._host.serve(self.tree)
 
     def trajectory(

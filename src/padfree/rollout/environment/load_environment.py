@@ -27,7 +27,7 @@ USER_ENVIRONMENT = UserFunction(
 
 
 def check_episode_settings(settings: RolloutConfig) -> None:
-    """Raise a `UserError` if the environment or the agent program cannot be found. It is not imported or started."""
+    """Raise a `UserError` if the environment or the agent program cannot be found. Nothing is imported or started."""
     if settings.environment is not None and is_packaged(settings.environment):
         check_packaged(settings.environment)
     elif settings.environment is not None:

@@ -328,7 +328,7 @@ class _Session:
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """Return the text of a branch without its prompt.
+        """Return the text of `ids`, the tokens of a branch after its prompt.
 
         If `ended`, the last id is a stop token, which is left out.
         """

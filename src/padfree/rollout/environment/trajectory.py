@@ -35,7 +35,10 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 class Branch:
-    """A path of an episode. Each token has an id, a log-probability, a policy version, and whether it was sampled."""
+    """A path through the tree of an episode.
+
+    Each token has an id, a log-probability, a policy version, and a flag that says whether it was sampled.
+    """
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Play an environment of the verifiers package as an episode, with its own loop and its own rubric.
+"""Play an environment of the verifiers package as an episode. The environment's own loop and rubric are used.
 
     row of the data    ->   environment.rollout   ->   state   ->   rubric   ->   reward, metrics
                             asks PolicyResponder
 
-    function of the rubric              when its reward is computed
-    of one rollout                      when the episode ends
-    of several rollouts                 when all episodes of the prompt have ended
+    a function of the rubric            computes its rewards
+    for one rollout                     when the episode ends
+    for several rollouts                when all episodes of the prompt have ended
 
 The reward is the weighted sum of the rubric's functions. All functions are metrics, also those with weight 0.
 """
@@ -165,7 +165,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
             )
 
         async def close(self) -> None:
-            """Nothing to close: the episode ends with its trajectory."""
+            """Do nothing, because the connection to the policy ends with the episode."""
 
     return PolicyClient
 

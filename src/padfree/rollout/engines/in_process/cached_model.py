@@ -11,8 +11,8 @@ Attention gets its context (cache, slots, packs) as an argument of the forward p
 compiled code, the context is replaced by the part that belongs to this layer, so that all layers share one compiled
 graph.
 
-With `exact=True`, the model computes the bits of the trainer (`rollout.exact`): layers are compiled as in training, and
-decode attention is a kernel with the bits of the trainer's attention (`exact_attention`).
+With `exact=True`, the results are bitwise equal to those of the trainer (`rollout.exact`): layers are compiled as in
+training, and the kernel of decode attention gives the same bits as the trainer's attention (`exact_attention`).
 """
 
 from __future__ import annotations

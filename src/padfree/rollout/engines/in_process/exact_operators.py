@@ -1,4 +1,4 @@
-"""`rollout.exact`: whether the sampler can compute the bits of the trainer, and if not, which operator prevents it.
+"""`rollout.exact`: whether sampler and trainer can be bitwise equal, and if not, which operator prevents it.
 
     operator                  kernel in the sampler and in the trainer             what could change the bits
     embedding, RoPE angles    the model's own code                                 nothing: elementwise
@@ -68,7 +68,7 @@ def problem(
     dtype: torch.dtype,
     attention: str,
 ) -> str | None:
-    """Return why the sampler of a run cannot compute the bits of the trainer on `device`, or None if it can.
+    """Return why log-probabilities of a run's sampler cannot be bitwise equal to the trainer's; None if they can.
 
     `model` has its adapters, and may be on the meta device. The matmuls of its layers are tried with random numbers on
     `device`. `dtype`, `attention`: the settings `model.dtype` and `model.attention`.

@@ -254,10 +254,10 @@ def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnToken
 
 
 def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
-    """Return the next token ids and positions of the model's input, after the tokens `sampled` [R].
+    """Return the token ids and positions of the model's next input, after the last step sampled the tokens `sampled`.
 
-    With `cached`, the model needs only the sampled tokens as input. Otherwise, it needs the whole sequences with the
-    sampled tokens at their ends.
+    With `cached`, the model needs only the sampled tokens [R] as input. Otherwise, it needs the whole sequences, which
+    now end with the sampled tokens.
     """
     tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:

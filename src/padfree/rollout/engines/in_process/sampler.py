@@ -1,8 +1,8 @@
 """`rollout.engine = "in_process"`: the training process samples from the model that it trains.
 
-    module       used for                                       samples with
-    `decode`     GPUs, and models with a vision tower           slots, padfree's KV cache, steps as CUDA graphs
-    `hf_cache`   CPUs, and models that `decode` does not support           the attention and cache of transformers
+    module       used for                                          samples with
+    `decode`     GPUs, and models with a vision tower              slots, padfree's KV cache, steps as CUDA graphs
+    `hf_cache`   CPUs, and models that `decode` does not support   the attention and cache of transformers
 
 Every rank has a whole model and samples its share of the requests. The model shares its weights with the trained model
 if possible (`policy_model`).

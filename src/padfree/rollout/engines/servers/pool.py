@@ -10,7 +10,7 @@ weights any more. In the second case a restarted server must receive the weights
 requests again. A request gets exactly one response, because it is retried only after its connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again: with `continues` from its last token on, otherwise from the beginning.
+requested again: from its last token on if the pool has `continues`, otherwise from the beginning.
 `Pool.drain` waits until no response is in progress, so that the next weight sync interrupts none. If no server has the
 weights any more, the queue is `stuck` until the next weight sync.
 
@@ -118,7 +118,7 @@ class Pool:
         probe: Probe,
         continues: bool = True,
     ) -> None:
-        """`continues`: whether interrupted responses keep their tokens."""
+        """`continues`: whether a response that a weight sync interrupts keeps its tokens and is continued."""
         self.states = [_ServerState(server=server) for server in servers]
         self.max_in_flight, self.timeout = concurrency * len(servers), timeout
         self.probe_every, self.probe, self.continues = probe_every, probe, continues
@@ -198,7 +198,7 @@ class RequestQueue:
         self._pool.changed.set()
 
     def take_retried(self) -> int:
-        """Return the number of retries since the last call."""
+        """Return the number of retries since the previous call of this method."""
         retried, self.retried = self.retried, 0
         return retried
 

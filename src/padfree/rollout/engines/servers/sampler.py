@@ -285,7 +285,7 @@ class ServerSampler:
         return None if self._queue is None else self._queue.error
 
     def _queue_metrics(self) -> dict[str, float]:
-        """Return metrics of the request queue since the last call."""
+        """Return metrics of the request queue since the previous call of this method."""
         queue = self._queue
         if queue is None:
             return {}

@@ -67,7 +67,7 @@ class IncompleteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How servers sample tokens, e.g. the temperature. All requests of a run have the same settings."""
+    """The settings with which servers sample the tokens of all requests of a run, such as the temperature."""
 
     temperature: float
     stops: Sequence[int]
@@ -104,7 +104,7 @@ class ServedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Tokens that a server sampled. `reason`: "stop", "length", "cut" (interrupted by a pause), or another reason."""
+    """Tokens that a server sampled. `reason`: why they end: "stop", "length", "cut" (by a pause), or another reason."""
 
     tokens: list[int]
     logprobs: list[float]

@@ -13,9 +13,9 @@ A bucket is a group of tensors that are sent together.
 Each rank keeps the bits that it last sent in host memory, and compares them with the new bits on the device. The kept
 bits take as many bytes as the rank's shard in `model.dtype`.
 
-HF files store some tensors in another layout than the model, such as one tensor per expert. Adapters are merged into
-whole weights. These tensors are gathered, and the layers that hold them are divided over the ranks: the tensors of
-layer i are compared on rank i modulo the number of ranks.
+Some tensors cannot be compared shard by shard: HF files store them in another layout than the model (e.g. one tensor
+per expert), or adapters must be merged into whole weights. These tensors are gathered. The layers that hold them are
+divided over the ranks: the tensors of layer i are compared on rank i modulo the number of ranks.
 """
 
 from __future__ import annotations
