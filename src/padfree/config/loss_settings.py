@@ -86,7 +86,7 @@ class DistillSettings(TaskSettings):
         0.5,
         above=0,
         below=1,
-        about="The teacher's share in the mixture of jsd.",
+        about="With divergence jsd: the share of the teacher in the mixture of teacher and student.",
         fix="give a share above 0 and below 1",
         needs=need_of("divergence", "jsd", fix="leave it out, or set loss.distill.divergence=jsd"),
     )

@@ -86,7 +86,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """Rollouts that the run samples itself. One of `reward`, `environment` and `agent` is set.
+    """Rollouts that the run samples itself, if `reward`, `environment` or `agent` is set.
 
     In such a run, `data.path` holds prompts, and `batch.samples` counts responses. Otherwise `data.path` holds finished
     rollouts.

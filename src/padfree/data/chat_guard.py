@@ -137,7 +137,7 @@ def _untraced(conversation: Conversation, leaf: TemplateValue) -> RowError:
 def _mangled(conversation: Conversation, leaf: TemplateValue) -> RowError:
     return RowError(
         f"{_named(conversation, leaf.message)}: {leaf.field} is garbled: the chat template renders it neither as text "
-        "nor as JSON; set data.chat_template to a template that does"
+        "nor as JSON; set data.chat_template to a template that shows it unchanged"
     )
 
 
@@ -172,7 +172,7 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
         if shown.again(replace(conversation, messages=changed)) == shown.text:
             raise RowError(
                 f"{_named(conversation, roles.index(role))} is rendered as if the assistant had written it, because "
-                "the chat template does not know this role; set data.chat_template to a template that does"
+                "the chat template does not know this role; set data.chat_template to a template that knows it"
             )
 
 
@@ -220,7 +220,7 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
         if not right:
             raise RowError(
                 f"{field} is garbled: the chat template renders it neither as text nor as JSON; set data.chat_template "
-                "to a template that does"
+                "to a template that shows it unchanged"
             )
 
 

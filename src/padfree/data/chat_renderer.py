@@ -3,7 +3,7 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
-A turn begins where the rendered text of the earlier messages, with the generation prompt, ends. It ends where the
+A turn begins where the rendered text of the earlier messages, with the generation prompt, ends. The turn ends where the
 rendered text of the messages up to and including the turn ends. White space after the closing special token of a turn
 (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the template has
 `{% generation %}` markers, they decide which part of a turn is trained.

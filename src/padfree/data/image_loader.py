@@ -6,7 +6,7 @@
 Decoding and resizing release Python's global lock, so that threads use several cores. On a GPU the packs of a step are
 built while the device runs the previous step.
 
-An image is loaded once, even if several samples of a pack or several concurrently loaded packs show it. Its pixels are
+An image is loaded once, even if several samples of a pack or several concurrently loaded packs show it. The pixels are
 dropped as soon as the packs are built.
 """
 

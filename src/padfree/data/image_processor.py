@@ -4,9 +4,9 @@
     expansion      <|image_pad|><|image_pad|><|image_pad|><|image_pad|>    of the marker, for an image of 4 features
     tower          {"pixel_values": [16, 96], "image_grid_thw": [1, 3]}
 
-The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. It is called with
-one image at a time, because padfree packs the images of many samples. The expansion is the text that the processor
-passes to its tokenizer.
+The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. The processor is
+called with one image at a time, because padfree packs the images of many samples. The expansion is the text that the
+processor passes to its tokenizer.
 
 Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. Pillow and
 torchvision give slightly different pixels, and the data of a run must not depend on the packages of a machine.
@@ -37,8 +37,8 @@ MARKERS = ("boi_token", "image_token")
 class ImageSettings:
     """How the images of rows become tokens and inputs of the vision tower.
 
-    `prepare`: a function that adds to a sample what the model needs besides images, such as rotary positions. It is
-    None in processes that tokenise.
+    `prepare`: a function that adds to a sample what the model needs besides images, such as rotary positions. In
+    processes that tokenise, `prepare` is None.
     """
 
     path: str  # the folder or Hub id of the model

@@ -323,7 +323,10 @@ def _kept(
         raise RowError(str(error)) from None
     wrong = np.flatnonzero(mask & ~found.contain(tokens))
     if len(wrong):
-        raise RowError(f"{column}[{wrong[0] - start}] does not contain the token {tokens[wrong[0]]}; give its kept set")
+        raise RowError(
+            f"{column}[{wrong[0] - start}] does not contain the token {tokens[wrong[0]]}; list the ids from which it "
+            "was sampled"
+        )
     return found
 
 

@@ -100,7 +100,9 @@ def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Mes
         return messages
     first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "human")), None)
     if first is None:
-        raise RowError(f"{column!r} has {count} images, but no message is from the user; mark their places: {PLACE!r}")
+        raise RowError(
+            f"{column!r} has {count} images, but no message is from the user; mark the place of each image: {PLACE!r}"
+        )
     content = messages[first]["content"]
     own = [{"type": "text", "text": content}] if isinstance(content, str) else content
     shown_first = {**messages[first], "content": [{"type": "image", "image": None}] * count + own}

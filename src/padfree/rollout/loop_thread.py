@@ -45,7 +45,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """An asyncio event loop in its own thread. It starts when it is first used. `name`: the name of the thread."""
+    """An asyncio event loop in its own thread, which starts on first use. `name`: the name of the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -13,9 +13,9 @@ Entry j of an array belongs to token j. `loss.advantage` has these values:
 - `given` keeps the advantages that the samples already have.
 - `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model.
 
-A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. Its advantages are
-then 0, so that it does not change the model. The metrics of every step count these groups. Rollout files in which no
-group has a signal are refused.
+A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. The
+advantages of such a group are 0, so that it does not change the model. The metrics of every step count these groups.
+Rollout files in which no group has a signal are refused.
 
 An update may leave samples out, if the loss proves that their gradient is exactly 0 (`may_skip`, `has_advantage`):
 
@@ -128,8 +128,8 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
     """Count all groups, and the groups without a learning signal: those of equal rewards or of one sample.
 
     `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
-    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. It has no signal if all its advantages
-    are 0.
+    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. Such a sample has no signal if all its
+    advantages are 0.
     """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)

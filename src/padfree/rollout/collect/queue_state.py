@@ -1,4 +1,4 @@
-"""Checkpoint state of the queued batches (`rollout.staleness` above 0). It is a dict:
+"""Checkpoint state of the queued batches (`rollout.staleness` above 0), as a dict:
 
     "queue"            for each finished episode: numbers of batch and episode, failure, and leaves, the sequences that
                        become samples (length, reward, text, ...);

@@ -1,8 +1,8 @@
 """vLLM servers: their routes, options and answers.
 
-The policy version of a response is that of the server's weights. It is read twice, before and after the response, on
-the same connection as the response. Versions never repeat, and a connection does not survive a restart of the server.
-If both readings agree, all tokens were therefore sampled from the weights of this version.
+The policy version of a response is that of the server's weights. The version is read twice, before and after the
+response, on the same connection as the response. Versions never repeat, and a connection does not survive a restart of
+the server. If both readings agree, all tokens were therefore sampled from the weights of this version.
 
 A pause of vLLM aborts the requests (mode `abort`), and the new weights prefill the partial responses. vLLM could also
 freeze requests and continue them afterwards (mode `keep`), but then later tokens would attend to keys and values of old

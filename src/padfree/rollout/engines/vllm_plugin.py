@@ -21,7 +21,7 @@ The plugin supports the versions of vLLM in `vllm.SUPPORTED`, which differ in tw
     vLLM 0.24           the worker itself begins and ends the layerwise reload, and gives the engine `load_weights`
     vLLM 0.24 to 0.26   no routes for the policy version, so the plugin adds them to the API server
 
-The server imports this module. Its environment has torch and safetensors, but not all dependencies of padfree.
+The server imports this module. The server's environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations

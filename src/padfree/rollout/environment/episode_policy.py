@@ -196,8 +196,8 @@ class Host(Protocol):
     def respond(self, path: tuple[int, ...], request: SamplingRequest) -> Awaitable[Response]:
         """Sample a response to `request`.
 
-        `path`: the position of the turn in the episode's tree of turns. It gives the order of requests that are sampled
-        together.
+        `path`: the position of the turn in the episode's tree of turns. Requests that are sampled together are ordered
+        by `path`.
         """
 
     def serve(self, tree: Tree) -> Awaitable[str]:

@@ -54,7 +54,7 @@ class _Served:
 
 
 class Gateway:
-    """The API server, in the thread of the event loop. It starts when the first URL is requested."""
+    """The API server, in the thread of the event loop. The server starts when the first URL is requested."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> No
 
 
 def load_episode(settings: RolloutConfig) -> Episode:
-    """Return the coroutine function that plays an episode. This imports the module of a user's environment."""
+    """Return the coroutine function that plays an episode. The call imports the module of a user's environment."""
     if settings.environment is not None and is_packaged(settings.environment):
         return packaged_episode(settings.environment)
     if settings.environment is not None:

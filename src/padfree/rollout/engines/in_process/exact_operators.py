@@ -15,7 +15,7 @@
                                                                                    `padfree.layers.compile`, `exact`
     head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
 
-`problem` returns the first operator or setting whose bits could differ, and why. It needs no weights.
+`problem` returns the first operator or setting whose bits could differ, and why. The function needs no weights.
 """
 
 from __future__ import annotations

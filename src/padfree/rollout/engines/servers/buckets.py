@@ -13,7 +13,8 @@ in its host memory, to which later differences are applied.
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
-The server imports this module too. Its environment has torch and safetensors, but not all dependencies of padfree.
+The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
+padfree.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ The test of `difference` misses old weights on a server if a training step chang
 bfloat16 rounding. The test of `followed` detects them, because a server rounds the same tokens in nearly the same way
 before and after the step.
 
-The test of `followed` needs a change of the trainer's log-probabilities that is larger than their rounding. It
-therefore runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t', for
-n tokens. With correct weights, `followed` is then 3/4 or more.
+The test of `followed` needs a change of the trainer's log-probabilities that is larger than their rounding. The
+test therefore runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t',
+for n tokens. With correct weights, `followed` is then 3/4 or more.
 
 The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
 option, which may be off.

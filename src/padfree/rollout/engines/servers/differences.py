@@ -19,7 +19,7 @@ gaps8 takes about 1.1 bytes per position, and the difference 1.5% of the bytes o
 `checksum` is computed from the bits of the whole region after the update. The contribution of each element depends on
 its position, and a single wrong element always changes the checksum.
 
-The server imports this module too. Its environment has torch, but not all dependencies of padfree.
+The server imports this module too. The server's environment has torch, but not all dependencies of padfree.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     server 1 fails     queue    2 5 6 7 8   its request 2 goes to the front of the queue; the pool does not use the
                                             server for 0.5 s, after a second failure for 1 s, then 2 s, ...
 
-`Pool.run_all` processes one batch of requests. It ends when every request has a response, or when no server has the
-weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
+`Pool.run_all` processes one batch of requests. The method ends when every request has a response, or when no server has
+the weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
 requests again. A request gets exactly one response, because it is retried only after its connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
