@@ -57,7 +57,8 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
             )
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
-                raise UserError(name, f"missing, although WORLD_SIZE is {world}", f"give {what}, or use torchrun")
+                fix = f"give {what}, or start the processes with torchrun"
+                raise UserError(name, f"missing, although WORLD_SIZE is {world}", fix)
         port = _number(variables, "MASTER_PORT")
         if not 0 < port < 1 << 16:
             raise UserError("MASTER_PORT", "", "give a port, 1 to 65535", value=port)

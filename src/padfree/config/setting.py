@@ -53,7 +53,7 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement of a setting: another setting, `name`, must have one of `values`. Without values: be set at all.
+    """A requirement of a setting: another setting, `name`, must have one of `values`. No values: any value will do.
 
     A name without a dot belongs to the same table as the setting. A name with a dot, such as `loss.kind`, is looked up
     from the `Config`.

@@ -67,7 +67,7 @@ def setting_entries() -> list[SettingEntry]:
 
 
 def section_entries() -> dict[str, SectionEntry]:
-    """Return every table of a recipe by name. The meaning of a table is the first paragraph of its class docstring."""
+    """Return every table of a recipe by name, with its meaning: the first paragraph of the docstring of its class."""
     found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")

@@ -192,9 +192,9 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check the arguments of a tool call that are not rendered as one JSON object, but each by itself.
+    """Check the arguments of a tool call if the template does not render them as one JSON object, but one by one.
 
-    An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. The call has the number `at` in the message
+    An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. The tool call is number `at` of the message
     number `index`.
     """
 

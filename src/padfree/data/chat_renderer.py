@@ -409,8 +409,8 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
     """Return (index of the message, span) for each message in the rendered text of a sample.
 
-    Finds the messages' texts and numbers, `leaves`, in the text, in order. This search is needed only for a row whose
-    rendered text could not be predicted from a row with the same roles and keys.
+    The texts and numbers of the messages, `leaves`, are searched for in the text, in order. This search is needed only
+    for a row whose rendered text could not be predicted from a row with the same roles and keys.
     """
     message_spans: dict[int, Span] = {}
     done = 0

@@ -62,7 +62,10 @@ class Prompt:
         return len(self.tokens) + self.max_new_tokens
 
     def rotary_positions_of(self, length: int) -> NDArray[np.int64] | None:
-        """Return the positions [P, length] of the prompt and its response. In text they go up by 1 per token."""
+        """Return the rotary positions [P, length], in P dimensions, of the prompt and its response.
+
+        In text, the positions go up by 1 per token in all dimensions. Return None if they are 0, 1, 2, and so on.
+        """
         if self.rotary_positions is None:
             return None
         steps = np.arange(1, length - len(self.tokens) + 1)

@@ -183,9 +183,9 @@ def score_by_model(
 ) -> None:
     """Let the reward model score each leaf (a sequence that becomes a sample) without a reward. Collective.
 
-    `played`: the episodes of this rank, by number. They are replaced in place by episodes with rewards. `prompts`: the
-    prompts of these episodes. With `skip_failures`, an episode fails if its text cannot be scored. Otherwise, an error
-    on one rank is raised on all ranks.
+    `played`: the episodes of this rank, by number. The function replaces them in this dict by episodes with rewards.
+    `prompts`: the prompts of these episodes. With `skip_failures`, an episode fails if its text cannot be scored.
+    Otherwise, an error on one rank is raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

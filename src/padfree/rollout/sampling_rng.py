@@ -166,7 +166,7 @@ def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> 
 
 
 def _gumbel(hashes: Tensor) -> Tensor:
-    """Return the Gumbel noise of these hashes, float32 of the same shape."""
+    """Return the Gumbel noise that belongs to each hash, float32 of the same shape as `hashes`."""
     uniform = (_shifted(hashes, 32).double() + 0.5) * 2.0**-32  # from integers 0 to 2**32 - 1
     return -torch.log(-torch.log(uniform)).float()
 

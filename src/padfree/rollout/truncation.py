@@ -110,7 +110,7 @@ def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
 def truncated_logits(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor, stops: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [R, V] with -inf for ids that the truncation excludes, and the mask [R, V] of the other ids.
+    """Return the logits [R, V] with -inf for excluded ids, and a mask [R, V] that is True for the ids that are kept.
 
     Arguments: see `kept_mask`.
     """

@@ -110,7 +110,7 @@ def reverse_kl(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """How many rollout groups there are, and how many have no learning signal, i.e. only advantages of 0."""
+    """Counts all rollout groups, and the groups without a learning signal, i.e. with advantages of 0 only."""
 
     groups: int
     alone: int  # groups of one sample

@@ -106,10 +106,10 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of a prompt of one sample, joined with the answer of another sample.
+    """Return the rotary positions [P, n], in P dimensions, of one sample's prompt joined with another sample's answer.
 
-    The positions of the answer continue where the prompt ends. The prompt ends with text, where all P positions of a
-    token are equal. Return None if neither sample has `rotary_positions`.
+    The positions of the answer continue where the prompt ends. The prompt ends with text, where the positions of a
+    token are equal in all dimensions. Return None if neither sample has `rotary_positions`.
     """
     given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
     if given is None:

@@ -109,7 +109,7 @@ def _engine_class() -> type[Any]:
         _open = False
 
         def __init__(self, config: Any, vllm_config: Any, *others: Any) -> None:
-            """Create the engine. vLLM 0.24 passes its `parallel_config` in place of `vllm_config`, then the model."""
+            """Create the engine. vLLM 0.24 passes its `parallel_config` as `vllm_config`, and then the model."""
             super().__init__(config, vllm_config, *others)
             if not hasattr(self, "device"):
                 self.device = next(self.model.parameters()).device
@@ -162,7 +162,7 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Process tied heads and embeddings again, because on the CPU each of them keeps a packed copy of the weight."""
+    """Let vLLM process tied heads and embeddings again: on the CPU, each keeps a packed copy of the old weight."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}

@@ -137,7 +137,10 @@ class ChatTokenizer:
         return ids, images_of([_held(one) for one in read], encoded.tokens, self.images)
 
     def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
-        """Return the positions [P, n] of the tokens of a branch if they depend on its images, else None."""
+        """Return the rotary positions [P, n], in P dimensions, of the n tokens of a branch.
+
+        Return None if they do not depend on images, i.e. if they are 0, 1, 2, and so on.
+        """
         if not tree.has_new_images(branch):
             return tree.prompt.rotary_positions_of(len(branch.ids))
         if self.images is None or self.images.prepare is None or not branch.images:
@@ -338,7 +341,7 @@ class Policy:
         return self._host
 
     async def base_url(self) -> str:
-        """Return the URL of an OpenAI-compatible API for this episode. Its calls become part of the trajectory."""
+        """Serve the policy as an OpenAI-compatible API, and return its URL. API calls become part of the trajectory."""
         return await self._host.serve(self.tree)
 
     def trajectory(

@@ -125,10 +125,10 @@ def openenv_episode(name: str) -> Episode:
 
 
 async def _step(client: Any, said: str, field: str, before: Any) -> tuple[Any, str | None]:
-    """Send the text of a turn as an action. Return the result and None, or, if the action is refused, a reason.
+    """Send the text of a turn as an action; return the result of the server, and None.
 
-    In the second case, the policy reads the reason as its next observation, and the result is `before`, the last valid
-    one.
+    If the action is not valid, return `before` (the last valid result) and a reason instead. The policy then reads the
+    reason as its next observation.
     """
     if field != JSON:
         action: Any = {field: said}

@@ -169,8 +169,8 @@ class CachedModel:
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
         """Run one decode step: return the last hidden states [L, D] of one new token in each of L slots.
 
-        `tokens` and `positions` are [L]. `slots` [F, L]: see `decode_attention`. `longest`: the maximum number of
-        earlier keys of a slot.
+        `tokens` and `positions` are [L]. `slots` [F, L]: F fields of each slot, such as where its keys are (see
+        `decode_attention`). `longest`: the maximum number of earlier keys of a slot.
         """
         context = _Context(
             self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest, self.exact)

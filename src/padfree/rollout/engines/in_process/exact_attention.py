@@ -53,7 +53,8 @@ COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
 class StepKeys(NamedTuple):
     """Which cached keys each of L slots sees in a decode step.
 
-    `place`: the cache index of the new key. `table`: the pages of the slot. `lengths`: the number of its keys.
+    `place`: the cache index of the new key. `table`: the pages with the keys of the slot. `lengths`: how many keys the
+    slot sees.
     """
 
     place: Tensor  # [L] int64

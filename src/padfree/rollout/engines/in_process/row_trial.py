@@ -48,7 +48,7 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
-    """Return the distinct shapes of the linear layers and routers in `layers`, in their order.
+    """Return the distinct shapes of the linear layers and routers in `layers`, in the order of the layers.
 
     A linear layer with a single output gets the shape of the padded matmul that computes it
     (`padfree.model.block_matmuls`).
@@ -112,11 +112,10 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
-    """Choose the numbers of rows that decode steps may have, so that every matmul has the same bits as in a pack.
+    """Choose the numbers of rows that decode steps may have: those at which matmuls have the same bits as in a pack.
 
-    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. The chosen numbers agree for all
-    shapes. The largest of them is the smallest agreeing number that is at least `num_slots`. If no number agrees, the
-    result has no numbers but the reason.
+    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. One of the chosen numbers, the
+    largest, is at least `num_slots`. If there is no such number, the result has a reason and no numbers.
     """
     for shape, rows in agreeing.items():
         name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"
@@ -153,8 +152,8 @@ MODULE_REFERENCE_ROWS = 4096
 def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
 
-    `module` may be on the meta device; a copy of it with random weights is tried. If the shape of its inputs is not
-    known, the result is False.
+    `module` may be on the meta device: a copy with random weights is run with several numbers of rows. If the shape of
+    its inputs is not known, the result is False.
     """
     shape = _row_shape(module)
     if shape is None:

@@ -192,8 +192,8 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
 def transfer_folder(config: Config) -> Path:
     """Return the folder for the weight files of this run.
 
-    With `rollout.transfer_folder`, the folder is inside it. Otherwise, the folder is in shared memory for servers that
-    the run starts, and in the run folder for other servers.
+    It is inside `rollout.transfer_folder` if this is set. Otherwise, it is in shared memory for servers that the run
+    starts, and in the run folder for other servers.
     """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
     memory = Path("/dev/shm")

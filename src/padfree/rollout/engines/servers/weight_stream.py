@@ -144,7 +144,7 @@ class SentWeights:
         self.version = version
 
     def buckets(self, model: PreTrainedModel, version: int, *, size: int = BUCKET) -> Iterator[Bucket]:
-        """Yield the differences between the weights that were last sent and the current ones; keep the current bits.
+        """Yield the differences between the weights that were last sent and the current weights, and keep the latter.
 
         All ranks must exhaust the iterator. Rank 0 yields buckets (tensors that are sent together) with the differences
         of all ranks; the other ranks yield empty buckets.

@@ -197,7 +197,7 @@ ServerCall = Callable[[ServerApi], Awaitable[None]]
 
 
 async def for_each(servers: Sequence[ServerApi], call: ServerCall) -> dict[ServerApi, ServerLostError]:
-    """Run `call` for all servers concurrently, and return the servers that were lost, each with its error.
+    """Run `call` for all servers concurrently. Return the servers whose call raised a `ServerLostError`, and the error.
 
     Any other error is raised after all calls have ended.
     """
