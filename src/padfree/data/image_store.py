@@ -47,7 +47,7 @@ class ReadImage(NamedTuple):
 
 
 class BadFile(NamedTuple):
-    """An image file because of which a row could not be used, with its size and time of change (-1 if unreadable)."""
+    """An image file that made a row unusable, with its size and its time of change (-1 if the file cannot be read)."""
 
     path: str
     size: int

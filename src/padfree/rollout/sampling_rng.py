@@ -90,8 +90,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    A candidate whose sum is above this bound therefore has the largest sum of all tokens. In about one of
-    exp(CANDIDATES) = 5e8 samples no candidate is above it; then all V tokens are compared. The result is always exact.
+    If a candidate has a sum above this bound, the token with the largest sum is therefore a candidate. In about one of
+    exp(CANDIDATES) = 5e8 samples, no candidate has; then all V tokens are compared. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
