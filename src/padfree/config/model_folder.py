@@ -1,7 +1,7 @@
 """Check that a model folder has the necessary files, and that they are complete. Torch is not imported.
 
 config.json                                             the config: a JSON object, not of a quantized model
-model.safetensors, or model.safetensors.index.json      the weights: all files of the index, each with its whole size
+model.safetensors, or model.safetensors.index.json      the weights: all files that the index names, each complete
 tokenizer*                                              the tokenizer
 
 Only the headers of weight files are read.

@@ -204,7 +204,7 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
 
 
 def events(answer: Mapping[str, Any], *, usage: bool = False) -> bytes:
-    """Return an answer as a stream of events: the whole text, the finish reason and, if `usage`, the token counts."""
+    """Return an answer as server-sent events: the whole text, the finish reason and, if `usage`, the token counts."""
     parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}

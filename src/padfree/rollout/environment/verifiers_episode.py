@@ -36,7 +36,7 @@ def verifiers_episode(name: str) -> Episode:
     if environment.provides_advantages:
         raise UserError(
             "rollout.environment",
-            ": its rubric computes advantages, but padfree computes them from rewards (loss.advantage)",
+            ": the rubric computes advantages, but padfree computes them from rewards (loss.advantage)",
             "use an environment whose rubric gives rewards",
             value=name,
         )
@@ -165,7 +165,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
             )
 
         async def close(self) -> None:
-            """Do nothing, because the connection to the policy ends with the episode."""
+            """Do nothing, because the policy is in this process and there is no connection to close."""
 
     return PolicyClient
 

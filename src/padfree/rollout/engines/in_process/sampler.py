@@ -86,7 +86,7 @@ class InProcessSampler:
 
         `decodes`: whether to use padfree's `Decoder`; None: for vision-language models, and on a GPU for all models
         that it supports. `records_routes`: whether responses record the experts of each token. `exact`: whether
-        log-probabilities have the bits of the trainer, which `exact_operators.problem` must have found possible.
+        log-probabilities are bitwise equal to the trainer's; `exact_operators.problem` must have returned None.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation

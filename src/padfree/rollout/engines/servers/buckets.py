@@ -41,9 +41,9 @@ ALIGNMENT = 64
 class BucketForm:
     """Describes a bucket (tensors that are sent together): names, dtypes and shapes of its tensors.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: if not
-    empty, the bucket holds no whole weights, but the positions and values of changed elements. `keep`: whether the
-    server keeps a copy of the tensors.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: None if
+    the bucket holds whole weights; otherwise, the tensors are the positions and values of these differences. `keep`:
+    whether the server keeps a copy of the tensors.
     """
 
     names: Sequence[str]
