@@ -25,7 +25,7 @@ OFFLOADED = ("host", "attention")
 
 
 def check_checkpointing(value: str) -> None:
-    """Raise a `UserError` unless `value` is `auto`, a level, or numbers of layers with their levels."""
+    """Raise a `UserError` unless `value` is `auto`, a level such as `host`, or a list such as `6 host, 30 none`."""
     if value == "auto" or value in UNIFORM:
         return
     parts = _parts(value)
@@ -40,12 +40,12 @@ def is_by_layer(value: str) -> bool:
 
 
 def uses_host(value: str) -> bool:
-    """Whether any layer offloads activations to host memory, for this value of `parallel.checkpointing`."""
+    """Return whether this value of `parallel.checkpointing` lets any layer offload activations to host memory."""
     return value == "host" or (is_by_layer(value) and "host" in _names(value))
 
 
 def needs_compiled_layers(value: str) -> bool:
-    """Whether any layer has a level that only compiled layers support, for this value of `parallel.checkpointing`."""
+    """Return whether this value of `parallel.checkpointing` has a level that only compiled layers support."""
     return value == "host" or (is_by_layer(value) and any(level in OFFLOADED for level in _names(value)))
 
 
@@ -63,9 +63,10 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """Adapt a value such as `6 host, 30 none` to a model with `num_layers` layers: `2 host, 10 none` for 12 layers.
+    """Adapt a value such as `6 host, 30 none` to another number of layers: `2 host, 10 none` for `num_layers` = 12.
 
-    Each layer gets the level at the same relative depth. A value without numbers of layers is returned unchanged.
+    Each layer gets the level of the layer at the same relative depth. A value without numbers of layers is returned
+    unchanged.
     """
     if not is_by_layer(value):
         return value

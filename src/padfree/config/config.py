@@ -91,7 +91,7 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check the settings of the reference model. If the task needs a reference, `model.path` is the default."""
+        """Check the settings of the reference model. If the task needs one and has none, set it to `model.path`."""
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0
@@ -137,7 +137,7 @@ class Config:
         )
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check the settings of a run that samples responses, because `setting` (e.g. `rollout.reward`) is set."""
+        """Check the settings of a run that samples responses because `setting`, e.g. `rollout.reward`, is set."""
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")

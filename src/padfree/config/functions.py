@@ -27,7 +27,7 @@ PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def is_path(name: str) -> bool:
-    """Whether a name has the form `module:function`."""
+    """Return whether `name` has the form `module:function`."""
     return PATH.fullmatch(name) is not None
 
 
@@ -44,7 +44,7 @@ def model_of(reward: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
-    """Describes a setting that takes the import path of a user's function, and the function that it expects."""
+    """A setting that takes the import path of a user's function, and what padfree expects of the function."""
 
     setting: str
     noun: str  # name of the function in messages, e.g. "reward"
@@ -53,7 +53,7 @@ class UserFunction:
     asynchronous: bool = False  # whether the function must be a coroutine function
 
     def check(self, path: str) -> None:
-        """Raise a `UserError` if the package of `path` does not exist or is part of the standard library."""
+        """Raise a `UserError` if the package named in `path` does not exist or is in Python's standard library."""
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
         if package in sys.stdlib_module_names:
@@ -139,7 +139,7 @@ class UserFunction:
 
 @contextmanager
 def current_folder() -> Iterator[str]:
-    """Context manager that yields the current folder, and has this folder in `sys.path`, as with `python -m`."""
+    """Context manager that yields the current folder, and meanwhile has it in `sys.path`, as `python -m` does."""
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

@@ -44,9 +44,9 @@ def _correction(name: str) -> Reason:
 
 
 def _first(*reasons: Reason) -> Reason:
-    """Combine rules into one. A rule returns the reason why a run does not read a setting, or None if the run does.
+    """Combine several rules into one, which returns the first reason that any of them gives.
 
-    The combined rule returns the first reason that any of the rules gives.
+    A rule returns the reason why a run does not read a setting, or None if the run reads it.
     """
     return lambda config: next((found for reason in reasons if (found := reason(config)) is not None), None)
 
@@ -304,9 +304,9 @@ The rule of a table holds for the settings of the table that have no rule of the
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule that says whether a run reads a setting.
+    """Return the rule that says why a run does not read the setting `name`; None if every run reads the setting.
 
-    If the setting `name` has no rule of its own, the rule of the innermost table around the setting applies.
+    A setting without an entry in `READ_BY` has the rule of the innermost table that contains it.
     """
     while name not in READ_BY:
         name, _, last = name.rpartition(".")

@@ -174,7 +174,7 @@ class LossConfig:
 
     @property
     def task(self) -> type[TaskSettings]:
-        """The class with the settings of the chosen loss."""
+        """The settings class of the task that the chosen loss belongs to."""
         return TASKS.get(self.kind, PolicySettings)
 
     @property
@@ -206,8 +206,8 @@ class LossConfig:
     def _old_policy(self) -> OldPolicy:
         """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
-        `auto` means `current` if every batch serves only one update, which saves a forward pass. It means `trainer` if
-        a batch serves several updates, or if a correction covers whole sequences.
+        `auto` means `current` if every batch is used for a single update, which saves a forward pass. It means
+        `trainer` if a batch is used for several updates, or if a correction covers whole sequences.
         """
         if self.old_policy != "auto":
             return self.old_policy
@@ -254,7 +254,8 @@ class LossConfig:
     def _check_weights(self) -> None:
         constant = self.constant
         if self.aggregation == "constant":
-            need(constant is not None, "loss.constant", None, "set the divisor, as in loss.constant=4096")
+            fix = "set the number that divides the loss, as in loss.constant=4096"
+            need(constant is not None, "loss.constant", None, fix)
         else:
             fix = f"set loss.constant=none: loss.aggregation {self.aggregation!r} does not use it"
             need(constant is None, "loss.constant", constant, fix)
@@ -284,7 +285,7 @@ Table = TypeVar("Table", Objective, Correction, TaskSettings)
 
 
 def _tables(kind: type[Table]) -> dict[str, type[Table]]:
-    """Map each field of `LossConfig` whose type is a subclass of `kind` to its type."""
+    """Return the fields of `LossConfig` whose type is a subclass of `kind`, as {name of the field: its type}."""
     factories: dict[str, Any] = {entry.name: entry.default_factory for entry in fields(LossConfig)}
     return {name: made for name, made in factories.items() if isinstance(made, type) and issubclass(made, kind)}
 

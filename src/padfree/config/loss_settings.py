@@ -43,11 +43,11 @@ class TaskSettings:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss with these settings uses a reference model."""
+        """Whether the loss with these settings compares the model with a reference model."""
         return self.has_reference
 
     def check_run(self, config: Any) -> None:
-        """Refuse settings of other sections that this task does not support."""
+        """Raise a `UserError` if the run has settings in other sections that this task does not support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ class DistillSettings(TaskSettings):
         0.5,
         above=0,
         below=1,
-        about="The teacher's share in the mixture of jsd.",
+        about="With divergence jsd: the share of the teacher in the mixture of teacher and student.",
         fix="give a share above 0 and below 1",
         needs=need_of("divergence", "jsd", fix="leave it out, or set loss.distill.divergence=jsd"),
     )
@@ -114,7 +114,7 @@ NO_SUCH = "leave it out: this loss.dpo.variant does not use it"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueSettings:
-    """The squared error of a value model. `clip`: how much a value may change in one update; None: no limit."""
+    """The squared error of a value model. `clip`: the maximum change of a value in one update; None: no limit."""
 
     clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
 
@@ -230,14 +230,15 @@ class RewardModelSettings(TaskSettings):
     def check_run(self, config: Any) -> None:
         check_pairs(config)
         temperature = config.loss.temperature
-        need(temperature == 1.0, "loss.temperature", temperature, "leave it out: a reward model has no logits")
+        fix = "leave it out: a reward model has no logits to divide by a temperature"
+        need(temperature == 1.0, "loss.temperature", temperature, fix)
         alone = config.lora.rank > 0 and config.lora.export == "adapter"
         fix = "set lora.export=merged: an adapter folder would lack the trained head of the reward model"
         need(not alone, "lora.export", config.lora.export, fix)
 
 
 def check_sampled_images(config: Any) -> None:
-    """Refuse settings with which responses to images cannot be sampled."""
+    """Raise a `UserError` if the run samples responses to images, but other settings make this impossible."""
     rollout = config.rollout
     if not config.model.vision:
         return
@@ -255,13 +256,14 @@ def check_sampled_images(config: Any) -> None:
 
 
 def check_answers(config: Any) -> None:
-    """Refuse settings that a loss on whole answers, such as KTO, does not support."""
+    """Raise a `UserError` for settings that a loss on whole answers, such as KTO, does not support."""
     aggregation = config.loss.aggregation
-    need(aggregation == "token-mean", "loss.aggregation", aggregation, "leave it out: all answers have equal weight")
+    fix = "leave it out: this loss gives all answers equal weight"
+    need(aggregation == "token-mean", "loss.aggregation", aggregation, fix)
 
 
 def check_pairs(config: Any) -> None:
-    """Refuse settings that a loss on pairs of answers, such as DPO, does not support."""
+    """Raise a `UserError` for settings that a loss on pairs of answers, such as DPO, does not support."""
     fix = "give an even number: it counts answers, two per pair"
     for name, count in (("batch.samples", config.batch.samples), ("eval.samples", config.eval.samples)):
         need(count is None or count % 2 == 0, name, count, fix)

@@ -17,7 +17,7 @@ MOST_WEIGHT = 1000.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSource:
-    """One source of a mixture. `columns`, `split` and `subset` default to those of `[data]`."""
+    """One source of a mixture of training data. `columns`, `split` and `subset` default to those of `[data]`."""
 
     path: tuple[str, ...] = setting(
         about="Files, folders or Hub ids of this source.", allowed="one name or more", resume=SAMPLES
@@ -49,7 +49,7 @@ class DataSource:
 
     @property
     def exact_weight(self) -> Fraction:
-        """The weight as an exact fraction: 0.1 becomes 1/10."""
+        """The weight of the source as an exact fraction: 0.1 becomes 1/10."""
         return Fraction(repr(self.weight))
 
 

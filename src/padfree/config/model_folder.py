@@ -1,7 +1,7 @@
 """Check that a model folder has the necessary files, and that they are complete. Torch is not imported.
 
 config.json                                             the config: a JSON object, not of a quantized model
-model.safetensors, or model.safetensors.index.json      the weights: all files of the index, each with its whole size
+model.safetensors, or model.safetensors.index.json      the weights: all files that the index names, each complete
 tokenizer*                                              the tokenizer
 
 Only the headers of weight files are read.
@@ -24,7 +24,7 @@ OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".s
 
 
 def check_model_folders(config: Config) -> None:
-    """Refuse model folders without a config, weights or a tokenizer."""
+    """Raise a `UserError` if a folder that the settings name as a model lacks a config, weights or a tokenizer."""
     for setting, name in named_models(config).items():
         folder = Path(name).expanduser()
         if not folder.is_dir() or setting == "model.tokenizer":
@@ -46,7 +46,11 @@ def check_config_file(folder: Path) -> None:
 
 
 def check_weight_files(folder: Path, init_setting: str | None) -> None:
-    """Refuse a folder without weights. `init_setting` is the setting that asks for random weights, if there is one."""
+    """Raise a `UserError` if a model folder has no weights.
+
+    `init_setting`: the setting with which the run could start from random weights instead, for the message; None: there
+    is no such setting.
+    """
     names = {path.name for path in folder.iterdir()}
     if WEIGHTS in names or INDEX in names or any(SHARD.fullmatch(name) for name in names):
         return
@@ -62,7 +66,7 @@ def check_weight_files(folder: Path, init_setting: str | None) -> None:
 
 
 def check_config(folder: Path) -> None:
-    """Refuse a config that is not a JSON object, or that describes a quantized model."""
+    """Raise a `UserError` if a model's config is not a JSON object, or describes a quantized model."""
     path = folder / CONFIG
     config = _read_json(path)
     if not isinstance(config, dict):
@@ -89,7 +93,7 @@ def read_index(path: Path) -> tuple[dict[str, str], Any]:
 
 
 def check_headers(folder: Path) -> None:
-    """Refuse weight files that are missing or incomplete."""
+    """Raise a `UserError` if weight files of a folder are missing or incomplete."""
     names = {path.name for path in folder.iterdir()}
     if INDEX in names:
         files = sorted(set(read_index(folder / INDEX)[0].values()))
@@ -106,7 +110,7 @@ def check_headers(folder: Path) -> None:
 
 
 def _header_problem(path: Path) -> str | None:
-    """Describe what is wrong with the size or the header of a safetensors file; None if nothing is."""
+    """Return what is wrong with the size or the header of a safetensors file; None if nothing is wrong."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -124,7 +128,7 @@ def _header_problem(path: Path) -> str | None:
 
 
 def _read_json(path: Path) -> Any:
-    """The content of a JSON file, or None if it cannot be read."""
+    """Return the content of a JSON file, or None if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -147,5 +151,5 @@ def check_tokenizer_files(config: Config) -> bool:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder on this disk holds a tokenizer."""
+    """Return whether `path` is a folder on this disk that holds a tokenizer."""
     return Path(path).is_dir() and any(Path(path).glob("tokenizer*"))

@@ -74,7 +74,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         expand_home(self, "path", "tokenizer")
         check_table(self, "model.")
-        need(all(self.freeze), "model.freeze", list(self.freeze), "give names of parts, or patterns")
+        fix = "give names of model parts, or patterns of parameter names"
+        need(all(self.freeze), "model.freeze", list(self.freeze), fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,13 +126,13 @@ class ReferenceConfig:
     offload: bool = setting(
         False,
         about="Keep the weights in CPU memory while the reference is not used.",
-        needs=need_of("path", fix="set reference.path, or leave it out"),
+        needs=need_of("path", fix="leave it out, or set reference.path"),
     )
     refresh: int | None = setting(
         None,
         least=1,
         about="Number of rollout batches after which the reference takes over the policy's weights; if none, never.",
-        needs=need_of("path", fix="set reference.path, or leave it out"),
+        needs=need_of("path", fix="leave it out, or set reference.path"),
     )
     precompute: bool = setting(
         False,
@@ -159,7 +160,7 @@ class TeacherConfig:
     offload: bool = setting(
         False,
         about="Keep the weights in CPU memory while the teacher is not used.",
-        needs=need_of("path", fix="set teacher.path, or leave it out"),
+        needs=need_of("path", fix="leave it out, or set teacher.path"),
     )
 
     def __post_init__(self) -> None:

@@ -3,8 +3,8 @@
     check_output("report/page.html", "--html")       a file: its folder exists and is writable
     check_folder("runs/first", "run.folder")         a folder: it exists and is writable, or it can be created
 
-The checks create a temporary file in the folder and remove it at once. This detects missing permissions, read-only file
-systems, and files in place of folders.
+The checks create a temporary file in the folder and remove it at once. The checks thus detect missing permissions,
+read-only file systems, and files in place of folders.
 """
 
 from __future__ import annotations

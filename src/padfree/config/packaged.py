@@ -30,7 +30,7 @@ HELD_OUT = "eval"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedEnvironment:
-    """An environment of another package. `name` is its name within the package."""
+    """An environment of another package, such as verifiers. `name`: the name of the environment in this package."""
 
     package: str
     name: str

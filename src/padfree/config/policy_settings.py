@@ -35,7 +35,9 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipSettings(Objective):
-    """Ratio π / π_old clipped to [1 - low, 1 + high] (PPO, GRPO). `dual`: its upper bound for negative advantages."""
+    """Ratio π / π_old clipped to [1 - low, 1 + high] (PPO, GRPO). `dual`: upper bound of the ratio for tokens with a
+    negative advantage.
+    """
 
     kind: ClassVar[str] = "clip"
     low: float = setting(0.2, least=0, most=1, about="The ratio is clipped to at least 1 - low.", fix="give 0 to 1")
@@ -107,7 +109,7 @@ LOW_BAND, HIGH_BAND = "0 to 1, less than high", "1 or more, more than low"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """A factor that multiplies the policy objective of a token. `kind` is its name in a recipe."""
+    """A factor that multiplies the policy objective of a token. `kind`: the name of the correction in a recipe."""
 
     kind: ClassVar[str]
     compares_sampler: ClassVar[bool] = True  # needs the sampler's log-probabilities
@@ -184,8 +186,8 @@ class SequenceMaskSettings(BandCorrection):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OPSMSettings(Correction):
-    """Off-policy sequence masking: mask sequences with a negative advantage whose mean log π_old - log π exceeds
-    `delta`.
+    """Off-policy sequence masking: leave out sequences with a negative advantage that the policy already avoids, i.e.
+    whose mean log π_old - log π exceeds `delta`.
     """
 
     kind: ClassVar[str] = "opsm"
@@ -264,12 +266,12 @@ class PolicySettings(TaskSettings):
         check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
-        """Return the objective and the corrections with the type `object`, because a caller can pass anything."""
+        """Return the objective and the corrections, typed as `object`: their types are still to be checked."""
         return self.objective, self.corrections
 
     @property
     def weighs_kl(self) -> bool:
-        """Whether the KL term is multiplied by the ratio to the old policy."""
+        """Whether the KL estimate of each token is multiplied by the ratio π / π_old."""
         return self.kl_coefficient > 0 and self.kl_weighting == "ratio"
 
     @property

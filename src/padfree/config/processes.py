@@ -34,8 +34,8 @@ class Processes:
 def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True) -> Processes:
     """Read the rank and the number of processes from environment variables.
 
-    Raises a `UserError` for a variable with an impossible value. With `meet=False` (as in a dry run), RANK and
-    MASTER_ADDR may be missing.
+    Raise a `UserError` for a variable with an impossible value. `meet`: whether the processes will connect to each
+    other. If not, as in a dry run, RANK and MASTER_ADDR may be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")
@@ -57,7 +57,8 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
             )
         for name, what in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port of that host")):
             if not variables.get(name, "").strip():
-                raise UserError(name, f"missing, although WORLD_SIZE is {world}", f"give {what}, or use torchrun")
+                fix = f"give {what}, or start the processes with torchrun"
+                raise UserError(name, f"missing, although WORLD_SIZE is {world}", fix)
         port = _number(variables, "MASTER_PORT")
         if not 0 < port < 1 << 16:
             raise UserError("MASTER_PORT", "", "give a port, 1 to 65535", value=port)

@@ -48,7 +48,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
-    """Read a TOML file or a shipped recipe, and return its tables unchecked."""
+    """Read a TOML file or a shipped recipe, and return its tables. The values are not checked."""
     path = recipe_path(path)
     check_regular(path, "config")
     try:
@@ -73,7 +73,7 @@ def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables of a TOML file, updated with `changes`, unchecked."""
+    """Return the tables of a TOML file, updated with `changes`. The values are not checked."""
     values = read_recipe(path)
     kind, said = _loss_of(values).get("kind"), {f"loss.{name}" for name in _loss_of(changes)}
     values = {**values, **{name: _merged(values.get(name), value) for name, value in changes.items()}}
@@ -82,7 +82,7 @@ def changed_recipe(path: str | PathLike[str], changes: Mapping[str, Any]) -> dic
 
 
 def _merged(before: Any, changes: Any) -> Any:
-    """Update `before` with `changes`. Tables are merged; any other value replaces the old one."""
+    """Return `before` updated with `changes`. Tables are merged, and any other value is replaced."""
     if not isinstance(before, Mapping) or not isinstance(changes, Mapping):
         return changes
     return {**before, **{name: _merged(before.get(name), value) for name, value in changes.items()}}
@@ -93,8 +93,8 @@ def _check_bounds_are_meant(
 ) -> None:
     """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
 
-    Such a bound was meant for the kind of loss in the file. `kind` is `loss.kind` in the file `path`, `values` are the
-    settings after the overrides, and `said` holds the names of the settings in the overrides.
+    Such a bound was chosen for the kind of loss in the file. `values`: the settings after the overrides. `kind`: the
+    `loss.kind` in the file `path`. `said`: the names of the settings in the overrides.
     """
     loss = _loss_of(values)
     for name in BOUNDS:
@@ -153,7 +153,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """Return entry `part` of the list `entries`, such as "0" in "data.sources.0.weight=2"."""
+    """Return entry number `part` of the list `entries`, e.g. part "0" of the override "data.sources.0.weight=2"."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
         known = f"has the entries 0 to {len(entries) - 1}" if entries else "is empty"
         raise UserError(
@@ -174,9 +174,9 @@ def _parsed(text: str) -> Any:
 
 
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
-    """Build the dataclass `kind` from the table `values`. `prefix` is the table's name with a dot.
+    """Build an object of the dataclass `kind` from the table `values`. `prefix`: the table's name with a dot.
 
-    The names of all settings with a value other than None are added to `named`.
+    The names of all settings that have a value other than None are added to `named`.
     """
     if not isinstance(values, Mapping):
         raise UserError(
@@ -222,7 +222,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
-    """Build the dataclass `kind` from each table of a list. A single table counts as a list with one table."""
+    """Build an object of the dataclass `kind` from each table in `values`. A single table counts as a list of one."""
     entries = list(values) if isinstance(values, (list, tuple)) else [values]
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -240,7 +240,7 @@ def _closest(name: str, names: Sequence[str], prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    """Check that `value` has the type `hint`, and return it converted to this type (an int to a float)."""
+    """Check that `value` has the type `hint`, and return it, converted if necessary (an int to a float)."""
     converted = _converted(hint, value)
     if isinstance(value, str) and "\0" in value:
         raise UserError(name, "", "remove the null character", value=value)
@@ -260,7 +260,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
 def _check_numbers(value: Any, name: str) -> None:
     """Raise a `UserError` for a number above the largest float32, or an int above 2**53 - 1.
 
-    Settings of the loss may be infinite, which means unbounded.
+    A setting of the section `loss` may be infinite, which means that there is no bound.
     """
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, float) and not math.isfinite(number):
@@ -272,7 +272,7 @@ def _check_numbers(value: Any, name: str) -> None:
 
 
 def _table_fix(name: str, value: str) -> str:
-    """Return a hint how to write a TOML table on a command line, where a shell expands braces and removes quotes."""
+    """Return advice on how to write a TOML table in a shell, which expands braces and removes quotes."""
     pairs = [pair.partition("=") for pair in value.strip("{} ").split(",")]
     named = [(key.strip(), text.strip().strip("\"'")) for key, equals, text in pairs if equals]
     entries = named if named and all(key and text for key, text in named) else [("question", "prompt")]

@@ -20,12 +20,12 @@ def recipe_path(name: str | PathLike[str]) -> Path:
 
 
 def summary(path: Path) -> str:
-    """Return the first comment of a recipe, which says what it is for."""
+    """Return the first comment of a recipe, which says what the recipe is for."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.removeprefix("#").strip()
 
 
 def default_recipe(command: str) -> str | None:
-    """Return the recipe that a command uses by default, or None if there are several, as for `rl`."""
+    """Return the name of the recipe that a command uses by default, or None if the command has several, as `rl`."""
     names = [name for name in shipped_recipes() if name == command or name.startswith(f"{command}-")]
     return command if names == [command] else None

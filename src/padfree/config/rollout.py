@@ -58,13 +58,13 @@ UNSUPPORTED = {
 }
 """Settings of other samplers that users look for, each with the problem and the fix of its error message."""
 
-SERVED_FIX = "set rollout.engine=vllm, or leave it out"
+SERVED_FIX = "leave it out, or set rollout.engine=vllm"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """Servers that the run starts at its beginning and stops at its end: one server for each entry of `devices`."""
+    """Inference servers that the run starts and, at its end, stops: one for each entry of `devices`."""
 
     command: tuple[str, ...] = setting(
         (),
@@ -86,7 +86,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
-    """Rollouts that the run samples itself. One of `reward`, `environment` and `agent` is set.
+    """Rollouts that the run samples itself, if `reward`, `environment` or `agent` is set.
 
     In such a run, `data.path` holds prompts, and `batch.samples` counts responses. Otherwise `data.path` holds finished
     rollouts.
@@ -124,7 +124,7 @@ class RolloutConfig:
         least=0,
         most=MOST_PROCESSES,
         about="Number of processes per rank that compute rewards; 0 computes them in the training process.",
-        needs=need_of("reward", fix="set rollout.reward, or leave it out: there is no reward to compute"),
+        needs=need_of("reward", fix="leave it out, or set rollout.reward: there is no reward to compute"),
     )
     samples_per_prompt: int = setting(
         8, least=1, about="Number of responses per prompt, i.e. the size of a group.", resume=STAYS, formerly="group"
@@ -251,7 +251,7 @@ class RolloutConfig:
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """`kv_cache_memory` in bytes; None if it is "auto"."""
+        """The setting `kv_cache_memory` in bytes; None if it is "auto"."""
         return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
     @property
@@ -264,10 +264,10 @@ class RolloutConfig:
         return bool(self.servers or self.launch.command)
 
     def keeps_sent_weights(self, dtype: str) -> bool:
-        """Whether a run keeps the weights of the last weight sync, so that the next sync sends only the differences.
+        """Return whether each weight sync keeps its weights, so that the next sync sends only the changed elements.
 
-        With `weight_sync="auto"`, this depends on `dtype`: in float32, nearly every element changes in a training step,
-        so that differences would save nothing.
+        With `weight_sync="auto"`, this depends on `dtype`. In float32, nearly every element changes in a training step,
+        so that nothing would be saved.
         """
         return self.has_servers and self.weight_sync in (
             ("auto", "difference") if dtype == "bfloat16" else ("difference",)

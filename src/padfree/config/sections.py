@@ -41,7 +41,7 @@ TURNS_ARE_CHOSEN = need_of(
     fix="leave it out: this task trains on whole responses or compares answers",
     about="loss.kind=sft or distill",
 )
-HELD_OUT = need_of("path", fix="set eval.path to held-out data, or leave it out")
+HELD_OUT = need_of("path", fix="leave it out, or set eval.path to held-out data")
 SAMPLED = need_of(
     "rollout.source",
     fix="leave it out: this run samples no responses",
@@ -50,7 +50,7 @@ SAMPLED = need_of(
 FLOAT8 = need_of("linear", "float8", fix="leave it out, or set parallel.linear=float8")
 SEVERAL_DRAWS = need_of("greedy", False, fix="set eval.greedy=false: greedy responses to a prompt are all the same")
 
-IMAGES = need_of("model.vision", True, fix="set model.vision=true, or leave it out")
+IMAGES = need_of("model.vision", True, fix="leave it out, or set model.vision=true")
 MOST_IMAGE_PIXELS = 178_956_970
 """Maximum of `data.max_image_pixels`: Pillow refuses larger images."""
 
@@ -185,7 +185,7 @@ class DataConfig:
         return self.path or tuple(path for source in self.sources for path in source.path)
 
     def of_source(self, source: DataSource) -> DataConfig:
-        """Return these settings with `source` as the only data."""
+        """Return these settings with `source`, one source of a mixture, as the only data."""
         own = {name: getattr(source, name) for name in ("columns", "split", "subset")}
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, path=source.path, sources=(), **given)
@@ -371,7 +371,7 @@ class ParallelConfig:
     def most_context(self, processes: int) -> int:
         """Return the maximum number of ranks that share the tokens of a micro-batch (context parallelism).
 
-        With `context="auto"`, they are all ranks of a replica.
+        With `context="auto"`, all ranks of a replica may share them. `processes`: the number of processes of the run.
         """
         return max(1, processes // self.replicate) if self.context == "auto" else self.context
 

@@ -40,7 +40,7 @@ STAYS: Resume = "must stay"
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The range [low, high] of a number, ends included, and the fix in the error message."""
+    """The range [low, high] of a number, both ends included. `fix`: the advice in the error message."""
 
     low: float
     high: float
@@ -53,10 +53,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement: the other setting `name` must have one of `values`, or any value if `values` is empty.
+    """A requirement of a setting: another setting, `name`, must have one of `values`. No values: any value will do.
 
-    A name without a dot belongs to the same table. A name with a dot, such as `loss.kind`, is looked up from the
-    `Config`.
+    A name without a dot belongs to the same table as the setting. A name with a dot, such as `loss.kind`, is looked up
+    from the `Config`.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The meaning and the rules of a setting."""
+    """The meaning and the rules of a setting, from the metadata of its field."""
 
     about: str = ""
     bounds: Bounds | None = None
@@ -139,13 +139,13 @@ def _range_words(least: float | None, above: float | None, most: float | None, b
 
 
 def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
-    """Return the requirement that the setting `name` has one of `values`, or any value.
+    """Return the requirement that the setting `name` has one of `values`, or that it is set if there are no values.
 
-    `fix` is the fix in the error message. `about` describes the requirement if `name` is a property that users do not
-    know.
+    `fix`: the advice in the error message. `about`: the requirement in words, if `name` is a property of a section and
+    not a setting.
     """
     wanted = f"{name}={str(values[0]).lower()}" if values else name
-    return Needs(name, values, fix or f"set {wanted}, or leave it out", about)
+    return Needs(name, values, fix or f"leave it out, or set {wanted}", about)
 
 
 def rules_of(entry: Field[Any]) -> Rules:
@@ -167,7 +167,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` for a value outside its bounds, or for unmet `needs` within the table."""
+    """Raise a `UserError` if a setting of `table` is out of bounds or lacks a setting of this table that it needs."""
     for entry in fields(table):
         value = getattr(table, entry.name)
         check_bounds(type(table), entry.name, value, f"{prefix}{entry.name}")
@@ -177,9 +177,9 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` if a setting was changed that needs another setting, and the other setting does not fit.
+    """Raise a `UserError` if a setting differs from its default but needs another setting that has the wrong value.
 
-    This function checks needs across tables, e.g. of a setting of `rollout` that needs a certain `loss.kind`.
+    Only needs across tables are checked, e.g. a setting of `rollout` that needs a certain `loss.kind`.
     """
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
@@ -197,7 +197,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Map each setting of the dataclass `kind` to its rule for resuming, such as "must stay"."""
+    """Return for each setting of the dataclass `kind` whether it may change on resume, such as "must stay"."""
     found: dict[str, Resume] = {}
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

@@ -55,7 +55,7 @@ class SettingEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionEntry:
-    """A table of settings, such as `loss.clip`, and its meaning."""
+    """A table of a recipe, such as `loss.clip`, and its meaning."""
 
     name: str
     meaning: str
@@ -67,7 +67,7 @@ def setting_entries() -> list[SettingEntry]:
 
 
 def section_entries() -> dict[str, SectionEntry]:
-    """Return every table of settings by name. The meaning of a table is the first paragraph of the class docstring."""
+    """Return every table of a recipe by name, with its meaning: the first paragraph of the docstring of its class."""
     found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")
@@ -77,7 +77,7 @@ def section_entries() -> dict[str, SectionEntry]:
 
 
 def matching_entries(name: str | None) -> list[SettingEntry]:
-    """Return the settings of a table (`rollout`), one setting (`loss.kind`), or all if `name` is None.
+    """Return the settings that `name` selects: a table (`rollout`), one setting (`loss.kind`), or None for all.
 
     Raise a `UserError` for an unknown name.
     """
@@ -92,10 +92,10 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """Return the fix in the error message for an unknown setting, which suggests the most likely names.
+    """Return advice for an unknown setting: the most likely names.
 
-    The suggestion is the new name of a renamed setting, or else settings with the same last part, or else the most
-    similar name.
+    These are the new name of a renamed setting, or else the settings with the same last part, or else the most similar
+    name.
     """
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]
@@ -174,7 +174,7 @@ def _type_words(hint: Any) -> str:
 
 
 def value_words(value: Any) -> str:
-    """Return a value as a recipe spells it, without quotes."""
+    """Return a value as it is written in a recipe, but without quotes."""
     if value is None:
         return "none"
     if isinstance(value, (tuple, list)):
@@ -193,7 +193,7 @@ def _need_words(need: Needs, prefix: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], widest: int = 36) -> str:
-    """Format rows of cells as aligned columns. A cell longer than `widest` moves the cells after it to the right."""
+    """Format rows of cells as aligned columns. A cell longer than `widest` moves the rest of its row to the right."""
     columns = range(len(rows[0]) - 1)
     widths = [max((len(row[column]) for row in rows if len(row[column]) <= widest), default=0) for column in columns]
     return "".join(

@@ -14,7 +14,7 @@ from padfree.errors import UserError
 
 
 class ArrayWriter:
-    """Writes an .npy file piece by piece. `finish` overwrites the header with the final length."""
+    """Writes an array to an .npy file piece by piece. `finish` overwrites the header with the final length."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...] = ()) -> None:
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115  closed by close()
@@ -44,7 +44,7 @@ class ArrayWriter:
         return self._digest.hexdigest()
 
     def finish(self) -> None:
-        """Write the final header and sync the file to disk, so that a later rename cannot expose incomplete content."""
+        """Write the final header, and sync the file to disk before the caller renames it."""
         self._file.seek(0)
         length = self._write_header()
         # the final header is as long as the first one, because numpy reserves space in it for the final length
@@ -57,7 +57,7 @@ class ArrayWriter:
 
 
 def open_array(folder: Path, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Open one array of a cache folder, memory-mapped. Raise a `UserError` if the array does not have this shape."""
+    """Open one array of a cache folder, memory-mapped. Raise a `UserError` if its shape is not `shape`."""
     path = folder / f"{name}.npy"
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -21,7 +21,7 @@ from padfree.data.conversation import Conversation, Message
 class Form:
     """A form of conversations that a chat template may expect, such as null content next to tool calls.
 
-    The fields are the differences from the form that `read_conversation` produces.
+    The fields say how it differs from the form that `read_conversation` produces.
     """
 
     arguments_as_text: bool = False  # arguments of tool calls as JSON text
@@ -31,9 +31,9 @@ class Form:
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """Yield the forms to try: first the form that `read_conversation` produces, then the other forms.
+    """Yield the forms in which to try to render this conversation.
 
-    A form that would not change this conversation is left out.
+    The first is the form that `read_conversation` produces. Forms that would not change this conversation are left out.
     """
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)

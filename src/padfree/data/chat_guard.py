@@ -34,11 +34,11 @@ SCHEMA_TEXTS = ("name", "description")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """The rendered text of the first `stop` messages of a conversation.
+    """The rendered text of the first `stop` messages of a conversation, and functions that render it again.
 
-    - `prompt`: whether the text is a prompt with the generation prompt. Otherwise it is a training sample.
-    - `again(other)` renders another conversation in the same way.
-    - `alone(i)` renders the messages up to and including message i.
+    - `prompt`: whether the text is a prompt that ends with the generation prompt. Otherwise it is a training sample.
+    - `again(other)` renders the conversation `other` in the same way.
+    - `alone(i)` renders only the messages up to and including message i.
 
     `again` and `alone` return None if the template raises an error.
     """
@@ -69,10 +69,11 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check the rendered text `shown` of the conversation of one row.
+    """Raise a `RowError` if the chat template does not show all parts of the conversation of one row.
 
-    Usually, `check_twin` checks a copy of the conversation in which every text is a marker (the twin). This function is
-    for a row that the template renders differently from its twin.
+    `shown` is the rendered conversation. Most rows need no check of their own, because `check_twin` checks a copy of
+    the conversation with a marker in place of each text (the twin). This check is for a row that is rendered
+    differently from its twin.
     """
 
     def found(text: str) -> set[int]:
@@ -136,7 +137,7 @@ def _untraced(conversation: Conversation, leaf: TemplateValue) -> RowError:
 def _mangled(conversation: Conversation, leaf: TemplateValue) -> RowError:
     return RowError(
         f"{_named(conversation, leaf.message)}: {leaf.field} is garbled: the chat template renders it neither as text "
-        "nor as JSON; set data.chat_template to a template that does"
+        "nor as JSON; set data.chat_template to a template that shows it unchanged"
     )
 
 
@@ -171,7 +172,7 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
         if shown.again(replace(conversation, messages=changed)) == shown.text:
             raise RowError(
                 f"{_named(conversation, roles.index(role))} is rendered as if the assistant had written it, because "
-                "the chat template does not know this role; set data.chat_template to a template that does"
+                "the chat template does not know this role; set data.chat_template to a template that knows it"
             )
 
 
@@ -179,7 +180,7 @@ def _check_roles(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_arguments(conversation: Conversation, shown: Shown) -> None:
-    """Check that all keys, booleans, nulls, lists and objects of tool call arguments are in the rendered text.
+    """Raise a `RowError` if a key, boolean, null, list or object in tool call arguments is not rendered as JSON.
 
     Strings and numbers in arguments are checked by `_check`.
     """
@@ -191,9 +192,10 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check the arguments of tool call `at` of message `index`, which are not rendered as one JSON object.
+    """Check the arguments of a tool call if the template does not render them as one JSON object, but one by one.
 
-    Some templates render each argument by itself: `<arg_key>city</arg_key><arg_value>Paris</arg_value>`.
+    An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. The tool call is number `at` of the message
+    number `index`.
     """
 
     def again(changed: dict[str, Any]) -> str | None:
@@ -218,7 +220,7 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
         if not right:
             raise RowError(
                 f"{field} is garbled: the chat template renders it neither as text nor as JSON; set data.chat_template "
-                "to a template that does"
+                "to a template that shows it unchanged"
             )
 
 
@@ -226,7 +228,7 @@ def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
     """Return whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
 
     The template rendered `text` from a conversation with `value`, and `changed` from the same conversation with `not
-    value` instead. At the first difference of the two texts, `text` must have the JSON of `value`, and `changed` the
+    value` in its place. At the first difference of both texts, `text` must have the JSON of `value`, and `changed` the
     JSON of `not value`.
     """
     if changed is None:
@@ -236,7 +238,7 @@ def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
 
 
 def _holds_json(text: str, value: Any) -> bool:
-    """Whether the text contains this value as JSON, with any spacing and order of keys."""
+    """Return whether the text contains `value` as JSON, with any spacing and any order of keys."""
     if json.dumps(value, ensure_ascii=False) in text:
         return True
     wanted = _canonical(value)

@@ -3,7 +3,7 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
-A turn begins where the rendered text of the earlier messages, with the generation prompt, ends. It ends where the
+A turn begins where the rendered text of the earlier messages, with the generation prompt, ends. The turn ends where the
 rendered text of the messages up to and including the turn ends. White space after the closing special token of a turn
 (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the template has
 `{% generation %}` markers, they decide which part of a turn is trained.
@@ -73,11 +73,11 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderedSample:
-    """The text of one sample.
+    """The rendered text of one training sample.
 
     - `spans`: the ranges of trained characters, which are sorted, disjoint and not empty.
-    - `messages`: a pair (index of the message, range of its text) for each message.
-    - `stop`: the text shows the first `stop` messages.
+    - `messages`: for each message a pair (its index, the range of its text).
+    - `stop`: the text shows the first `stop` messages of the conversation.
     """
 
     text: str
@@ -88,7 +88,7 @@ class RenderedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """Says what to render from a conversation: a prompt, or training samples (settings `loss_on` and `turns`)."""
+    """Says what to render from a conversation: a prompt, or the training samples that `loss_on` and `turns` ask for."""
 
     prompt: bool = False
     loss_on: LossOn = "assistant"
@@ -99,7 +99,8 @@ class _Task:
 class _Plan:
     """Says how to render all conversations of one shape, i.e. those that differ only in their texts and numbers.
 
-    `form` is the form of the messages that the template expects. `cuts` has one entry per sample.
+    `form`: the form of messages that the chat template expects. `cuts`: for each sample, how it is cut from the
+    conversation, and its text with slots for texts and numbers (None if such a text cannot be made).
     """
 
     form: Form
@@ -221,8 +222,8 @@ class ChatRenderer:
     ) -> list[RenderedSample] | None:
         """Return the samples of a row, or None if its rendered text is not the one that `plan` predicts.
 
-        The prediction is the rendered text of another conversation of the same `shape`, in which the texts and numbers
-        of this row are filled in.
+        The prediction is the rendered text of a conversation of the same `shape` (the same roles and keys), with the
+        texts and numbers of this row filled in.
         """
         made = []
         messages, tools = formed(conversation, plan.form)
@@ -255,9 +256,10 @@ class ChatRenderer:
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
         """Call `work` with one form of the messages (`chat_forms`) after the other, until one call succeeds.
 
-        Return its result. A call fails with a `RowError` if the rendered text does not pass a check. If every form
-        fails, the error of the usual form is raised. There is one exception: if the usual form failed because of tool
-        calls or because the template raised an error, the error that names the latest message is raised.
+        Return the result of this call. A call fails with a `RowError` if the rendered text does not pass a check. If
+        all calls fail, the error of the first form, the usual one, is raised. There is one exception: if the usual form
+        failed because of tool calls or because the template raised an error, the error that names the latest message is
+        raised.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -407,8 +409,8 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
     """Return (index of the message, span) for each message in the rendered text of a sample.
 
-    The messages' leaves (texts and numbers) are searched for in the text, in order. This is needed only for a row whose
-    rendered text could not be predicted from other rows with the same roles and keys.
+    The texts and numbers of the messages, `leaves`, are searched for in the text, in order. This search is needed only
+    for a row whose rendered text could not be predicted from a row with the same roles and keys.
     """
     message_spans: dict[int, Span] = {}
     done = 0
@@ -427,7 +429,7 @@ def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, settings: TextSettings, *, day: datetime.date | None = None
 ) -> ChatRenderer | None:
-    """Return the renderer of conversations, or None if prompts are used as plain text (`prompt_format`)."""
+    """Return the renderer of conversations, or None if `prompt_format` says that prompts are used as plain text."""
     plain = settings.prompt_format == "plain"
     if plain or (settings.prompt_format == "auto" and not (settings.chat_template or tokenizer.chat_template)):
         return None

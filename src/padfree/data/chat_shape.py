@@ -41,7 +41,7 @@ _MARKER = re.compile(
 
 
 class TemplateValue(NamedTuple):
-    """A leaf of a conversation: a text or a number.
+    """A leaf of a conversation, i.e. a text or a number that the chat template renders.
 
     - `thought`: whether the text is reasoning. A template may drop reasoning once other messages follow.
     - `identifier`: whether the text is the id that connects a tool call with its result.
@@ -56,13 +56,13 @@ class TemplateValue(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationShape:
-    """The shape of one conversation: everything but its texts and numbers.
+    """The shape of a conversation (everything but its texts and numbers), and these texts and numbers.
 
     - `key` is equal for all conversations of the shape.
     - `leaves` are the texts and numbers of this conversation.
-    - `twin` is the conversation with markers in place of its leaves.
-    - `shuffled` is the index of the first message with a tool result that comes too early, before the result of an
-      earlier call. It is None if all results come in the order of their calls.
+    - `twin` is the conversation with a marker in place of each leaf.
+    - `shuffled` is the index of the first message with a tool result that comes before the result of an earlier call.
+      It is None if all results come in the order of their calls.
     """
 
     key: Hashable
@@ -144,7 +144,7 @@ class _Dissection:
         return "".join(twin)
 
     def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
-        """Return the parts of a message with images for the twin, in which a marker replaces each text.
+        """Return the parts (texts and images) of a message for the twin, with a marker in place of each text.
 
         The types of the parts belong to the shape of the conversation.
         """
@@ -208,8 +208,8 @@ class _Dissection:
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
     """Split `value` into tuples (white space and tags, the text after them, whether this text is reasoning).
 
-    The tags are those around reasoning, such as `<think>`. If `tags` is False, tags count as text. In the last tuple,
-    the text may be empty.
+    Tags are those around reasoning, such as `<think>`. If `tags` is False, they count as text. The text of the last
+    tuple may be empty.
     """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
@@ -274,7 +274,7 @@ def slots_of(text: str) -> list[Slot]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skeleton:
-    """A rendered text with slots for the leaves (texts and numbers) of a row, and literal texts between the slots."""
+    """A rendered text with slots, into which the leaves (texts and numbers) of a row can be filled."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
     slots: tuple[tuple[int, str], ...]  # (index of the leaf, how its value is written: "plain" or "json")
@@ -308,8 +308,8 @@ class Skeleton:
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
         """Fill the slots with the `leaves` (texts and numbers) of another conversation of the same shape.
 
-        Return the text that the template is expected to render for this conversation, its trained spans, and a pair
-        (index, span) for each message.
+        Return the text that the template is expected to render for this conversation, the trained spans of the text,
+        and for each message a pair (its index, its span).
         """
         parts = [self.literals[0]]
         starts = [0]

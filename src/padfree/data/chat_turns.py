@@ -40,7 +40,7 @@ class UnstableError(RowError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnCut:
-    """The text of one sample, which contains the first `stop` messages.
+    """The text of one sample, which contains the first `stop` messages of a conversation, and its trained `spans`.
 
     - `alone`: whether only the last of these messages is trained.
     - `joined`: whether the text joins two renderings, one without the last message and one with it.
@@ -56,17 +56,16 @@ class TurnCut:
 class TurnCutter:
     """Cuts conversations into samples.
 
-    `marked` says whether the template has `{% generation %}` markers. `closing` are the special tokens that can end a
-    turn.
+    `marked`: whether the template has `{% generation %}` markers. `closing`: the special tokens that can end a turn.
     """
 
     def __init__(self, render: Render, *, marked: bool, closing: tuple[str, ...]) -> None:
         self._render, self._marked, self._closing = render, marked, closing
 
     def cut(self, messages: Sequence[Message], trained: Sequence[int], turns: Turns) -> list[TurnCut]:
-        """Cut a conversation into samples.
+        """Cut a conversation into training samples.
 
-        `trained` are the indices of the assistant messages to train on, in order.
+        `trained`: the indices of the assistant messages that are trained, in ascending order.
         """
         if turns != "apart":
             try:
@@ -126,7 +125,7 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Return the index in `text` where message `turn` begins. `{% generation %}` spans before it are not trained.
+        """Return the index in `text` where message `turn` begins. `{% generation %}` spans are trained from there on.
 
         Return 0 if all assistant messages are trained, because then all spans are trained.
         """

@@ -134,7 +134,7 @@ def read_conversation(
 
 
 def need_no_images(conversation: Conversation) -> Conversation:
-    """Return the conversation if it has no images, else raise a `RowError`. Used for models that read only text."""
+    """Return the conversation if it has no images; otherwise raise a `RowError`, because the model reads only text."""
     for index, message in enumerate(conversation.messages):
         if image_parts(message):
             raise RowError(
@@ -145,7 +145,7 @@ def need_no_images(conversation: Conversation) -> Conversation:
 
 
 def image_parts(message: Message) -> list[Message]:
-    """The parts of a message that are images."""
+    """Return the parts of a message that are images."""
     content = message["content"]
     return [part for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
@@ -207,7 +207,7 @@ def _thought(thoughts: dict[str, Any], name: str) -> str:
 
 
 def _trained(weight: object, role: str, name: str) -> bool:
-    """Whether a message with this `weight` (of OpenAI's format) is trained: 1 means yes, 0 means no.
+    """Return whether a message with this `weight` (a key of OpenAI's format) is trained: 1 means yes, 0 means no.
 
     Only assistant messages can have weight 1.
     """
@@ -285,7 +285,7 @@ def _calls(calls: object, name: str) -> list[Message]:
 
 
 def _call(call: object, name: str) -> Message:
-    """Convert a tool call to `{"id", "type", "function": {"name", "arguments"}}`, with the arguments as an object."""
+    """Convert a tool call to `{"id", "type", "function": {"name", "arguments"}}`, with arguments as an object."""
     if not isinstance(call, dict):
         raise RowError(f"{name} is {shown(call)}; expected an object with function.name and function.arguments")
     given = {key: value for key, value in call.items() if value is not None}
@@ -331,7 +331,7 @@ def _legacy_call(given: dict[str, Any], name: str) -> list[Message]:
 
 
 def _check_results(messages: list[Message], column: str) -> None:
-    """Check that the `tool_call_id` of each tool message is the id of an earlier call that has no result yet."""
+    """Raise a `RowError` unless each tool message has the `tool_call_id` of an earlier call without a result."""
     waiting: set[str] = set()
     for index, message in enumerate(messages):
         waiting |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
@@ -370,7 +370,7 @@ def _tools(tools: object, column: str) -> list[Any] | None:
 
 
 def _plain(value: Any, name: str, *, nulls: bool = False, depth: int = 0) -> Any:
-    """Return a checked copy of a JSON value. Keys whose value is null are dropped, unless `nulls` is True."""
+    """Check that a value is JSON, and return a copy. Keys whose value is null are dropped, unless `nulls` is True."""
     if depth > DEEPEST:
         raise RowError(f"{name[:100]}... is nested too deeply; expected at most {DEEPEST} levels")
     if isinstance(value, str):

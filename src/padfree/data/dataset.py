@@ -49,7 +49,7 @@ SCANNED_TOKENS = 1 << 22
 
 
 class StoredSamples(ABC):
-    """The interface of data sets whose lengths and rows are known without reading tokens.
+    """The interface of data sets that know the lengths and rows of their samples without reading tokens.
 
     `report` counts the rows of the files: used, skipped, dropped and truncated ones.
     """
@@ -94,7 +94,7 @@ class StoredSamples(ABC):
 
 
 class TokenizedDataset(StoredSamples):
-    """The samples of one folder of the token cache."""
+    """The samples in one folder of the token cache."""
 
     samples_per_row: ClassVar[int | None] = None  # None: rows may have any number of samples
     # If True, overlong="truncate" also drops all samples of a row if it drops one of them, as overlong="drop" does.
@@ -157,11 +157,11 @@ class TokenizedDataset(StoredSamples):
         )
 
     def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
-        """Apply `max_length`. Return the truncated rows and the dropped rows.
+        """Apply `max_length`. Return the rows that were truncated and the rows that were dropped.
 
         - `overlong="drop"` drops a whole row if one of its samples is too long.
-        - `overlong="truncate"` cuts each sample that is too long, and drops this sample if no trained token is left or
-          if the cut would be inside an image. The other samples of the row are kept.
+        - `overlong="truncate"` cuts each sample that is too long. A cut sample is dropped if no trained token is left,
+          or if the cut would be inside an image. The other samples of its row are kept.
         """
         if self.max_length is None:
             return [], []
@@ -221,11 +221,11 @@ class TokenizedDataset(StoredSamples):
 
     @property
     def image_counts(self) -> NDArray[np.int64]:
-        """How many images each sample [N] shows, including those that `max_length` cuts off."""
+        """The number of images that each sample [N] shows, including images that `max_length` cuts off."""
         return np.zeros(len(self), dtype=np.int64) if self._images is None else self._images.counts(self._kept)
 
     def _cuts_image(self, stored: int) -> bool:
-        """Return whether `max_length` cuts a sample inside an image. `stored`: the sample's index in the folder."""
+        """Return whether `max_length` cuts sample number `stored` of the folder inside an image."""
         if self._images is None:
             return False
         start = self._starts[stored]
@@ -240,9 +240,9 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """Return which sample of its row a sample is, counted from 1; None if the row has only one sample.
+        """Return the number of a sample among the samples of its row, from 1 on; None if the row has only one sample.
 
-        `stored`: the index of the sample in the folder.
+        `stored`: the number of the sample in the folder.
         """
         row = self._row_of[stored]
         first, end = self._first_of_row[row], self._first_of_row[row + 1]
@@ -305,7 +305,7 @@ class TokenizedDataset(StoredSamples):
         return np.asarray(open_array(self.folder, "numbers", (len(self._rows),)))
 
     def number(self, index: SupportsIndex) -> float | None:
-        """Return the number stored for a sample's row (a margin or a label), or None if rows have no numbers."""
+        """Return the number that is stored for a sample's row (a margin or a label), or None if rows have none."""
         numbers = self._numbers
         return None if numbers is None else float(numbers[self._kept[as_index(index)]])
 
@@ -381,7 +381,7 @@ class MixedDataset(StoredSamples):
 
 
 def of_source(name: str, sample: Sample) -> Sample:
-    """Return a copy of the sample, labelled as a sample of the source `name` of a mixture."""
+    """Return a copy of the sample that is labelled with `name`, the name of its source in a mixture."""
     return replace(
         sample,
         uid=None if sample.uid is None else labelled(name, sample.uid),

@@ -48,11 +48,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
-    """The text of one sample in pieces.
+    """The text of one sample, in pieces that are each trained or untrained.
 
-    - `joined`: whether the pieces are one text, which already contains its special tokens.
-    - `begun`: for separate texts, whether the first one already begins with the special tokens that the tokenizer would
-      add, such as bos.
+    - `joined`: whether the pieces form one text, which already contains its special tokens.
+    - `begun`: if the pieces are separate texts, whether the first one already begins with the special tokens that the
+      tokenizer would add, such as bos.
     - `images`: the images whose markers are in the texts, in order.
     """
 
@@ -63,7 +63,7 @@ class Passage:
 
     @staticmethod
     def of_spans(text: str, spans: Sequence[tuple[int, int]], images: tuple[ImageReference, ...] = ()) -> Passage:
-        """Return a passage that consists of one text (`joined`), of which the characters inside `spans` are trained.
+        """Return a passage with a single text (`joined`), in which the characters inside `spans` are trained.
 
         The spans must be sorted, disjoint and not empty.
         """
@@ -163,9 +163,9 @@ class Encoder:
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 
     def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
-        """Return the index of the first token after each border between pieces of text `index` of the batch.
+        """Return the index of the first token after each border between the pieces of a passage.
 
-        Return None if a token spans a border.
+        `index`: the number of the passage in the tokenised `batch`. Return None if a token spans a border.
         """
         if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
             return None

@@ -41,7 +41,7 @@ a setting.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A format of rows: its required and its optional fields."""
+    """A format of rows, given by the fields that a row must have and those that it may have."""
 
     kind: str
     needs: tuple[str, ...]
@@ -53,11 +53,11 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """The formats that a reader accepts. All column names are in lower case.
+    """The formats that a reader accepts, and how columns are recognised. All column names are in lower case.
 
     - `names` maps a field to other column names that are recognised as this field.
-    - `hints` maps a field to column names that an error message suggests for it. They are not recognised.
-    - `guarded` has the columns that are refused because they change what a row means, each with the reason.
+    - `hints` maps a field to column names that are not recognised, but that an error message suggests for the field.
+    - `guarded` maps each column that is refused, because it would change what a row means, to the reason.
     - `elsewhere` holds pairs (columns, advice). A file with these columns is meant for another command, which the
       advice names.
     - `rest` tells users what happens to columns that are not fields.
@@ -104,7 +104,7 @@ class Fields:
     def needed(self) -> tuple[str, ...]:
         """The columns that must be read from a Parquet file.
 
-        They are the used columns, and the unused ones in which `check` refuses values.
+        They are the columns that the format uses, and the unused columns that `check` looks at.
         """
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
@@ -121,7 +121,7 @@ class Fields:
 
 
 def has_value(value: object) -> bool:
-    """Whether the value of a column is not empty. False and 0 count as values."""
+    """Return whether the value of a column is not empty. False and 0 count as values."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, Mapping):  # in rows from Parquet, a missing image is an object whose values are all null
@@ -150,7 +150,7 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
 
 
 def setting(mapping: Mapping[str, str]) -> str:
-    """Format a mapping as on a command line: `data.columns.question=prompt data.columns.answer=response`."""
+    """Format a mapping as command-line arguments: `data.columns.question=prompt data.columns.answer=response`."""
     if all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name in mapping):
         return " ".join(f"data.columns.{name}={target}" for name, target in mapping.items())
     pairs = ",".join(f"{json.dumps(name)}={json.dumps(target)}" for name, target in mapping.items())
@@ -208,7 +208,7 @@ class _Reading:
 def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> list[_Reading]:
     """Return all ways to read a file in this format.
 
-    The list is empty if no column can be a required field. It has several entries if several columns can be one field.
+    The list is empty if some required field has no column. It has several entries if several columns fit one field.
     """
     mapped = {name: column for column, name in mapping.items() if name != UNUSED}
     if not format.takes(mapped):
@@ -241,10 +241,10 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """Return the best of several ways to read a file (readings).
+    """Return the best of several ways to read a file.
 
-    A reading is dropped if another reading requires the same fields and more. If several formats are left, those in
-    `schema.preferred` win.
+    A reading is dropped if the format of another reading requires the same fields and more. If several formats are
+    left, those in `schema.preferred` win.
     """
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
@@ -314,7 +314,7 @@ def _takes_input(reading: _Reading) -> bool:
 
 
 def _may_follow(column: str, reading: _Reading) -> bool:
-    """Return whether an unused column may hold text that belongs to the prompt, such as Alpaca's `input`."""
+    """Return whether a column that `reading` does not use may hold a part of the prompt, such as Alpaca's `input`."""
     possible = "input" in reading.format.may and "input" not in reading.columns
     return possible and column.lower() in CONTEXT
 
@@ -337,7 +337,7 @@ def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, s
 
 
 def _cure(first: Mapping[str, Any], schema: Schema) -> str:
-    """Return the fix in the error message for a file that matches none of the formats."""
+    """Return the advice in the error message about a file that matches none of the formats."""
     likely = _likely(first, schema)
     ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
     if likely is not None:
@@ -346,9 +346,9 @@ def _cure(first: Mapping[str, Any], schema: Schema) -> str:
 
 
 def _likely(first: Mapping[str, Any], schema: Schema) -> dict[str, str] | None:
-    """Guess a mapping from columns to the fields of a format: by usual names, or else by the order of the columns.
+    """Guess which columns hold the fields of a format: by usual names, or else by the order of the columns.
 
-    Return None if no mapping is likely.
+    Return None if no guess is likely.
     """
     for format in schema.formats:
         found = {name: _hinted(name, first, schema) for name in format.needs}

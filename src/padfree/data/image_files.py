@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 28
 
 
 class ImageFileError(RowError):
-    """A problem with an image. `path` is the file that it comes from, or None if the row itself holds the image."""
+    """Raised if an image cannot be used. `path`: the file of the image, or None if the row itself holds the image."""
 
     def __init__(self, reason: str, path: str | None = None) -> None:
         super().__init__(reason)

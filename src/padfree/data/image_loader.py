@@ -6,7 +6,7 @@
 Decoding and resizing release Python's global lock, so that threads use several cores. On a GPU the packs of a step are
 built while the device runs the previous step.
 
-An image is loaded once, even if several samples of a pack or several concurrently loaded packs show it. Its pixels are
+An image is loaded once, even if several samples of a pack or several concurrently loaded packs show it. The pixels are
 dropped as soon as the packs are built.
 """
 
@@ -31,7 +31,7 @@ Inputs = Mapping[str, NDArray[Any]]
 
 
 class ImageLoader:
-    """Loads images in threads. Each pack is announced with `begin`, and later taken once with `loaded`."""
+    """Loads images in threads. `begin` announces a pack of samples, and `loaded` later returns it with its images."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None  # started for the first image
@@ -44,7 +44,7 @@ class ImageLoader:
             self._waiting[digest] = (future or self._submit(image), count + 1)
 
     def loaded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of a pack with loaded images. Waits for the images."""
+        """Return the samples of a pack with their images, after waiting until the images are loaded."""
         found: dict[str, Inputs] = {}
         for digest in _distinct(samples):
             future, count = self._waiting.pop(digest)
@@ -61,7 +61,7 @@ class ImageLoader:
 
 
 class PacksAhead:
-    """Loads the images of a sequence of packs, a few packs ahead of the one in use. `packs[k]`: samples of pack k."""
+    """Loads the images of several packs in order, a few packs ahead. `packs[k]`: the samples of pack k."""
 
     def __init__(self, loader: ImageLoader, packs: Sequence[Sequence[Sample]]) -> None:
         self._loader, self._packs = loader, packs
@@ -69,7 +69,7 @@ class PacksAhead:
         self._begin()
 
     def take(self) -> list[Sample]:
-        """Return the samples of the next pack, with loaded images. Keep threads loading the images of later packs."""
+        """Return the samples of the next pack, with loaded images, and start to load the images of a later pack."""
         samples = self._packs[self._taken]
         self._taken += 1
         self._begin()

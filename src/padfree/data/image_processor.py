@@ -4,9 +4,9 @@
     expansion      <|image_pad|><|image_pad|><|image_pad|><|image_pad|>    of the marker, for an image of 4 features
     tower          {"pixel_values": [16, 96], "image_grid_thw": [1, 3]}
 
-The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. It is called with
-one image at a time, because padfree packs the images of many samples. The expansion is the text that the processor
-passes to its tokenizer.
+The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. The processor is
+called with one image at a time, because padfree packs the images of many samples. The expansion is the text that the
+processor passes to its tokenizer.
 
 Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. Pillow and
 torchvision give slightly different pixels, and the data of a run must not depend on the packages of a machine.
@@ -35,9 +35,9 @@ MARKERS = ("boi_token", "image_token")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSettings:
-    """Settings for turning the images of rows into tokens and tower inputs.
+    """How the images of rows become tokens and inputs of the vision tower.
 
-    `prepare` is a function that adds to a sample what the model needs besides images, such as rotary positions. In
+    `prepare`: a function that adds to a sample what the model needs besides images, such as rotary positions. In
     processes that tokenise, `prepare` is None.
     """
 
@@ -86,7 +86,7 @@ class ImageProcessor:
             tokenizer.chat_template = self._chat_template
 
     def expansion(self, image: Any, name: str) -> Expansion:
-        """Return the text that stands for an image (a Pillow image)."""
+        """Return the text that stands for `image`, a Pillow image. `name`: the image, for messages."""
         text, outputs = self._run(image, name)
         grid = outputs.get("image_grid_thw")
         return Expansion(
@@ -96,7 +96,7 @@ class ImageProcessor:
         )
 
     def tower_inputs(self, image: Any, name: str) -> dict[str, NDArray[Any]]:
-        """Return the inputs of the vision tower for one image. The first axis counts patches, tiles or images."""
+        """Return the inputs of the vision tower for one image. Their first axis counts patches, tiles or images."""
         outputs = self._run(image, name)[1]
         found = {key: np.asarray(outputs[key]) for key in self._inputs if key in outputs}
         if "pixel_attention_mask" in self._inputs and "pixel_attention_mask" not in found:
@@ -128,9 +128,9 @@ class ImageProcessor:
 
 
 class _CallRecorder:
-    """Wraps a tokenizer, and remembers for each thread the last text that was passed to the tokenizer.
+    """Wraps a tokenizer, and remembers for each thread the last text that was passed to it.
 
-    This is how the text that a processor makes for an image is found.
+    A processor passes to its tokenizer the text that stands for an image; the wrapper makes this text known.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -197,9 +197,9 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def _checked_part(self: Any, name: str, part: Any) -> Any:
-    """Replace a method of transformers' processors that refuses a part of the wrong class: accept None as a part.
+    """Accept None in place of the processor's part for videos.
 
-    The part for videos is None.
+    This function replaces a method of transformers' processors that refuses a part of the wrong class.
     """
     return None if part is None else super(type(self), self).check_argument_for_proper_class(name, part)
 

@@ -40,7 +40,7 @@ _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM
 
 @dataclass(frozen=True, slots=True)
 class ImageReference:
-    """Where an image comes from: the path of a file, or the bytes of a file."""
+    """Says where an image comes from: the path of a file, or the bytes of a file."""
 
     path: str | None = None
     content: bytes | None = None
@@ -54,9 +54,9 @@ def is_image_part(part: Mapping[str, Any]) -> bool:
 
 
 def read_part(part: Mapping[str, Any], name: str) -> ImageReference | None:
-    """Read a content part with an image.
+    """Read the image of a content part, such as `{"type": "image", "image": "a.png"}`.
 
-    Return None for `{"type": "image"}` without an image, which stands for the next image of the column `images`.
+    Return None if the part names no image (`{"type": "image"}`): it then stands for the next image of column `images`.
     """
     given = {key: value for key, value in part.items() if value is not None and key not in ("type", *IGNORED_KEYS)}
     unknown = sorted(given.keys() - set(CONTENT_KEYS))
@@ -159,7 +159,10 @@ def _decoded(text: object, name: str) -> bytes:
 
 
 def _undeclared_base64(text: str) -> bytes | None:
-    """Decode base64 of an image file without `data:`. Return None if the text is something else, such as a path."""
+    """Return the bytes of an image file that `text` holds in base64, without `data:` in front.
+
+    Return None if the text is something else, such as a path.
+    """
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", text):
         return None
     try:
@@ -170,7 +173,7 @@ def _undeclared_base64(text: str) -> bytes | None:
 
 
 def _png(image: Any, name: str) -> bytes:
-    """Write a decoded image as PNG, which is lossless."""
+    """Return a decoded image as the content of a PNG file, which is lossless."""
     target = io.BytesIO()
     try:
         (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(target, "PNG")

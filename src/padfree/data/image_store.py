@@ -34,7 +34,7 @@ _NUMBERS = ("start", "length", "is_path", "size", "time", "width", "height", "co
 
 
 class ReadImage(NamedTuple):
-    """An image of a sample. Either `path` names its file, or `content` has the bytes that the row itself holds."""
+    """An image of a sample, as it was read: `path` names its file, or `content` has bytes that the row itself holds."""
 
     digest: str  # SHA-256 of the bytes, in hexadecimal digits
     path: str | None
@@ -47,7 +47,7 @@ class ReadImage(NamedTuple):
 
 
 class BadFile(NamedTuple):
-    """An image file that made a row unusable, with its size and its time of change (-1 if it cannot be read)."""
+    """An image file that made a row unusable, with its size and its time of change (-1 if the file cannot be read)."""
 
     path: str
     size: int
@@ -133,7 +133,7 @@ class StoredImages:
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def of_sample(self, stored: int, tokens: NDArray[np.int32]) -> tuple[Image, ...]:
-        """Return the images of the sample with index `stored`, without images whose placeholders are cut off.
+        """Return the images that sample number `stored` shows, except images that truncation cuts off.
 
         `tokens` [n]: all tokens of the sample, or its first tokens if it is truncated.
         """
@@ -155,9 +155,9 @@ class StoredImages:
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
-        """Whether the sample can be cut after `length` tokens without cutting an image.
+        """Return whether sample number `stored` can be cut after `length` tokens without dividing an image.
 
-        `stored` is the index of the sample, and `tokens` [n] are all tokens of the sample.
+        `tokens` [n]: all tokens of the sample.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))
@@ -203,7 +203,7 @@ class StoredImages:
         return f"{len(numbers):,} images, {len(np.unique(numbers)):,} distinct, {tokens:,} tokens"
 
     def unchanged(self) -> bool:
-        """Whether no image file has changed since the folder was built."""
+        """Return whether no image file has changed since the folder was built."""
         return all(file_status(path) == (size, time) for path, size, time in self._files())
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
@@ -214,7 +214,7 @@ class StoredImages:
 
 
 class StoredImage:
-    """Loads one image: reads its file, decodes it, and makes the inputs of the vision tower."""
+    """A function that loads one image: reads its file, decodes it, and returns the inputs of the vision tower."""
 
     def __init__(self, images: StoredImages, number: int) -> None:
         self.images, self.number = images, number
@@ -228,7 +228,7 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """Loads one image of a prompt. Prompts and their images are not stored in a cache folder."""
+    """A function that loads one image of a prompt. Images of prompts are not stored in a cache folder."""
 
     read: ReadImage
     settings: ImageSettings
@@ -246,7 +246,7 @@ class PromptImage:
 def images_of(read: Sequence[ReadImage], tokens: NDArray[Any], settings: ImageSettings) -> tuple[Image, ...]:
     """Return the images of a prompt, each with the positions of its placeholders in the prompt's `tokens` [n].
 
-    `read`: the images as the row or its files hold them.
+    `read`: the images in the order of the prompt.
     """
     places = np.flatnonzero(tokens == settings.placeholder)
     ends = np.cumsum([one.expansion.num_tokens for one in read])
@@ -262,16 +262,20 @@ def images_of(read: Sequence[ReadImage], tokens: NDArray[Any], settings: ImageSe
 
 
 def image_digest(file_digest: str, settings: ImageSettings) -> str:
-    """Return a name for the tower inputs of an image: the hash of its file, and a hash of the processor's settings."""
+    """Return a key for the tower inputs of an image: the hash of its file, and a hash of the processor's settings."""
     return f"{file_digest}-{settings.processor.digest[:16]}"
 
 
 def unchanged_file(path: str, digest: str) -> bytes:
-    """Read an image file. Raises `UserError` if its content has changed since the data was read."""
+    """Return the content of an image file. Raise a `UserError` if it has changed since the data was read.
+
+    `digest`: the SHA-256 of the content when the data was read.
+    """
     try:
         content = read_file(path, "an image of the data")
     except RowError as error:
-        raise UserError("data", error.problem, "restore the file, or remove the rows that show it") from None
+        fix = "restore the image file, or remove the rows that show the image"
+        raise UserError("data", error.problem, fix) from None
     if content_hash(content) != digest:
         raise UserError(
             "data", f"{path} has changed since the data was read", "restore the file, or start the run again"

@@ -124,9 +124,9 @@ def load_rows(
     num_workers: int | None = None,
     progress: bool | Progress = False,
 ) -> Dataset:
-    """Load rows with the formats of `schema`: tokenise them, unless the cache has their tokens.
+    """Load rows whose columns have one of the formats of `schema`: tokenise them, unless the cache has their tokens.
 
-    `kind` is the class that turns rows into samples. `dataset` is the class of the result.
+    `kind`: the class that turns rows into samples. `dataset`: the class of the result.
     """
     settings = settings or SFTDataSettings()
     known = schema
@@ -162,7 +162,7 @@ def load_rows(
 def _identity(
     sources: list[RecordSource], tokenizer: PreTrainedTokenizerBase, settings: SFTDataSettings, cache: Path
 ) -> dict[str, Any]:
-    """Return everything that the tokens depend on. The hash of the result is the cache key."""
+    """Return everything that the tokens of a data set depend on. The hash of the result is the cache key."""
     import tokenizers
     import transformers
 
@@ -187,7 +187,7 @@ def _identity(
 
 
 def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[str, Any]:
-    """Return everything that image tokens depend on, except the image files, which `_intact` compares."""
+    """Return everything that image tokens depend on, except for the image files, which `_intact` compares."""
     return {
         "processor": images.processor.digest,
         "placeholder": images.placeholder,
@@ -198,7 +198,7 @@ def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[
 
 
 def _intact(images: ImageSettings | None, folder: Path) -> bool:
-    """Whether a cache folder is complete, and no image file has changed since the folder was built."""
+    """Return whether a cache folder is complete, and no image file has changed since the folder was built."""
     if not is_whole(folder):
         return False
     if images is None:
@@ -263,7 +263,7 @@ def _build(
 def _reading_of(
     source: RecordSource, settings: SFTDataSettings, tokenize: RowTokenizer, schema: Schema
 ) -> tuple[Fields, str] | None:
-    """Determine how a file is read. Return the column of each field, and a description for the user.
+    """Determine how a file is read: return the column of each field, and a description for the user.
 
     Return None if no row of the file can be parsed.
     """
@@ -289,7 +289,10 @@ def _reading_of(
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
-    """Return the end of a file's description: whether the chat template is used, and which settings do not apply."""
+    """Return the end of a file's description: whether the chat template is used, and which settings do not apply.
+
+    For example, `; as plain text; data.system does not apply`.
+    """
     plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):

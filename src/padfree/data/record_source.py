@@ -26,9 +26,9 @@ class Chunk:
 
 
 class RecordSource(ABC):
-    """One data file, or one data set of the Hub. `size` is its size in bytes.
+    """One data file, or one data set of the Hub. Its rows are read in chunks.
 
-    The size is used for the progress bar and for the number of tokenising processes.
+    `size`: its size in bytes, for the progress bar and for the choice of the number of tokenising processes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class RecordSource(ABC):
 
     @abstractmethod
     def first_row(self) -> dict[str, Any] | None:
-        """Return the first row that can be read, or None if there is none."""
+        """Return the first row that can be read, or None if no row can be read."""
 
     def columns(self) -> list[str] | None:
         """Return the names of the columns, or None if no row can be read."""
@@ -55,13 +55,13 @@ class RecordSource(ABC):
 
     @abstractmethod
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
-        """Yield all rows in order, in chunks. A source may leave out columns that are not in `columns`."""
+        """Yield all rows in order, in chunks. A source need not read columns other than `columns`."""
 
     def _chunk(self, numbers: list[int], records: list[Record], size: int) -> Chunk:
         return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size, folder=self.folder)
 
     def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
-        """Convert lists of rows to chunks with row numbers and sizes. `num_rows` is the number of rows in all lists."""
+        """Convert lists of rows to chunks with row numbers and sizes. `num_rows`: the number of rows in all lists."""
         first = 0
         for records in parts:
             end = first + len(records)

@@ -23,7 +23,7 @@ LARGEST = 1e38
 
 
 class RowError(UserError):
-    """A problem with one row, without the file and line of the row."""
+    """A problem with one row of a data file. The message does not name the file and line; the caller adds them."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("", reason, "")
@@ -39,7 +39,10 @@ _Result = TypeVar("_Result")
 def attempt(
     function: Callable[_Arguments, _Result], *arguments: _Arguments.args, **keywords: _Arguments.kwargs
 ) -> _Result | RowError:
-    """Call the function and return its result, or the `RowError` that it raises. Used to process many rows at once."""
+    """Call the function and return its result, or return the `RowError` that it raises.
+
+    When many rows are processed at once, an error of one row then does not stop the others.
+    """
     try:
         return function(*arguments, **keywords)
     except RowError as error:
@@ -57,10 +60,10 @@ class SkippedRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataReport:
-    """The numbers of used, skipped and dropped rows, whose sum is `num_rows`. Truncated rows count as used.
+    """Counts of the rows of data files: used, skipped and dropped rows, whose sum is `num_rows`.
 
-    A used row gives one or more samples. `used` is the number of used rows. None means that every used row gives one
-    sample, so that the number of used rows equals the number of samples.
+    Truncated rows count as used. `used`: the number of used rows; None if every used row gives exactly one sample, so
+    that this number equals the number of samples.
     """
 
     num_rows: int
@@ -210,9 +213,9 @@ def string(record: Mapping[str, Any], field: str) -> str:
 
 
 def check_encodable(text: str, field: str) -> str:
-    """Raise a `RowError` if a text has a lone surrogate, else return the text.
+    """Return the text if it has no lone surrogate (half of a surrogate pair), else raise a `RowError`.
 
-    JSON can encode half of a surrogate pair, but no tokenizer accepts it.
+    JSON can encode a lone surrogate, but no tokenizer accepts it.
     """
     if not text.isascii():
         try:

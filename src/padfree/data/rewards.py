@@ -91,7 +91,7 @@ USER_REWARD = UserFunction(setting="reward", noun="reward", arguments=("response
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function, and the name it was loaded by. Calling it runs the function and checks the return value."""
+    """A reward function and the name by which it was loaded. A call runs the function and checks its result."""
 
     name: str
     function: RewardFunction

@@ -133,7 +133,7 @@ def read_rollouts(
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a rollout, the index of the first token of the response, and the loss mask."""
+    """The token ids of a rollout, the index at which its response begins, and its loss mask."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     response_start: int
@@ -141,7 +141,7 @@ class _Tokens(NamedTuple):
 
 
 class _RolloutRead(NamedTuple):
-    """The sample that was read from a row, and whether the row has a group column."""
+    """The sample that was read from a row. `named`: whether the row has a value in the column `group`."""
 
     sample: Sample
     named: bool
@@ -277,9 +277,9 @@ def _loss_mask(row: dict[str, Any], column: str, length: int, response_start: in
 def _token_array(
     row: dict[str, Any], column: str, response_start: int, mask: NDArray[np.bool_], is_logprob: bool
 ) -> NDArray[np.float32] | None:
-    """Return a column with one number per token as an array [n], in which tokens without a number get 0.
+    """Return a column with one number per token as an array [n], or None if the row does not have the column.
 
-    Return None if the row does not have the column.
+    Tokens without a number get 0.
     """
     if row.get(column) is None:
         return None
@@ -309,9 +309,9 @@ def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
 def _kept(
     row: dict[str, Any], column: str, response_start: int, tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_]
 ) -> KeptSets | None:
-    """Return the kept sets [n] of a row: for each token, the token ids among which the sampler chose.
+    """Return the kept sets [n] of a row, or None if the row does not have the column.
 
-    Return None if the row does not have the column.
+    A kept set holds the token ids among which the sampler chose a token.
     """
     if row.get(column) is None:
         return None
@@ -323,14 +323,18 @@ def _kept(
         raise RowError(str(error)) from None
     wrong = np.flatnonzero(mask & ~found.contain(tokens))
     if len(wrong):
-        raise RowError(f"{column}[{wrong[0] - start}] does not contain the token {tokens[wrong[0]]}; give its kept set")
+        raise RowError(
+            f"{column}[{wrong[0] - start}] does not contain the token {tokens[wrong[0]]}; list the ids from which it "
+            "was sampled"
+        )
     return found
 
 
 def _aligned(entries: int, column: str, length: int, response_start: int) -> int:
-    """Return the index of the token that the first entry of a per-token array belongs to.
+    """Return the index of the token to which the first entry of a per-token column belongs.
 
-    The array has `entries` entries: one per token of the sample (`length`), or one per token of the response.
+    `entries`: the number of entries of the column, which must be the number of tokens of the sample (`length`) or of
+    its response.
     """
     if entries == length:
         return 0
@@ -352,7 +356,7 @@ def _name(row: dict[str, Any], column: str, default: str) -> str | int:
 
 
 class _CollectedRollouts:
-    """Collects samples, and rows that are skipped, dropped or truncated."""
+    """Collects the samples that are read, and reports rows that were skipped, dropped or truncated."""
 
     def __init__(self, settings: RolloutDataSettings) -> None:
         self._settings = settings
@@ -375,7 +379,7 @@ class _CollectedRollouts:
             self._unnamed.append((self.samples[-1], file, line, unit))
 
     def _refuse_unnamed(self) -> None:
-        """If some rows have a group, treat rows without one as bad rows, because their advantages would be wrong."""
+        """If some rows have a group, count rows without one as bad rows, because their advantages would be wrong."""
         if self._first_named is None or not self._unnamed:
             return
         error = RowError(f"has no group, but {self._first_named} has one; give every row a group, or none")

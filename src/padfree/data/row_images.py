@@ -42,9 +42,10 @@ def read_column(value: object, column: str) -> tuple[ImageReference, ...]:
 def with_images(
     conversation: Conversation, given: Sequence[ImageReference] | None, column: str = "images"
 ) -> Conversation:
-    """Move the images of a row, from its messages and from the column, into `Conversation.images`, in order.
+    """Move the images of a row, from its messages and from its image column, into `Conversation.images`, in order.
 
-    `given` is None if the row has no column with images. Without any image, the conversation is returned unchanged.
+    `given`: the images of the column; None if the row has no such column. Without any image, the conversation is
+    returned unchanged.
     """
     parts = [part for message in conversation.messages for part in image_parts(message)]
     messages = conversation.messages
@@ -68,12 +69,12 @@ def with_images(
 
 
 def num_images(messages: Sequence[Message]) -> int:
-    """The number of images that these messages show."""
+    """Return the number of images that these messages show."""
     return sum(len(image_parts(message)) for message in messages)
 
 
 def text_of(content: str | list[Message]) -> str:
-    """The text of a message's content, without its images."""
+    """Return the text of a message's content, without its images."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
@@ -85,10 +86,10 @@ def _without_images(message: Message) -> Message:
 
 
 def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Message, ...]:
-    """Return the messages with `count` image parts, whose images are filled in later.
+    """Return the messages with `count` image parts, to which the caller adds the images.
 
-    An image part replaces each text `<image>`. Without such texts, all image parts are put at the beginning of the
-    first user message.
+    Each text `<image>` becomes an image part. Without such texts, all image parts are put at the beginning of the first
+    user message.
     """
     places = sum(text_of(message["content"]).count(PLACE) for message in messages)
     if places:
@@ -99,7 +100,9 @@ def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Mes
         return messages
     first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "human")), None)
     if first is None:
-        raise RowError(f"{column!r} has {count} images, but no message is from the user; mark their places: {PLACE!r}")
+        raise RowError(
+            f"{column!r} has {count} images, but no message is from the user; mark the place of each image: {PLACE!r}"
+        )
     content = messages[first]["content"]
     own = [{"type": "text", "text": content}] if isinstance(content, str) else content
     shown_first = {**messages[first], "content": [{"type": "image", "image": None}] * count + own}

@@ -44,7 +44,7 @@ class PlainPair(NamedTuple):
 
 
 class RowReader:
-    """Turns rows into conversations, and applies `data.system` and `data.prompt_template`."""
+    """Turns rows into conversations, and applies the settings `data.system` and `data.prompt_template`."""
 
     def __init__(self, settings: TextSettings, *, renders_chat: bool) -> None:
         if settings.system is not None and not renders_chat:
@@ -68,11 +68,11 @@ class RowReader:
     # Conversations
 
     def conversation(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """Return the conversation in the field `messages` of a row."""
+        """Return the conversation that a row has in its field `messages`."""
         return self._finished(self._own_conversation(row, fields), row, fields)
 
     def prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """Return the prompt of a row as a conversation, with the fields `input` and `history` and the system prompt."""
+        """Return the prompt of a row as a conversation, with the system prompt and the fields `input` and `history`."""
         return self._finished(self._own_prompt(row, fields), row, fields)
 
     def completed(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
@@ -152,7 +152,7 @@ class RowReader:
         return string(row, column)
 
     def _finished(self, found: Conversation, row: Mapping[str, Any], fields: Fields) -> Conversation:
-        """Add the default system prompt and the images of the row to the conversation `found` in the row."""
+        """Add the default system prompt and the images of the row to `found`, the conversation of the row."""
         if self._system is not None and not found.has_system:
             found = found.with_system(self._system)
         if not self._reads_images:
@@ -218,7 +218,7 @@ class RowReader:
 
 
 def is_messages(value: object) -> bool:
-    """Whether a prompt or an answer is a list of messages and not a text."""
+    """Return whether a prompt or an answer is a list of messages (also as JSON text), and not a plain text."""
     if isinstance(value, dict):
         return "role" in value or "from" in value
     if not isinstance(value, str):
@@ -241,7 +241,7 @@ def _are_texts(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
 
 
 def _answer(row: Mapping[str, Any], column: str) -> Conversation:
-    """Read an answer as a conversation. It is a text, one message, or a list of messages."""
+    """Read an answer, which is a text, one message or a list of messages, as a conversation."""
     value = row.get(column)
     if not is_messages(value):
         return Conversation(messages=({"role": "assistant", "content": string(row, column)},))
@@ -281,7 +281,7 @@ def _history(row: Mapping[str, Any], fields: Fields) -> list[Message]:
 
 
 def _filled(row: Mapping[str, Any], fields: Fields, name: str) -> str:
-    """Return the text that replaces the placeholder of the column `name` in `data.prompt_template`."""
+    """Return the text that fills the placeholder of the column `name` in `data.prompt_template`."""
     column = name if name in row else fields.columns.get(name, name)
     value = row.get(column)
     if isinstance(value, (bool, int, float)):
@@ -330,10 +330,10 @@ def _joined(
 def _whole(
     asked: Sequence[Message], said: Sequence[Message], prompt_column: str, column: str
 ) -> tuple[tuple[Message, ...], int]:
-    """Join a prompt and an answer that is a whole conversation, which contains the prompt.
+    """Join a prompt and an answer that is a whole conversation, which repeats the prompt.
 
-    `asked` are the messages of the prompt, and `said` the messages of the answer. Raise a `RowError` unless `asked`
-    equals the first messages of `said`, or the last user turn of `said`.
+    `asked`: the messages of the prompt. `said`: the messages of the answer. Raise a `RowError` unless `asked` equals
+    the first messages of `said`, or the last user turn of `said`.
     """
     own, rest = _split(asked)
     system, turns = _split(said)
@@ -416,7 +416,7 @@ def _same_answers(chosen: str, rejected: str) -> RowError:
 
 
 def _alike(some: Sequence[Message], others: Sequence[Message]) -> bool:
-    """Whether two lists of messages are equal, ignoring white space around their content."""
+    """Return whether two lists of messages are equal, ignoring white space around their content."""
     return len(some) == len(others) and all(
         one == other or {**one, "content": _trimmed(one["content"])} == {**other, "content": _trimmed(other["content"])}
         for one, other in zip(some, others, strict=True)
@@ -428,9 +428,9 @@ def _trimmed(content: str | list[Message]) -> str | list[Message]:
 
 
 def _common_words(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts, cut at the end of a word.
+    """Return the length of the longest common beginning of two texts that ends with a whole word.
 
-    The prefix is shorter than both texts.
+    The length is less than that of either text. In scripts without spaces, the beginning may end at any character.
     """
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)

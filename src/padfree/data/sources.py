@@ -169,7 +169,7 @@ class ParquetFile(FileSource):
 
 
 class HubSource(RecordSource):
-    """A data set of the Hub, loaded as a `datasets.Dataset`. Rows are read from its memory-mapped files."""
+    """A data set of the Hub, loaded as a `datasets.Dataset`, whose files are memory-mapped."""
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset

@@ -104,7 +104,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` that the `with` block raises into a `UserError` that names the file or `folder`."""
+    """Context manager that turns an `OSError` into a `UserError` that names the file or, without one, `folder`."""
     try:
         yield
     except OSError as error:
@@ -116,7 +116,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 class Writer(contextlib.ExitStack):
-    """Writes the files of one cache folder. The folder is complete after `finish`."""
+    """Writes the files of one folder of the token cache. The folder is complete after `finish`."""
 
     def __init__(self, folder: Path, *, numbers: bool = False, images: bool = False) -> None:
         super().__init__()
@@ -210,9 +210,9 @@ def _write_text(path: Path, text: str) -> None:
 def find_or_build(
     cache: Path, key: str, build: Callable[[Path], None], *, intact: Callable[[Path], bool] = Path.exists
 ) -> Path:
-    """Return the cache folder of `key`. If it is missing, or `intact(folder)` is False, `build` creates it.
+    """Return the cache folder of `key`. If it is missing or `intact(folder)` is False, let `build` create it first.
 
-    If several processes call this function, one process builds the folder and the others wait.
+    If several processes call this function, one of them builds the folder and the others wait.
     """
     folder = cache / key
     if intact(folder):
@@ -251,7 +251,7 @@ def find_or_build(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file `path` during the `with` block. On a file system without locks, nothing is locked."""
+    """Context manager that holds the lock file `path`. On a file system without locks, it does nothing."""
     from filelock import FileLock
 
     lock = FileLock(path)
@@ -264,7 +264,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether all files of a cache folder exist with their full length."""
+    """Return whether all files of a cache folder exist and have their full length."""
     if not folder.exists():
         return False
     try:

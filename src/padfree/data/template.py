@@ -91,7 +91,7 @@ class TemplateReprError(TemplateError):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A Jinja environment with limits on memory and time.
 
-    `strftime_now` formats `day`, and `clock_reads` counts the calls of `strftime_now` in one rendering.
+    `day`: the date that `strftime_now` formats. `clock_reads`: how many times one rendering has called `strftime_now`.
     """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -138,7 +138,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateBoundError(f"rendering takes more than {MAX_SECONDS:.0f} seconds")
 
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
-        """Return the iterable of a loop. A long iterable is wrapped, so that the time limit is checked in the loop."""
+        """Return the iterable of a template's loop. A long one is wrapped, so that the loop checks the time limit."""
         self._check_time()
         if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
@@ -232,7 +232,7 @@ def _sized(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return `value`, or raise a `TemplateBoundError` if its lists and objects contain too many values in total.
+    """Return `value`. Raise a `TemplateBoundError` if it contains too many values, counted through all nested lists.
 
     A list that occurs several times inside `value` counts each time, although it takes no extra memory.
     """
@@ -320,7 +320,7 @@ def compiled(source: str, day: datetime.date) -> Any:
 
 @lru_cache(maxsize=64)
 def compared_texts(source: str) -> frozenset[str]:
-    """Return the string constants in comparisons of a template. They include the roles that the template knows."""
+    """Return the strings with which a template compares values. They include the roles that the template knows."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     comparisons = _compile_jinja_template("").environment.parse(source).find_all((nodes.Compare, nodes.Filter))
@@ -351,9 +351,9 @@ def _constants(side: nodes.Node) -> Iterator[nodes.Const]:
 def rendered(
     template: Any, variables: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], *, spans: bool = False
 ) -> tuple[str, list[Span]]:
-    """Render a template: return the text and the spans inside `{% generation %}` markers.
+    """Render a template. Return the text and, if `spans` is True, its ranges inside `{% generation %}` markers.
 
-    If `spans` is False, the list of spans is empty. Errors that the template raises are not caught.
+    Errors that the template raises are not caught.
     """
     blocks: list[str] = []
     found: list[Span] = []

@@ -109,9 +109,9 @@ class RowTokenizer:
         )
 
     def expanded(self, conversation: Conversation, sample: RenderedSample, folder: str | None) -> RenderedSample:
-        """Return a rendered sample in which placeholder tokens replace each image marker.
+        """Return a rendered sample in which each image marker is replaced by the placeholder tokens of its image.
 
-        `folder`: the folder to which relative paths of images refer.
+        `folder`: the folder of relative image paths.
         """
         if self._images is None:
             return sample
@@ -130,9 +130,9 @@ class RowTokenizer:
         return replace(sample, text=text, spans=spans, messages=messages)
 
     def _shown(self, sample: Passage | Encoded, folder: str | None) -> _WithImages:
-        """Read the images of a sample. Return the sample with placeholder tokens for each image, and its images.
+        """Read the images of a sample. Return the sample, with placeholder tokens for each image, and its images.
 
-        `folder`: the folder to which relative paths of images refer.
+        `folder`: the folder of relative image paths.
         """
         if self._images is None or isinstance(sample, Encoded):
             return sample, ()
@@ -168,7 +168,7 @@ class RowTokenizer:
     def rendered(self, row: Mapping[str, Any], fields: Fields) -> list[tuple[Conversation, RenderedSample]]:
         """Return the samples that the chat template renders from a row, each with its conversation.
 
-        The list is empty if the row is plain text or token ids.
+        The list is empty if the row has plain text or token ids, which need no chat template.
         """
         if self._chat is None or fields.kind in ("text", "tokens"):
             return []
@@ -182,7 +182,7 @@ _WithImages = tuple[Passage | Encoded, tuple[ReadImage, ...]]
 
 
 def passage_of(conversation: Conversation, sample: RenderedSample) -> Passage:
-    """Return the text of a rendered sample with the images that its messages show."""
+    """Return the text of a rendered sample as a passage, with the images that the messages of the sample show."""
     shown = conversation.images[: num_images(conversation.messages[: sample.stop])]
     return Passage.of_spans(sample.text, sample.spans, shown)
 
@@ -217,7 +217,10 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
 
 
 def _labelled(row: Mapping[str, Any], column: str, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Return a mask [n]: whether a token has a label. Labels are not shifted: the label of a token is its own id."""
+    """Return a mask [n] that is True for tokens with a label.
+
+    Labels are not shifted: the label of a trained token must be the token's own id.
+    """
     labels = items(row, column, "a list of labels")
     if len(labels) != len(tokens):
         raise RowError(f"{column!r} has {len(labels)} entries; expected {len(tokens)}, one per token")
@@ -268,7 +271,7 @@ class PairTokenizer(RowTokenizer):
         return passage_of(conversation, samples[0])
 
     def answers(self, rows: Sequence[tuple[Any, str]]) -> list[Encoded | RowError]:
-        """Encode pairs (prompt, answer) in the same way as the chosen and the rejected answer of a data row.
+        """Tokenise pairs (prompt, answer) in the same way as the answers of preference rows.
 
         A prompt is a text, a list of messages or a conversation.
         """
@@ -288,9 +291,9 @@ class PairTokenizer(RowTokenizer):
 
 
 class RewardTokenizer(PairTokenizer):
-    """Like `PairTokenizer`, for rows with an optional `margin`.
+    """Like `PairTokenizer`, for rows that may have a `margin`.
 
-    The margin says how much higher the chosen answer should score than the rejected one.
+    The margin says by how much the score of the chosen answer should exceed that of the rejected one.
     """
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:

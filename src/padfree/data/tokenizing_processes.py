@@ -48,7 +48,10 @@ _Task = tuple[int, Chunk, Fields | None]
 def in_order(
     tasks: Iterator[_Task], tokenize: RowTokenizer, num_workers: int
 ) -> Generator[tuple[int, Chunk, TokenizedChunk], None, None]:
-    """Yield (index of the source, chunk of rows, tokens of the chunk) for each task, in the order of the tasks."""
+    """Tokenise chunks of rows in `num_workers` processes. Yield the results in the order of the tasks.
+
+    A result is (index of the source, chunk of rows, tokens of the chunk).
+    """
     if num_workers == 0:
         for number, chunk, fields in tasks:
             yield number, chunk, tokenize(chunk, fields)
@@ -105,7 +108,7 @@ def _died() -> UserError:
 
 
 def _serve(connection: Connection[Any, Any], tokenize: RowTokenizer) -> None:
-    """The main loop of a worker process: receive chunks and send their tokens, until the connection closes."""
+    """Run the main loop of a worker process: receive chunks and send their tokens until the connection closes."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

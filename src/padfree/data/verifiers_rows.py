@@ -34,7 +34,7 @@ TOOLS = "tools"
 
 
 class VerifiersRows(RecordSource):
-    """The training or held-out rows of an environment."""
+    """The training or held-out rows of an environment of the verifiers package."""
 
     def __init__(self, rows: list[dict[str, Any]], name: str) -> None:
         self.rows, self.name = rows, name
@@ -56,7 +56,10 @@ class VerifiersRows(RecordSource):
 
 
 def open_verifiers(name: str, setting: str = "data.path") -> VerifiersRows:
-    """Return the rows of the environment `name`, such as `verifiers:wordle` or `verifiers:wordle#eval`."""
+    """Return the training rows of an environment such as `verifiers:wordle`.
+
+    The name `verifiers:wordle#eval` gives its held-out rows. `setting`: the setting with this name, for messages.
+    """
     held_out = packaged_environment(name, setting).held_out
     environment = load_verifiers(name.partition("#")[0], setting)
     try:
@@ -131,10 +134,10 @@ def _load(name: str) -> Any:
 
 
 def check_verifiers_module(own: str, name: str, setting: str) -> None:
-    """Raise a `UserError` if the module of an environment does not exist or belongs to the standard library.
+    """Raise a `UserError` if the module of an environment does not exist or is in Python's standard library.
 
-    `own`: the name of the environment. The verifiers package derives the name of the environment's module from `own`.
-    `name`: the full name in the recipe, and `setting`: the setting that has this name, both for error messages.
+    `own`: the environment's name without the prefix `verifiers:`, from which the package derives the module's name.
+    `name`: the full name in the recipe. `setting`: the setting that has this name. Both are for error messages.
     """
     module = own.replace("-", "_").split("/")[-1]
     if not module.isidentifier():
@@ -158,7 +161,10 @@ def check_verifiers_module(own: str, name: str, setting: str) -> None:
 
 @contextmanager
 def _kept_signals() -> Iterator[None]:
-    """On exit, restore the handlers of SIGINT and SIGTERM, which the creation of a `verifiers` environment replaces."""
+    """Context manager that restores the handlers of SIGINT and SIGTERM at its end.
+
+    The creation of a `verifiers` environment replaces them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

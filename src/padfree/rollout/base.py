@@ -88,7 +88,7 @@ class SamplingRequest:
 
     @property
     def prompt_key(self) -> tuple[int, tuple[str, ...]]:
-        """Return a key that is equal for requests with the same prompt: the same array object of tokens, and images."""
+        """Return a key that two requests share if they have the same array object of tokens and the same images."""
         return id(self.tokens), tuple(image.digest for image in self.images)
 
 
@@ -115,7 +115,7 @@ class Response:
 
     @property
     def kept_sets(self) -> KeptSets:
-        """Return, for each of the m tokens, the set of ids from which it was sampled."""
+        """Return the kept set of each of the m tokens: the ids from which the token was sampled."""
         return KeptSets.whole(len(self.tokens)) if self.kept is None else self.kept
 
     def is_whole(self, max_new_tokens: int) -> bool:
@@ -136,7 +136,7 @@ class Response:
     def _routes_followed_by(self, rest: Response) -> Routes | None:
         """Return the routes (the experts of each token) of the prompt, this response and its continuation `rest`.
 
-        `rest.routes` covers the prompt and this response again.
+        The request for `rest` has the prompt and this response as its prompt, so `rest.routes` covers their tokens too.
         """
         if self.routes is None:
             return None
@@ -161,8 +161,8 @@ class Sampler(Protocol):
     ) -> list[Response]:
         """Return the responses to this rank's requests, in order.
 
-        `on_progress` receives the number of finished responses from time to time. `on_finished` receives each finished
-        response exactly once, alone or with others.
+        `on_progress` receives the number of finished responses from time to time. `on_finished` receives every finished
+        response exactly once. A single call of `on_finished` may pass several responses.
         """
 
     def metrics(self) -> Mapping[str, float]:
@@ -181,10 +181,13 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait because no server with the current weights can be reached. If so, call `renew`."""
+        """Whether requests wait because no reachable server has the current weights. `renew` resends the weights."""
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
-        """Append `requests` to the queue and return without waiting. Other threads call `on_response`."""
+        """Queue `requests` and return without waiting.
+
+        `on_response` receives each response. It is called in a thread of the sampler.
+        """
 
     def renew(self) -> None:
-        """Send the weights of the last `update_weights` again. Collective."""
+        """Send the weights of the last `update_weights` again, e.g. to servers that have restarted. Collective."""

@@ -34,7 +34,7 @@ from padfree.sample import Sample
 
 
 class LeafImages(NamedTuple):
-    """The images of a leaf (a sequence that becomes a sample), if the environment has shown images of its own."""
+    """The images of a leaf (a sequence that becomes a sample), if they differ from those of its prompt."""
 
     images: tuple[Image, ...]
     rotary_positions: NDArray[np.int64] | None  # [P, n] if positions depend on images: `padfree.model.vision`
@@ -63,7 +63,10 @@ class Leaf:
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    """Return the kept sets (the ids from which each token was sampled) and their size, as arguments of `Leaf`."""
+    """Return the arguments `kept` and `num_kept` of `Leaf`: kept sets, and the number of ids in all of them.
+
+    A kept set holds the ids from which a token was sampled.
+    """
     return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
 
@@ -79,7 +82,7 @@ class Played:
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """The rewards of the leaves (the sequences that become samples), as far as they are known."""
+        """The rewards of the leaves (the sequences that become samples). A reward that is not known yet is left out."""
         return tuple(leaf.reward for leaf in self.leaves if leaf.reward is not None)
 
     @property
@@ -94,7 +97,7 @@ class Played:
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """The policy version of each sampled token of the episode, for all leaves one after the other."""
+        """The policy version of each sampled token of the episode, with the tokens of all leaves concatenated."""
         return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
 
     @property
@@ -104,9 +107,9 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `first`: the number of its first episode in the batch.
+    """A prompt with `size` episodes. `first`: the number that the first of them has in the batch.
 
-    `episodes` holds the results of the played episodes, in order; it is empty until `written_groups` fills it.
+    `episodes` holds the results of the played episodes, in order. It is empty until `written_groups` fills it.
     """
 
     prompt: Prompt
@@ -123,7 +126,7 @@ class RolloutGroup(Sequence[Prompt]):
 
     @property
     def numbers(self) -> range:
-        """The numbers of the group's episodes in the batch."""
+        """The numbers that the group's episodes have in the batch."""
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
@@ -175,7 +178,7 @@ class Play:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Watcher:
-    """Callbacks while episodes are played. Threads of the sampler, of rewards and of the event loop call them."""
+    """Callbacks during episodes. They are called in threads of the sampler, of rewards and of the event loop."""
 
     on_progress: Callable[[int], None] = lambda done: None
     """Called with the number of responses finished so far."""
@@ -192,7 +195,7 @@ class Watcher:
 
 
 def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
-    """Return copies of the groups, each with a unique `name` and with the results of its `episodes`.
+    """Return copies of the groups, each with a unique `name`, and with the results of its episodes in `episodes`.
 
     `played`: the results of all episodes, keyed by episode number.
     """
@@ -214,7 +217,7 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
     if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
         raise UserError(
             "rollout.routing",
-            f", but rollout.engine={settings.engine} returned a response without routes",
+            f", but rollout.engine={settings.engine} returned a response without the experts of its tokens",
             "set rollout.routing=recompute",
             "replay",
         )

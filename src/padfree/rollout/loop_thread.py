@@ -45,7 +45,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 class LoopThread:
-    """An asyncio event loop in its own thread. It starts when it is first used. `name`: the name of the thread."""
+    """An asyncio event loop in its own thread, which starts on first use. `name`: the name of the thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -67,8 +67,8 @@ class LoopThread:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run the loop until `close`, even if an episode stops it or a task calls `sys.exit()`.
 
-        SystemExit or KeyboardInterrupt of a task also ends `run_forever`. It is ignored here, because the code that
-        awaits the task receives it too.
+        A SystemExit or KeyboardInterrupt in a task also ends `run_forever`. Here it is ignored and the loop continues,
+        because the exception also reaches the code that awaits the task.
         """
         while not self._closing:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
@@ -107,7 +107,7 @@ class LoopThread:
         self._probe_sent = None
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel all tasks, run the coroutine that `last` returns, and stop the loop. Wait at most CLOSING seconds."""
+        """Cancel all tasks, run the coroutine that `last` returns, and stop the loop, in at most CLOSING seconds."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
             assert self._thread is not None

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prompt:
-    """A prompt to sample responses for. `len(prompt)` is the number of its tokens plus `max_new_tokens`."""
+    """A prompt, for which responses are sampled. `len(prompt)` is the number of its tokens plus `max_new_tokens`."""
 
     tokens: NDArray[np.integer[Any]]  # [n]
     max_new_tokens: int  # maximum length of a response
@@ -62,7 +62,10 @@ class Prompt:
         return len(self.tokens) + self.max_new_tokens
 
     def rotary_positions_of(self, length: int) -> NDArray[np.int64] | None:
-        """Return the positions [P, length] of the prompt and its response. In text they go up by 1 per token."""
+        """Return the rotary positions [P, length], in P dimensions, of the prompt and its response.
+
+        In text, the positions go up by 1 per token in all dimensions. Return None if they are 0, 1, 2, and so on.
+        """
         if self.rotary_positions is None:
             return None
         steps = np.arange(1, length - len(self.tokens) + 1)
@@ -148,7 +151,7 @@ class _Reader:
         return self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_PromptRead | RowError]:
-        """Return the prompt of each row of a chunk, in order, or the error of the row."""
+        """Return, for each row of a chunk, its prompt or an error. The order is that of the rows."""
         rows = [attempt(record_of, record) for record in chunk.records]
         asked = [row if isinstance(row, RowError) else attempt(self._asked, row, fields) for row in rows]
         shown = [one if isinstance(one, RowError) else attempt(self._shown, one, chunk.folder) for one in asked]
@@ -181,7 +184,10 @@ class _Reader:
         return found
 
     def _shown(self, asked: str | Conversation, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
-        """Return the text of a prompt, in which each image has become its placeholder tokens, and the images."""
+        """Return the text of a prompt and its images. In the text, each image is replaced by its placeholder tokens.
+
+        `folder`: the folder of relative image paths.
+        """
         if isinstance(asked, str):
             return Passage(pieces=(Piece(asked, False),)), ()
         assert self._chat is not None
@@ -191,7 +197,7 @@ class _Reader:
     def _placed(
         self, encoded: Encoded, read: tuple[ReadImage, ...]
     ) -> tuple[tuple[Image, ...], NDArray[np.int64] | None]:
-        """Return the images of a prompt at their placeholder tokens, and its rotary positions."""
+        """Return the images of a prompt with the positions of their placeholder tokens, and the rotary positions."""
         if self._images is None:
             return (), None
         settings, tokens = self._images.settings, encoded.tokens
@@ -213,7 +219,7 @@ def _check_last(messages: Sequence[Message], column: str) -> None:
 
 
 class _CollectedPrompts:
-    """Collects prompts, and reports rows that were skipped, dropped or truncated."""
+    """Collects the prompts that are read, and reports rows that were skipped, dropped or truncated."""
 
     def __init__(self, settings: RolloutDataSettings, max_new_tokens: int) -> None:
         self._settings, self._max_new_tokens = settings, max_new_tokens

@@ -14,8 +14,8 @@ removed. A part has one line per response, or per set of responses that finished
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
 Each line starts with its checksum, so that a line that a kill cut off is skipped. A resumed run reads the part whose
-origin (`Origin`) has its weights and settings, and the parts before and after it. The next steps then train on the same
-responses as before, and give the same weights.
+origin (`Origin`) has the weights and settings of the run, and the parts before and after this part. The next steps then
+train on the same responses as before, and give the same weights.
 
 Rewards are computed again, because they are not stored.
 """
@@ -65,7 +65,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a response is: the offset of its line in a file, and its index in the line."""
+    """Where a response is stored: the offset of its line in a file, and its index in this line."""
 
     path: Path
     offset: int
@@ -74,7 +74,7 @@ class _Location:
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """A part of the response log, i.e. the responses after one checkpoint, that a resumed run may need."""
+    """A part of the response log: the responses after one checkpoint. A resumed run may need it."""
 
     weights: str
     highest: int = 0  # the last batch whose responses this part may contain
@@ -82,7 +82,7 @@ class _Part:
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """The file of the log that is being written."""
+    """The file of the response log to which this rank currently writes."""
 
     origin: Origin
     path: Path
@@ -118,9 +118,10 @@ class ResponseLog:
         return len(removed)
 
     def begin(self, origin: Origin, *, after: int) -> int:
-        """Start the part of the log that begins at `origin`, and find stored responses that this run can reuse.
+        """Start the part of the log that begins at `origin`, and find the stored responses that this run can use again.
 
-        Only responses of batches later than `after` count. Return their number. Call this on every rank, after `purge`.
+        Only responses of batches after batch `after` count. Return their number. Call this on every rank, after
+        `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -133,10 +134,10 @@ class ResponseLog:
         return len(self._index)
 
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
-        """Start a new part for a checkpoint that covers all batches up to `after`.
+        """Start a new part of the log for a checkpoint, which covers all batches up to batch `after`.
 
-        `origin`: the run at the checkpoint. `highest`: the newest requested batch. Call this before the state of the
-        checkpoint is collected.
+        `origin`: step, weights and settings of the run at the checkpoint. `highest`: the newest requested batch. Call
+        this before the state of the checkpoint is collected.
         """
         assert self._open is not None
         with self._lock:
@@ -146,7 +147,7 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """Remove the parts that the complete checkpoint of step `step` replaces. Call this on one rank only."""
+        """Remove the parts of the log that the complete checkpoint of step `step` replaces. Call this on one rank."""
         covered = self._covered.get(step)
         if covered is None:
             return
@@ -156,7 +157,7 @@ class ResponseLog:
             del self._parts[earlier]
 
     def close(self) -> None:
-        """Stop writing, and remove the file if it has no responses."""
+        """Stop writing, and remove this rank's current file if it has no responses."""
         with self._lock:
             if self._open is None:
                 return
@@ -168,7 +169,7 @@ class ResponseLog:
             self.folder.rmdir()  # if it is empty
 
     def remove(self) -> None:
-        """Remove the files of all ranks. Call this on one rank only, after `close`."""
+        """Remove the log files of all ranks. Call this on one rank only, after `close`."""
         self.purge(None)
         with suppress(OSError):
             self.folder.rmdir()  # if it is empty
@@ -183,7 +184,7 @@ class ResponseLog:
             self._create()
 
     def _create(self) -> None:
-        """Open this rank's file of the current part. An existing file is continued if its origin is the same."""
+        """Open this rank's file of the current part of the log. An existing file of the same origin is continued."""
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +242,7 @@ class ResponseLog:
     def find(self, batch: int, number: int, tokens: Tokens) -> Response | None:
         """Return the stored response, complete or partial, of episode `number` of batch `batch`, or None.
 
-        The stored response must have the same prompt `tokens`.
+        A stored response is returned only if its prompt has the token ids `tokens`.
         """
         location = self._index.get((batch, number, _checksum(tokens)))
         if location is None:
@@ -295,7 +296,7 @@ def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[s
 
 
 def _head(path: Path) -> dict[str, Any] | None:
-    """Return the first line of a file; None if it is not a valid first line of a part of the log."""
+    """Return the content of a file's first line; None if the line is not a valid first line of a response log."""
     try:
         with path.open("rb") as file:
             head = _decoded_line(file.readline())
@@ -309,7 +310,7 @@ def _origin_of(head: dict[str, Any]) -> Origin:
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the offset and the content of each line with responses."""
+    """Yield each line with responses: its offset in the file, and its content."""
     with path.open("rb") as file:
         offset = 0
         for line in file:

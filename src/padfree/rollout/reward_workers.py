@@ -55,7 +55,7 @@ RewardModel = Callable[[Sequence[tuple[Prompt, str]]], "list[float | str]"]
 
 
 class RewardWorkers:
-    """Calls a reward function from an event loop, in `processes` processes or, if this is 0, in threads."""
+    """Calls a reward function from an event loop: in `processes` processes, or in threads if `processes` is 0."""
 
     def __init__(self, reward: Reward, processes: int = 0) -> None:
         self._reward, self.name, self.processes = reward, reward.name, processes
@@ -63,7 +63,7 @@ class RewardWorkers:
         self._workers: list[_Worker] = []
 
     def within(self, seconds: float, text: str, row: Mapping[str, Any], uid: str) -> float | None:
-        """Return the reward of a text, computed in the calling thread within a time limit in seconds (`call_within`).
+        """Return the reward of a text, computed in the calling thread in at most `seconds` seconds (`call_within`).
 
         `row`: the data row of the prompt. `uid`: the name of the sample, for messages.
         """
@@ -104,7 +104,7 @@ class RewardWorkers:
 
 
 class RewardsLater(RewardWorkers):
-    """Placeholder for a reward model, which computes the rewards of all ranks when a batch is complete."""
+    """Stands in for a reward function: returns no reward, because the reward model scores the complete batch later."""
 
     def __init__(self, name: str) -> None:
         self.name, self.processes = name, 0
@@ -132,7 +132,7 @@ class _Worker:
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError):
             raise UserError(
                 "reward",
-                f"{self._name} ended its process while it graded sample {uid!r}",
+                f"{self._name} ended its worker process while it graded sample {uid!r}",
                 "correct the function or the row",
             ) from None
         finally:
@@ -183,9 +183,9 @@ def score_by_model(
 ) -> None:
     """Let the reward model score each leaf (a sequence that becomes a sample) without a reward. Collective.
 
-    `played`: the episodes of this rank, by number; they are replaced by episodes with rewards. `prompts`: their
-    prompts. With `skip_failures`, an episode fails if its text cannot be scored. Otherwise, an error on one rank is
-    raised on all ranks.
+    `played`: the episodes of this rank, by number. The function replaces them in this dict by episodes with rewards.
+    `prompts`: the prompts of these episodes. With `skip_failures`, an episode fails if its text cannot be scored.
+    Otherwise, an error on one rank is raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

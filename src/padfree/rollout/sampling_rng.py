@@ -29,7 +29,7 @@ GREEDY = 0
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the random keys [R] of responses. `responses` [R]: their numbers in the global batch `batch`."""
+    """Return the random keys [R] of responses. `responses` [R]: the numbers of the responses in batch `batch`."""
     values = np.zeros(len(responses), np.uint64)
     for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
         values = splitmix64(values ^ part)
@@ -37,16 +37,19 @@ def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArra
 
 
 def key_behind(key: int, position: int) -> int:
-    """Return the key with which a response continues at `position`, for samplers that use a key as a seed."""
+    """Return the random key of a request that continues a response after its first `position` tokens.
+
+    Servers use a key as a seed. A continuation therefore needs a key of its own, or random numbers would repeat.
+    """
     values = splitmix64(np.array([key], np.int64).view(np.uint64) ^ np.uint64(position))
     return int(splitmix64(values).view(np.int64)[0])
 
 
 def turn_key(key: int, path: tuple[int, ...]) -> int:
-    """Return the random key of a turn of an episode. `key`: the key of the episode's response.
+    """Return the random key of a turn of an episode. `key`: the random key of the episode.
 
-    `path`: the branches that lead to the turn, then the number of the turn. The first turn of the root has `key`
-    itself. With `GREEDY`, all turns have the key `GREEDY`.
+    `path`: which branch to take at each fork on the way to the turn, then the number of the turn in its branch. The
+    first turn of the first branch has `key` itself. If `key` is `GREEDY`, all turns have the key `GREEDY`.
     """
     if key == GREEDY or path == (0,):
         return key
@@ -87,8 +90,8 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    A candidate whose sum is above this bound therefore has the largest sum of all tokens. In about one of
-    exp(CANDIDATES) = 5e8 samples no candidate is above it; then all V tokens are compared. The result is always exact.
+    If a candidate has a sum above this bound, the token with the largest sum is therefore a candidate. In about one of
+    exp(CANDIDATES) = 5e8 samples, no candidate has; then all V tokens are compared. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -128,9 +131,9 @@ def _select(position: int | Tensor, chosen: Tensor) -> int | Tensor:
 def _largest(
     values: NDArray[np.float32], groups: NDArray[np.int64], num_groups: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """Return the largest value of each group, and the index of its first occurrence.
+    """Return the largest value of each group of values, and the index of its first occurrence.
 
-    An empty group has the largest value -inf and the index -1. `groups`: the group of each value.
+    `groups`: the number of the group to which each value belongs. An empty group gives -inf and the index -1.
     """
     best, first = np.full(num_groups, -np.inf, np.float32), np.full(num_groups, -1)
     with np.errstate(invalid="ignore"):  # NaN scores: some processors raise the flag that numpy warns about
@@ -141,9 +144,9 @@ def _largest(
 
 
 def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the candidates of each response: tokens [n] that may have the largest sum of score and noise.
+    """Return the candidates of each response: the tokens that may have the largest sum of score and noise.
 
-    `scores` [r, V]: log-probabilities. `at_position` [r]: hashes of key and position.
+    `scores` [r, V]: log-probabilities. `at_position` [r]: hashes of the response's random key and the position.
     """
     vocabulary = scores.shape[1]
     tokens = np.arange(vocabulary, dtype=np.uint64)
@@ -163,7 +166,7 @@ def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> 
 
 
 def _gumbel(hashes: Tensor) -> Tensor:
-    """Return the Gumbel noise of these hashes, float32 of the same shape."""
+    """Return the Gumbel noise that belongs to each hash, float32 of the same shape as `hashes`."""
     uniform = (_shifted(hashes, 32).double() + 0.5) * 2.0**-32  # from integers 0 to 2**32 - 1
     return -torch.log(-torch.log(uniform)).float()
 
@@ -181,7 +184,7 @@ def _mixed_on_device(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Return the values shifted right with zeros. Torch's own right shift repeats the sign bit."""
+    """Return the int64 values shifted right, with zeros from the left. Torch's own shift repeats the sign bit."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

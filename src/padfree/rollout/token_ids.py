@@ -49,8 +49,8 @@ def tokenizer_size(tokenizer: Any) -> int:
 def checked_ids(ids: Any, vocabulary: int, what: str) -> list[int]:
     """Return token ids as Python integers.
 
-    Raise a `UserError` unless `ids` is a flat list of integers from 0 to `vocabulary - 1`. `what` names the ids in the
-    message.
+    Raise a `UserError` unless `ids` is a flat list of integers from 0 to `vocabulary - 1`. `what`: how the message
+    names the ids.
     """
     if isinstance(ids, np.ndarray) or type(ids).__module__ == "torch":
         ids = ids.tolist()
@@ -78,9 +78,9 @@ def checked_response(
 ) -> Response:
     """Return the response of a user's engine. Raise a `UserError` if the response is invalid.
 
-    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `truncated`: whether the
-    response must have kept sets (the ids from which each token was sampled), because the run truncates the softmax.
-    `what` names the engine in the message.
+    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `truncated`: whether it must
+    have kept sets (the ids from which each token was sampled), because the run truncates the softmax. `what`: how the
+    message names the engine.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:

@@ -69,9 +69,9 @@ def kept_mask(
 ) -> Tensor:
     """Return bools [R, V]: for the next token of each of R responses, the ids from which it may be sampled.
 
-    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: random keys; greedy responses are not
-    truncated by top-k, top-p and min-p. `positions`: how many tokens each response has, as an int or [R]. `stops`: the
-    stop tokens, which `min_new_tokens` needs.
+    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: random keys; if a key is that of greedy
+    decoding, top-k, top-p and min-p are not applied. `positions`: how many tokens each response already has, as an int
+    or [R]. `stops`: the stop tokens, which are excluded before `min_new_tokens` tokens.
     """
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if truncation.min_new_tokens:
@@ -110,7 +110,7 @@ def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
 def truncated_logits(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor, stops: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits [R, V] with -inf for ids that the truncation excludes, and the mask [R, V] of the other ids.
+    """Return the logits [R, V] with -inf for excluded ids, and a mask [R, V] that is True for the ids that are kept.
 
     Arguments: see `kept_mask`.
     """
@@ -121,8 +121,8 @@ def truncated_logits(
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
     """Return for each row the largest threshold [R, 1] at which enough weight is left: at least `needed` [R, 1].
 
-    The weight at a threshold is the sum of the `weights` [R, V] of all ids whose logit is at or above the threshold.
-    The search is a bisection over int32 numbers that have the order of the float32 logits (`_ordered`).
+    The weight left at a threshold is the sum of the `weights` [R, V] of the ids whose logits are not below it. The
+    threshold is found by bisection over int32 numbers that have the order of the float32 logits (`_ordered`).
     """
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
@@ -145,7 +145,7 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_of(mask: Tensor) -> KeptSets:
-    """Return for each of R tokens the set of ids for which `mask` [R, V] is True, on the host. Waits for the device.
+    """Return the kept sets of R tokens on the host: for each row of `mask` [R, V], the ids with True. Synchronises.
 
     A set with more than half of the vocabulary is stored as its excluded ids.
     """

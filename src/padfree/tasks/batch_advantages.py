@@ -13,9 +13,9 @@ Entry j of an array belongs to token j. `loss.advantage` has these values:
 - `given` keeps the advantages that the samples already have.
 - `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model.
 
-A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. Its advantages are
-then 0, so that it does not change the model. The metrics of every step count these groups. Rollout files in which no
-group has a signal are refused.
+A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. The
+advantages of such a group are 0, so that it does not change the model. The metrics of every step count these groups.
+Rollout files in which no group has a signal are refused.
 
 An update may leave samples out, if the loss proves that their gradient is exactly 0 (`may_skip`, `has_advantage`):
 
@@ -110,7 +110,7 @@ def reverse_kl(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signal:
-    """The number of groups, and how many of them have no learning signal, i.e. give only advantages of 0."""
+    """Counts all rollout groups, and the groups without a learning signal, i.e. with advantages of 0 only."""
 
     groups: int
     alone: int  # groups of one sample
@@ -128,8 +128,8 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
     """Count all groups, and the groups without a learning signal: those of equal rewards or of one sample.
 
     `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
-    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. It has no signal if all its advantages
-    are 0.
+    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. Such a sample has no signal if all its
+    advantages are 0.
     """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
@@ -173,20 +173,23 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:
-    """Whether, with these loss settings, a sample whose advantages are all 0 adds nothing to the gradient."""
+    """Return whether a sample whose advantages are all 0 adds nothing to the gradient, with these loss settings.
+
+    `has_router_term`: whether a router loss is added, which has a gradient for every token.
+    """
     return isinstance(loss, PolicySettings) and not has_router_term and zero_without_advantage(loss)
 
 
 def run_may_skip(loss: LossConfig) -> bool:
-    """Whether the updates of a run with these loss settings leave out samples whose gradient is 0."""
+    """Return whether the updates of a run with these loss settings leave out samples whose gradient is 0."""
     router = bool(loss.load_balancing or loss.router_bias)
     return loss.skip_zero_gradient == "auto" and may_skip(loss.settings(), has_router_term=router)
 
 
 def has_advantage(samples: Sequence[Sample]) -> NDArray[np.bool_]:
-    """For each of B samples, whether any of its scored tokens has an advantage other than 0, as bools [B].
+    """Return bools [B]: for each of B samples, whether any of its scored tokens has an advantage other than 0.
 
-    A sample without the array `advantages` counts as True: the loss then reports the error.
+    A sample without the array `advantages` counts as True, so that the loss reports the missing array.
     """
     return np.array(
         [sample.advantages is None or bool(sample.advantages[sample.scored].any()) for sample in samples], np.bool_
@@ -214,12 +217,12 @@ def _reward(sample: Sample, kind: str) -> float:
 
 
 def _scored(samples: Sequence[Sample]) -> Tensor:
-    """Return bools [Σn] that mark the scored tokens of all samples, concatenated."""
+    """Return bools [Σn], concatenated over all samples, that are True for scored tokens (those that are trained on)."""
     return torch.from_numpy(np.concatenate([sample.scored for sample in samples]))
 
 
 def _groups(samples: Sequence[Sample], kind: str) -> tuple[Tensor, int]:
-    """Number the groups in order of appearance. Return the group number of each sample, [B], and the group count."""
+    """Number the rollout groups in order of appearance. Return each sample's group number [B] and the group count."""
     numbers: dict[str | int, int] = {}
     for sample in samples:
         if sample.group is None:

@@ -106,10 +106,10 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of a prompt of one sample, joined with the answer of another sample.
+    """Return the rotary positions [P, n], in P dimensions, of one sample's prompt joined with another sample's answer.
 
-    The positions of the answer continue where the prompt ends. The prompt ends with text, where all P positions of a
-    token are equal. Return None if neither sample has `rotary_positions`.
+    The positions of the answer continue where the prompt ends. The prompt ends with text, where the positions of a
+    token are equal in all dimensions. Return None if neither sample has `rotary_positions`.
     """
     given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
     if given is None:
@@ -125,13 +125,16 @@ def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) ->
 
 
 def _outside_images(sample: Sample, length: int) -> int:
-    """Return the largest number of tokens, at most `length`, after which a cut does not divide an image."""
+    """Return the largest number of tokens, at most `length`, that a cut can keep without dividing an image."""
     divided = (int(image.positions[0]) for image in sample.images if image.positions[0] < length <= image.positions[-1])
     return next(divided, length)
 
 
 def answer_sums(logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Return the log-probability of each answer, [B]: the sum of `logprobs` [n], which are 0 at unscored tokens."""
+    """Return the log-probability of each of B answers, [B].
+
+    `logprobs`: for each sample an array [n], which is 0 at tokens outside of the answer. Each array is summed.
+    """
     return np.array([own.sum(dtype=np.float64) for own in logprobs], dtype=np.float64)
 
 
@@ -213,7 +216,7 @@ class KTOMicroBatchLoss(MicroBatchLoss):
 def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
     """Return two float64 tensors [B]: the label (1 desirable, 0 undesirable) and the reference point z₀ of each sample.
 
-    The KTO loss compares the log-ratio of an answer with z₀, an estimate of the KL divergence.
+    z₀ estimates KL(policy ‖ reference). The KTO loss compares the log-ratio of an answer with it.
     """
     labels = np.array([info.reward for info in batch.samples], dtype=np.float64)
     point = np.array([(info.terms or {})["kl"] for info in batch.samples], dtype=np.float64)

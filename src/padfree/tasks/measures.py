@@ -20,19 +20,19 @@ LARGEST_EXPONENT = 709.0
 
 
 class PackMeasure(Protocol):
-    """Computes sums for each sample of a pack. With context parallelism, it computes this rank's share of the sums."""
+    """Computes sums for each held-out sample of a pack. With context parallelism, each rank computes its share."""
 
     names: ClassVar[tuple[str, ...]]
     keeps_groups: ClassVar[bool]
 
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-        """Return [B, 1 + len(names)] float64: for each sample a count, then the sum of each of `names`.
+        """Return [B, 1 + len(names)] float64: for each of B samples, a count and then one sum per metric in `names`.
 
         The count is the number of tokens, pairs or answers in the sums. A mean is a sum divided by the count.
         """
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return metrics by name, computed from `means`, the mean of each of `names`."""
+        """Return metrics by name. `means`: for each entry of `names`, its sum divided by the count."""
 
 
 class TokenMeasure:

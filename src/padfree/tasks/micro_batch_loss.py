@@ -67,7 +67,10 @@ class MicroBatchLoss(ABC):
 
 
 def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
-    """Run the model on a pack. Return the inputs of a loss, including the log-probabilities [T/cp] of the labels."""
+    """Run the model on a pack. Return the inputs of a loss function, such as the labels' log-probabilities [T/cp].
+
+    `memory`: see `padfree.head.score`.
+    """
     scores = score(
         hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=temperature,
         num_labels=batch.num_labels, kept=batch.kept, memory=memory,
@@ -76,9 +79,9 @@ def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float,
 
 
 class TokenMicroBatchLoss(MicroBatchLoss):
-    """Losses of single tokens, e.g. SFT and policy losses.
+    """A loss that is a sum over tokens, such as SFT and policy losses.
 
-    No logits are stored if the loss of a token depends only on its log-probability.
+    If the loss of a token depends only on its log-probability, no logits are stored.
     """
 
     settings: TokenLossSettings
@@ -106,7 +109,7 @@ class TokenMicroBatchLoss(MicroBatchLoss):
 
 
 def pairs_of(batch: LocalBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the P pairs of a pack: indices [P, 2] of chosen and rejected sample, weights [P] and margins [P]."""
+    """Return the P pairs of answers in a pack: sample indices [P, 2] (chosen, rejected), weights [P], margins [P]."""
     pairs = preference_pairs(() if batch.is_filler else batch.samples)
     weights = np.full(len(pairs), 2.0 / batch.batch_samples)
     terms = [batch.samples[index].terms or {} for index in pairs[:, 0].tolist()]

@@ -24,7 +24,7 @@ Samples = Sequence[Sample | Prompt] | StoredSamples
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainingData:
-    """The data of a run. `parts`: the number of samples from each of `data.sources`; empty without sources."""
+    """The samples or prompts of a run. `parts`: the number of samples from each of `data.sources`, if any."""
 
     samples: Samples
     report: DataReport
@@ -38,9 +38,10 @@ class TrainingData:
 def text_settings(
     data: DataConfig, day: datetime.date | None = None, images: ImageSettings | None = None
 ) -> dict[str, Any]:
-    """Return the arguments for tokenisation that the readers in `padfree.data` take.
+    """Return the arguments for tokenisation, such as the chat template, that the readers in `padfree.data` take.
 
-    `day`: the date for chat templates. `images`: the model that reads the images of rows; None: rows have no images.
+    `day`: the date that chat templates may show. `images`: how the model reads the images of rows; None: rows have no
+    images.
     """
     names = ("columns", "prompt_format", "append_eos", "split", "subset", "max_length", "overlong", "on_bad_row")
     chosen: dict[str, Any] = {name: getattr(data, name) for name in (*names, "turns", "system", "prompt_template")}
@@ -52,7 +53,7 @@ def text_settings(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadSettings:
-    """The data that a task reads, and the settings and the tokenizer for reading the data."""
+    """What a task needs to read its data: the files, the settings and the tokenizer."""
 
     data: DataConfig
     rollout: RolloutConfig  # says whether the run samples responses to prompts
@@ -68,12 +69,12 @@ class ReadSettings:
 
     @property
     def text(self) -> dict[str, Any]:
-        """The arguments for tokenisation that the readers in `padfree.data` take."""
+        """The arguments for tokenisation, such as the chat template, that the readers in `padfree.data` take."""
         return text_settings(self.data, self.day, self.images)
 
 
 def read_template(name: str, setting: str = "data.chat_template") -> str:
-    """Return the text of the chat template in the file `name`. `setting`: for error messages."""
+    """Return the text of the chat template in the file `name`. `setting`: the setting that error messages name."""
     path = Path(name).expanduser()
     check_regular(path, setting, once=False)
     try:

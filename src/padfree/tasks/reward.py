@@ -27,9 +27,9 @@ from padfree.tasks.task import Task
 
 
 def pack_scores(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """Return the outputs of the scalar head at this rank's positions, and exactly 0 at positions without a label.
+    """Return the outputs of the scalar head at this rank's T/cp positions, and exactly 0 at positions without a label.
 
-    The shape is [T/cp]. If samples share prefixes, it is [e], with one entry per label.
+    The shape is [T/cp]. If samples share prefixes, it is [e] instead, with one entry for each of the rank's e labels.
     """
     scores = scalar_scores(hidden_states(model, batch), scalar_head_of(model))
     return torch.where(batch.labels != IGNORE, scores, 0.0)

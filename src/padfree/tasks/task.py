@@ -34,7 +34,7 @@ Entry j belongs to token j and is 0 if token j is not scored.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """Functions that score samples: one for each model of the run, or None for a model that the run does not have."""
+    """Functions that score samples, one for each model of a run. The function of a model that the run lacks is None."""
 
     policy: Logprobs  # the model in training, with its current weights
     reference: Logprobs | None = None
@@ -54,7 +54,7 @@ class Task(ABC):
 
     @abstractmethod
     def measure(self, micro_batch_loss: MicroBatchLoss, temperature: float) -> PackMeasure:
-        """Return the measure that evaluates held-out samples."""
+        """Return the object that computes the metrics of held-out samples."""
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
         """Add values of `models` that the updates need, e.g. the reference's log-probabilities.
@@ -66,7 +66,7 @@ class Task(ABC):
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Whether `prepare` must wait until the updates of the previous batch are done, because it runs models.
+        """Return whether `prepare` runs a model, so that it must wait for the updates of the previous batch.
 
         `asks`: whether the run has a reference, a teacher or a critic.
         """

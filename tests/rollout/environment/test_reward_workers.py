@@ -17,7 +17,7 @@ def test_processes_compute_rewards_and_are_replaced() -> None:
     async def rewarded() -> list[float]:
         reward_workers = RewardWorkers(load_reward(f"{HERE}:sometimes_ends"), processes=1)
         try:
-            with refused("reward", ".*:sometimes_ends ended its process while it graded sample 'a'"):
+            with refused("reward", ".*:sometimes_ends ended its worker process while it graded sample 'a'"):
                 await reward_workers("1", {"answer": "2"}, "a")
             return [await reward_workers(text, {"answer": "1"}, "b") for text in ("12", "x")]
         finally:

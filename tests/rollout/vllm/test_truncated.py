@@ -183,8 +183,8 @@ def test_lists_of_a_server_in_both_forms() -> None:
         ),
         ({"returns_kept": False}, "does not return kept sets; start the server with --return-sampling-mask"),
         ({"logprobs_mode": "raw_logprobs"}, "does not return kept sets; start the server with --return-sampling-mask"),
-        ({"scales_out": False}, r"\(403: Scale-out endpoints are disabled.\), so it does not .*--enable-scale-out"),
-        ({"missing": {GENERATE}}, f"has no route {GENERATE}, so it does not return kept sets; start the server with"),
+        ({"scales_out": False}, r"\(403: Scale-out endpoints are disabled.\), so the server .*--enable-scale-out"),
+        ({"missing": {GENERATE}}, f"has no route {GENERATE}, so the server does not return kept sets; start the"),
     ],
 )
 def test_servers_that_return_no_sets(changes: dict[str, Any], line: str) -> None:

@@ -1,6 +1,6 @@
-"""What a run writes about a collected batch: metrics, a few responses, and failures.
+"""What a run records about a collected batch: metrics, a few responses, and failed episodes.
 
-metrics of the batch    `batch_metrics`, and with `rollout.staleness` above 0 `queue_metrics`
+metrics of the batch    `batch_metrics`; also `queue_metrics` if `rollout.staleness` is above 0
 rollouts.jsonl          the first response of the first groups, written by the first rank
 failures.jsonl          the failed episodes, if there are any
 """
@@ -28,7 +28,8 @@ def batch_metrics(
 ) -> dict[str, float]:
     """Return metrics of the groups that the batch trains on.
 
-    `failed`: the number of failed episodes, and of groups with a failed episode, of all that the batch requested.
+    `failed`: the number of failed episodes and the number of groups with a failed episode. Both are counted over all
+    episodes that were requested for the batch.
     """
     metrics: dict[str, float] = {}
     if settings.has_episodes:
@@ -53,9 +54,10 @@ def batch_metrics(
 
 
 def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
-    """Return metrics of a batch's episodes: means of the metrics that the environment gives, and sums of API calls.
+    """Return metrics of the episodes of a batch.
 
-    Only an agent program (`rollout.agent`) makes API calls; they are counted by kind.
+    The metrics are sizes, means of the metrics that the environment reports and, for an agent program
+    (`rollout.agent`), the numbers of API calls by kind.
     """
     leaves = [leaf for one in played for leaf in one.leaves]
     metrics = {
@@ -74,7 +76,10 @@ def episode_metrics(played: Sequence[Played]) -> dict[str, float]:
 
 
 def _added(leaf: Leaf) -> int:
-    """Return the number of tokens that the environment added to an episode's path `leaf` after the first turn."""
+    """Return how many tokens of `leaf` the environment has added after the first turn of the policy.
+
+    A leaf is a complete token sequence of an episode.
+    """
     return int((~leaf.sampled[int(leaf.sampled.argmax()) :]).sum())
 
 
@@ -87,11 +92,12 @@ def queue_metrics(
     dropped: int,
     sampler: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return metrics of a batch that the sampler has sampled ahead of training: token ages, and state of the queue.
+    """Return metrics of a batch that was sampled ahead of training: ages of its tokens, and state of the batch queue.
 
     The age of a token is `version`, the policy version at which the batch is trained, minus the version that sampled
-    the token. `oldest`: the maximum age that the run allows. `waiting`: the numbers of finished and of unfinished
-    groups in the queue. `dropped`: the number of groups that were sampled again because their tokens were too old.
+    the token. `oldest`: the maximum age that the run allows. `waiting`: the number of finished and the number of
+    unfinished groups in the queue. `dropped`: the number of groups that are sampled again because their tokens are too
+    old. `sampler`: the metrics of the sampler.
     """
     ages = version - np.concatenate([one.versions for group in groups for one in group.episodes])
     assert ages.min() >= 0, "a token is newer than the current policy version"
@@ -108,7 +114,10 @@ def queue_metrics(
 
 
 class ResponseExamples:
-    """A JSON Lines file whose lines have a batch number. A resumed run removes the lines of batches that it repeats."""
+    """A JSON Lines file in which each line belongs to a batch.
+
+    When a resumed run repeats some batches, their earlier lines are removed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -131,7 +140,10 @@ class ResponseExamples:
             ) from error
 
     def _before(self, batch: int) -> list[str]:
-        """Return the lines of the file that belong to batches before `batch`, without a line that a kill cut off."""
+        """Return the lines of the file that belong to batches before `batch`.
+
+        An incomplete line, which was being written when the run was killed, is left out.
+        """
         kept: list[str] = []
         if self.path.exists():
             with self.path.open(encoding="utf-8", newline="\n") as file:  # a response may contain other line breaks
@@ -151,7 +163,10 @@ class BatchFiles:
         self._decode, self._writes = decode, writes
 
     def write_responses(self, batch: int, groups: Sequence[RolloutGroup], *, with_turns: bool) -> None:
-        """Write one line per group of rollouts: the text of its first episode (of the first path if it branches)."""
+        """Write one line per rollout group, with the text of its first episode.
+
+        If this episode branches, only the text of its first path is written.
+        """
         if self._writes:
             self._responses.write(batch, [self._line(group, with_turns) for group in groups])
 

@@ -85,7 +85,7 @@ POLL = 0.2
 
 
 class Collector:
-    """Turns groups of prompts into samples with rewards: it lets the sampler sample episodes, and scores them."""
+    """Turns groups of prompts into samples with rewards: lets the sampler play episodes, and computes their rewards."""
 
     def __init__(
         self,
@@ -147,7 +147,8 @@ class Collector:
     def resume(self, batcher: Batcher, trained: PreTrainedModel, step: int, *, remaining: int) -> None:
         """Start to sample ahead of training after a resume; do nothing if `rollout.staleness` is 0.
 
-        `step`: the number of updates made so far. `remaining`: the number of updates left in the batch in training.
+        `step`: the number of updates made so far. `remaining`: the number of updates that the interrupted batch still
+        needs.
         """
         if self._async:
             with compute_copies(trained):
@@ -172,7 +173,10 @@ class Collector:
             self.put(groups, batch=batcher.step, version=version, cursor=cursor)
 
     def cursor(self) -> Mapping[str, Any] | None:
-        """Return the position in the data before the oldest queued batch, or None if no batch is queued."""
+        """Return the position in the data before the oldest queued batch, or None if no batch is queued.
+
+        A run that resumes from a checkpoint reads the data from this position.
+        """
         return next(iter(self._batches.values())).cursor if self._batches else None
 
     def sync_weights(self, trained: PreTrainedModel, version: int) -> None:
@@ -355,9 +359,11 @@ class Collector:
         return None if self.response_log is None else self.response_log.failure
 
     def _finished(self, queued: QueuedBatch) -> Outcomes:
-        """Wait for or play all episodes of a batch, and return their outcomes, keyed by episode number.
+        """Return the outcomes of all episodes of a batch, keyed by episode number.
 
-        As long as `rollout.filter` needs more groups whose rewards differ, further groups are requested.
+        With `rollout.staleness` 0, the episodes are played now. Otherwise, they are already in the queue, and this
+        method waits for them. As long as `rollout.filter` needs more groups whose rewards differ, further groups are
+        requested.
         """
         while True:
             error = self._wait(queued) if self._async else self._play(queued)
@@ -376,8 +382,8 @@ class Collector:
     def _wait(self, queued: QueuedBatch) -> str | None:
         """Wait until this rank's episodes are finished, or no server has the weights. Return an error message, or None.
 
-        `sampler.stuck` is read without holding the lock `self._change`. Otherwise there could be a deadlock: a thread
-        of the sampler may hold the sampler's own lock and wait for `self._change`.
+        `sampler.stuck` is read without holding the lock `self._change`, to avoid a deadlock: a thread of the sampler
+        may hold the sampler's own lock while it waits for `self._change`.
         """
         while not self.sampler.stuck:
             with self._change:
@@ -397,10 +403,11 @@ class Collector:
     def _complete(
         self, queued: QueuedBatch, error: str | None, *, model: bool = True
     ) -> dict[int, EpisodeOutcome] | None:
-        """Return the outcomes of the episodes of all ranks, keyed by episode number.
+        """Return the outcomes of the episodes of all ranks, keyed by episode number. Collective.
 
-        The result is None if episodes of a rank are unfinished, because no server has the current weights. An error on
-        one rank is raised on all ranks. `model`: whether a reward model, if the run has one, computes rewards now.
+        The result is None if a rank has unfinished episodes because no server has the current weights. `error`: an
+        error message of this rank; an error of one rank is raised on all ranks. `model`: whether the reward model, if
+        the run has one, computes rewards now.
         """
         with self._timed("waiting"):
             by_rank = self._gathered((error, bool(queued.missing)))
@@ -444,9 +451,9 @@ class Collector:
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the queue, for the `extra` field of a checkpoint: the same on every rank.
+        """Return the state of the queued batches, which a checkpoint stores in its field `extra`.
 
-        With `rollout.staleness` 0 the state is empty, because nothing is queued.
+        The state is the same on every rank. With `rollout.staleness` 0 it is empty, because nothing is queued.
         """
         if not self._async:
             return {}
@@ -457,10 +464,10 @@ class Collector:
         return queue_state([*from_ranks, *not_requested], environment_name(self.settings))
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Restore the queue from `state`, the `extra` field of a checkpoint."""
+        """Restore the queued batches from `extra`, the field of a checkpoint that holds the result of `state()`."""
         if self.dropped_reason(extra) is None:
             self._known.restore(stored_in(extra))
 
     def dropped_reason(self, extra: Mapping[str, Any]) -> str | None:
-        """Return why the queue in a checkpoint cannot be used; None if it can be used or is empty."""
+        """Return why the queued batches in a checkpoint cannot be used; None if they can be used or there are none."""
         return dropped_reason(extra, environment_name(self.settings), self.settings.staleness)

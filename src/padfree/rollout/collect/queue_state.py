@@ -1,4 +1,4 @@
-"""Checkpoint state of the queued batches (`rollout.staleness` above 0). It is a dict:
+"""Checkpoint state of the queued batches (`rollout.staleness` above 0), as a dict:
 
     "queue"            for each finished episode: numbers of batch and episode, failure, and leaves, the sequences that
                        become samples (length, reward, text, ...);
@@ -6,9 +6,9 @@
     "queue/tokens"     [Σn] token ids of all leaves and partial responses, concatenated
     "queue/logprobs"   [Σn] log-probabilities of these tokens
     "queue/versions"   [Σn] policy versions of these tokens, -1 for tokens that were not sampled
-    "queue/routes"     [Σr, R, k] the experts of each token of the leaves and partial responses that recorded them
-    "queue/counts"     [Σn] and "queue/ids" [ΣK]: for each token, the ids from which truncated sampling drew the token,
-                       as the length of the list and the list (`KeptSets`); absent if no softmax was truncated
+    "queue/routes"     [Σr, R, k] the k experts of each token in each of R layers, of all sequences that recorded them
+    "queue/counts"     [Σn] the number of ids from which truncated sampling drew each token (`KeptSets`)
+    "queue/ids"        [ΣK] these ids, concatenated; both arrays are absent if no softmax was truncated
     "queue/of"         the name of the environment; the episodes of another environment are not restored
 
 Unfinished episodes of an environment are not stored: the state of their tools cannot be saved.
@@ -38,9 +38,9 @@ ABOUT_LEAF = ("ended", "turns", "text", "reward", "answer")
 
 
 def queue_state(stored: Sequence[Stored], environment: str) -> dict[str, Any]:
-    """Convert queued episodes and partial responses to the values in a checkpoint. `stored_in` converts them back.
+    """Convert queued episodes and partial responses to a dict, which a checkpoint stores.
 
-    `environment`: the name of the run's environment.
+    `stored_in` converts them back. `environment`: the name of the run's environment.
     """
     entries: list[dict[str, Any]] = []
     pieces: list[tuple[NDArray[Any], ...]] = []
@@ -119,7 +119,7 @@ def stored_in(extra: Mapping[str, Any]) -> list[Stored]:
 
 
 def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -> str | None:
-    """Return why this run cannot use the queue in a checkpoint; None if it can or if the queue is empty."""
+    """Return why this run cannot use the queued batches in a checkpoint; None if it can or if there are none."""
     if not (extra.get(KEY) or extra.get("episodes")):  # "episodes": an earlier format
         return None
     if not staleness:
@@ -132,7 +132,10 @@ def _length(routes: Routes | None) -> int:
 
 
 def _split_routes(stored: torch.Tensor | None, lengths: Sequence[int]) -> Iterator[Routes | None]:
-    """Split the stored routes (the experts of each token) by the lengths of the sequences; None for a length of 0."""
+    """Split the stored routes (the experts of each token) into those of each sequence.
+
+    `lengths`: the number of tokens of each sequence whose routes are stored. A length of 0 gives None.
+    """
     if stored is None:
         return iter([None] * len(lengths))
     parts = np.split(stored.numpy(), np.cumsum(lengths)[:-1])

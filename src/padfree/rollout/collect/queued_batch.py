@@ -70,8 +70,9 @@ Stored = tuple[int, int, Played | Response]
 class QueuedBatch:
     """A batch in the collector's queue: its groups of prompts, and the episodes that this rank plays for them.
 
-    `groups` holds the batch's own groups, then spare ones. The first `num_requested` groups were requested from the
-    sampler. `missing`, `partial` and `played` hold this rank's episodes, by the number of the episode in the batch.
+    `groups` holds the batch's own groups, then spare groups. The first `num_requested` groups have been requested from
+    the sampler. Three attributes hold this rank's episodes, by the number of the episode in the batch: `missing` (not
+    finished), `partial` (the tokens so far of unfinished responses) and `played` (results).
     """
 
     def __init__(
@@ -85,10 +86,11 @@ class QueuedBatch:
         seed: int = 0,
         cursor: Mapping[str, Any] | None = None,
     ) -> None:
-        """`own`: the batch's own groups. `version`: the policy version at which the batch is trained.
+        """Create the batch, with nothing requested.
 
-        `prompts`: all prompts of the run. The filter takes spare groups from them, in an order that `seed` gives.
-        `cursor`: the position in the data before the batch.
+        `own`: the batch's own groups. `version`: the policy version at which the batch is trained. `prompts`: all
+        prompts of the run. If `rollout.filter` is on, spare groups have prompts from this list, in an order that `seed`
+        gives. `cursor`: the position in the data before the batch.
         """
         self.batch, self.version, self.cursor, self._settings = batch, version, cursor, settings
         self.groups: list[RolloutGroup] = []
@@ -115,11 +117,14 @@ class QueuedBatch:
         return {number: group.prompt for group in self.groups for number in group.numbers}
 
     def request_first(self) -> list[RolloutGroup]:
-        """Return the groups to request first. `request_more` returns further ones if the filter needs them."""
+        """Return the groups to request first. If the filter needs further groups, `request_more` returns them."""
         return self._request(self._wanted)
 
     def request_more(self, outcomes: Outcomes) -> list[RolloutGroup]:
-        """Return the groups to request next. `outcomes`: results of all episodes requested so far."""
+        """Return the groups to request next; an empty list if the batch needs no further groups.
+
+        `outcomes`: the results of all episodes requested so far.
+        """
         return self._request(self._wanted - sum(self._signals(outcomes))) if self._filtered else []
 
     def _request(self, num_groups: int) -> list[RolloutGroup]:
@@ -148,7 +153,7 @@ class QueuedBatch:
         }
 
     def stored(self) -> list[Stored]:
-        """Return what a checkpoint stores of this rank: its finished episodes, and the partial responses so far."""
+        """Return what a checkpoint stores: finished episodes of this rank, and tokens of unfinished responses."""
         begun = {number: partial for number, partial in self.partial.items() if len(partial.tokens)}
         known: dict[int, Played | Response] = {**self.played, **begun}
         return [(self.batch, number, one) for number, one in known.items()]
@@ -161,9 +166,10 @@ class QueuedBatch:
         ]
 
     def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
-        """Return the groups to train on. Raise a `UserError` if every group has a failed episode.
+        """Return the groups to train on. Raise a `UserError` if no group is left.
 
-        As many groups are chosen as the batch has of its own; then groups with a failed episode are left out.
+        First, as many groups are chosen as the batch has of its own; with `rollout.filter`, groups whose rewards differ
+        come first. Then the chosen groups with a failed episode are left out.
         """
         order = list(range(self._wanted))
         if self._filtered:
@@ -181,7 +187,7 @@ class QueuedBatch:
         return found
 
     def failures(self, outcomes: Outcomes) -> list[dict[str, Any]]:
-        """Return a line for the file of failures for each failed episode of all requested groups."""
+        """Return one line for `failures.jsonl` for each failed episode of all requested groups."""
         return [
             {"uid": group.prompt.uid, "episode": index, "failure": failure}
             for group in self.requested
@@ -197,8 +203,8 @@ class QueuedBatch:
     def metrics(self, outcomes: Outcomes) -> dict[str, float]:
         """Return the metrics of `rollout.filter`; {} if the run does not filter.
 
-        The metrics are the numbers of groups that were requested, whose rewards are all equal, and whose rewards differ
-        but that the batch does not need.
+        The metrics are three numbers of groups: all requested groups, groups whose rewards are all equal, and groups
+        whose rewards differ but that the batch does not need.
         """
         if not self._filtered:
             return {}
@@ -211,7 +217,7 @@ class QueuedBatch:
 
 
 def _spare_prompts(prompts: Sequence[Prompt], own: Sequence[RolloutGroup], seed: int, batch: int) -> list[Prompt]:
-    """Return all prompts except those of `own`, in a random order."""
+    """Return all prompts except those of the groups `own`, in a random order that `seed` and `batch` give."""
     keys = response_keys(seed, batch + _SPARE, np.arange(len(prompts), dtype=np.int64))
     own_uids = {group.prompt.uid for group in own}
     shuffled = (prompts[index] for index in np.argsort(keys, kind="stable"))
@@ -242,9 +248,10 @@ class KnownEpisodes:
     """Episodes and responses that were sampled before a resume, from the checkpoint and from the response log."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """`oldest`: the maximum age of a token, in optimizer steps.
+        """Start with an empty set of restored episodes.
 
-        `continues`: whether the sampler continues partial responses. If not, logged partial responses are ignored.
+        `oldest`: the maximum age of a token, in optimizer steps. `continues`: whether the sampler can continue partial
+        responses. If it cannot, partial responses in the log are ignored.
         """
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
@@ -278,10 +285,7 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return how many groups were dropped because of too old tokens, and how many responses the log provided.
-
-        Both numbers count from the previous call of this method.
-        """
+        """Return two counts since the last call: groups dropped because of old tokens, and responses from the log."""
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

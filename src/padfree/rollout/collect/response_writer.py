@@ -64,8 +64,8 @@ class ResponseWriter:
     ) -> list[Played]:
         """Play the episodes `plays` and return their results in the same order. Each rank passes its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers`, if given, compute the rewards instead of the
-        workers of this writer. `watch`: callbacks for progress and responses.
+        `gather` gathers an object from all ranks. `reward_workers`: compute the rewards in place of the writer's own
+        workers, if given. `watch`: callbacks for progress and responses.
         """
         reward_workers, watch = reward_workers or self._reward_workers, watch or Watcher()
         responses = {play.number: play.partial for play in plays if play.partial is not None}
@@ -129,7 +129,7 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """Return the callbacks that the method `sample` of the sampler accepts. A user's sampler may lack some."""
+        """Return those callbacks that the sampler's method `sample` accepts. A user's sampler may lack some of them."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 
@@ -156,7 +156,7 @@ class ResponseWriter:
     # Rewards
 
     def _rewarding(self, play: Play, response: Response, reward_workers: RewardWorkers) -> Future[Played]:
-        """Compute the reward of a response in a thread or a process; return a future of the finished episode."""
+        """Start to compute a response's reward in a thread or a process. Return a future of the finished episode."""
         if reward_workers.processes:
             return self._thread.submit(self._by_process(play, response, reward_workers))
         future: Future[Played] = Future()

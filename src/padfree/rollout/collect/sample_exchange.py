@@ -54,7 +54,7 @@ RouteKind = tuple[tuple[int, ...], np.dtype[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens that one policy version sampled, or that were not sampled."""
+    """Consecutive tokens of a sequence that one policy version sampled, or consecutive tokens that were not sampled."""
 
     length: int
     sampled: bool
@@ -63,9 +63,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """Describes a leaf (a sequence that becomes a sample) without its tokens. Every rank has the facts of all leaves.
+    """Describes a leaf (a sequence that becomes a sample) without its tokens. Every rank knows the facts of all leaves.
 
-    `order`: the index of this leaf among the leaves of the same rank and prompt, sorted by token ids.
+    `order`: the index of this leaf when the leaves of the same rank and prompt are sorted by token ids.
     """
 
     stretches: tuple[Stretch, ...]
@@ -88,8 +88,8 @@ def facts_of(
 ) -> list[tuple[LeafFacts, ...]]:
     """Describe the leaves (sequences that become samples) of the episodes of one group that this rank played.
 
-    `prompt`: token ids of the group's prompt, which shows `images`. `shown`: the number of the one episode whose text
-    is included; None: no episode.
+    `prompt`: token ids of the group's prompt. `images`: the images of the prompt. `shown`: the number of the episode
+    whose text is included; None: no text is included.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     shown_images = [images if leaf.images is None else leaf.images.images for _, leaf in leaves]
@@ -143,9 +143,11 @@ def placeholder_leaves(
     """Make leaves (sequences that become samples) with placeholder token ids, from their descriptions `facts`.
 
     `facts` describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so far, so
-    that no placeholder id is used twice. `routes`: a number for each digest of a prompt's routes (the experts of its
-    tokens); new digests are added. Leaves whose prompts have different routes get different ids for the prompt, because
-    they cannot share it.
+    that no placeholder id is used twice.
+
+    Leaves can share a prompt only if its tokens have the same routes (the experts of each token). A prompt therefore
+    gets other placeholder ids for each distinct set of routes. `routes` numbers these sets by their digests; a new
+    digest is added.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -183,8 +185,8 @@ def known_to_all(
 ) -> tuple[dict[int, Played], dict[int, int]]:
     """Return the episodes of all ranks for these groups, and the rank that played each episode. Collective.
 
-    The leaves (sequences that become samples) of the returned episodes have placeholder token ids. Only the first
-    `num_shown` groups have text, that of their first episode, so that it can be written to `rollouts.jsonl`.
+    The leaves (sequences that become samples) of the returned episodes have placeholder token ids. For each of the
+    first `num_shown` groups, the first episode has its text, so that it can be written to `rollouts.jsonl`.
     """
     own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
     for index, group in enumerate(groups):
@@ -225,10 +227,11 @@ class SampleStore:
         own: Mapping[int, Arrays],
         num_kept: Sequence[int] | None = None,
     ) -> None:
-        """`owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens.
+        """Create a store with the samples of this rank. Collective.
 
-        `num_kept[i]`: the number of ids in all kept sets (`padfree.kept_sets`) of sample i; None: no sample has kept
-        sets. `own`: the arrays of the samples that this rank sampled, keyed by sample index.
+        `owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens. `own`: the arrays of the
+        samples that this rank sampled, keyed by sample index. `num_kept[i]`: the total number of ids in the kept sets
+        (`padfree.kept_sets`) of sample i; None: no sample has kept sets.
         """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._num_kept = [0] * len(lengths) if num_kept is None else num_kept
@@ -273,8 +276,8 @@ class SampleStore:
     def _num_bytes(self, index: int) -> int:
         """Return the number of bytes that the exchange sends for a sample.
 
-        A token, a log-probability and each number of the kept sets (the ids from which each token was sampled) take 4
-        bytes. The bytes of the routes (the experts of each token) are added.
+        Each token, each log-probability and each number of the kept sets (the ids from which each token was sampled)
+        takes 4 bytes. Recorded routes (the experts of each token) take further bytes.
         """
         length, num_kept = self._lengths[index], self._num_kept[index]
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
@@ -282,7 +285,7 @@ class SampleStore:
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
 
-        `packs[data rank]`: an array for each pack. Entry i of an array stands for sample `indices[i]` of the store.
+        `packs[data rank]`: an array of positions for each pack. Position p stands for sample `indices[p]` of the store.
         """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
@@ -297,13 +300,13 @@ class SampleStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TravellingSample(Sample):
-    """A sample with placeholder token ids. A `SampleStore` holds the real tokens, as sample `index`."""
+    """A sample with placeholder token ids. Its real tokens are those of sample `index` of a `SampleStore`."""
 
     store: SampleStore
     index: int
 
     def itself(self) -> Sample:
-        """Return the sample with its real tokens if this rank holds them; otherwise this placeholder."""
+        """Return the sample with its real tokens if this rank holds them; otherwise return this placeholder sample."""
         arrays = self.store.get(self.index)
         if arrays is None:
             return self
@@ -322,7 +325,8 @@ def travelling(
     """Return the samples, which have placeholder tokens, as samples that can fetch their real tokens. Collective.
 
     `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
-    `num_kept[i]`: the number of ids in the kept sets (the ids from which each token was sampled) of sample i.
+    `num_kept[i]`: the total number of ids in the kept sets of sample i. A kept set holds the ids from which a token was
+    sampled.
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
@@ -342,8 +346,9 @@ def travelling_samples(
 ) -> list[Sample]:
     """Return the samples, which have placeholder tokens, as samples that can fetch their real tokens. Collective.
 
-    `groups`: the groups of the samples; each leaf of their episodes has become one sample. `owners`: the rank that
-    played each episode, by episode number. `own`: the episodes that this rank played, by episode number.
+    `groups`: the groups of the samples, in the same order; each leaf (complete token sequence) of an episode has become
+    one sample. `owners`: the rank that played each episode, by episode number. `own`: the episodes that this rank
+    played, by episode number.
     """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
@@ -358,7 +363,7 @@ def travelling_samples(
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """Return the samples, with the real tokens of those in this rank's packs. Collective if tokens are placeholders.
+    """Return all samples; those in this rank's packs have their real tokens. Collective if tokens are placeholders.
 
     `packs[data rank]`: for each pack an array of indices of `samples`, as in a `StepPlan`.
     """

@@ -1,4 +1,4 @@
-"""Make the sampler named by `rollout.engine`. Its module is imported on demand.
+"""Make the sampler named by `rollout.engine`. The module of the sampler is imported on demand.
 
 in_process           built in: samples in the training process
 vllm                 built in: samples on inference servers (`servers`)

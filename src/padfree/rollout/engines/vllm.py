@@ -1,8 +1,8 @@
 """vLLM servers: their routes, options and answers.
 
-The policy version of a response is that of the server's weights. It is read twice, before and after the response, on
-the same connection as the response. Versions never repeat, and a connection does not survive a restart of the server.
-If both readings agree, all tokens were therefore sampled from the weights of this version.
+The policy version of a response is that of the server's weights. The version is read twice, before and after the
+response, on the same connection as the response. Versions never repeat, and a connection does not survive a restart of
+the server. If both readings agree, all tokens were therefore sampled from the weights of this version.
 
 A pause of vLLM aborts the requests (mode `abort`), and the new weights prefill the partial responses. vLLM could also
 freeze requests and continue them afterwards (mode `keep`), but then later tokens would attend to keys and values of old
@@ -145,8 +145,8 @@ class VllmServer(HttpServer):
     async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any], release: str) -> None:
         """Raise an error unless the server returns kept sets (the ids from which each token was sampled).
 
-        `options`: the server's `model_config`. `release`: the version of vLLM that the server runs. `setting`: the
-        setting that needs kept sets. `name`: the name of the served model.
+        `setting`: the setting that needs kept sets. `name`: the name of the served model. `options`: the server's
+        `model_config`. `release`: the version of vLLM that the server runs.
         """
         if "return_sampling_mask" not in options:
             problem = f"{self.url} runs vLLM {release}, which does not return kept sets"
@@ -157,7 +157,7 @@ class VllmServer(HttpServer):
             body = _generate_body({"model": name, "prompt": [0], "max_tokens": 1, "top_k": 1})
             await self.call("POST", GENERATE, body, fix=KEPT)
         except UserError as error:
-            raise UserError(setting, f"{error.problem}, so it does not return kept sets", KEPT) from None
+            raise UserError(setting, f"{error.problem}, so the server does not return kept sets", KEPT) from None
 
     async def _check_vocabulary(self, name: str, vocabulary: int) -> None:
         """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one."""
@@ -273,9 +273,10 @@ class VllmServer(HttpServer):
     def _choices(
         self, answer: Mapping[str, Any], number: int, model: str, route: str = COMPLETIONS
     ) -> list[dict[str, Any]]:
-        """Return the choices of an answer, in the order of the prompts. Raise an error unless there are `number`.
+        """Return the choices (responses) of an answer, in the order of the prompts. Raise an error unless all came.
 
-        `model`: the name of the model that must have answered. `route`: the route that answered.
+        `number`: the number of choices that must have come. `model`: the name of the model that must have answered.
+        `route`: the route that answered.
         """
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):

@@ -21,7 +21,7 @@ The plugin supports the versions of vLLM in `vllm.SUPPORTED`, which differ in tw
     vLLM 0.24           the worker itself begins and ends the layerwise reload, and gives the engine `load_weights`
     vLLM 0.24 to 0.26   no routes for the policy version, so the plugin adds them to the API server
 
-The server imports this module. Its environment has torch and safetensors, but not all dependencies of padfree.
+The server imports this module. The server's environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _engine_class() -> type[Any]:
         _open = False
 
         def __init__(self, config: Any, vllm_config: Any, *others: Any) -> None:
-            """Create the engine. vLLM 0.24 passes its `parallel_config` in place of `vllm_config`, then the model."""
+            """Create the engine. vLLM 0.24 passes its `parallel_config` as `vllm_config`, and then the model."""
             super().__init__(config, vllm_config, *others)
             if not hasattr(self, "device"):
                 self.device = next(self.model.parameters()).device
@@ -162,7 +162,7 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Process tied heads and embeddings again, because on the CPU each of them keeps a packed copy of the weight."""
+    """Let vLLM process tied heads and embeddings again: on the CPU, each keeps a packed copy of the old weight."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}

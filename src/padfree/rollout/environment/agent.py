@@ -74,7 +74,7 @@ async def run_agent(policy: Policy, command: Sequence[str], variables: Mapping[s
 async def _communicate(process: asyncio.subprocess.Process, message: bytes) -> tuple[bytes, bytes]:
     """Send `message` to a program's standard input; return its standard output and standard error.
 
-    When the program ends, children that still hold its pipes are killed.
+    When the program ends, child processes that still hold its pipes open are killed.
     """
     assert process.stdin is not None
     assert process.stdout is not None
@@ -123,7 +123,7 @@ async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int |
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:
-    """Close the pipes of a program now, because the event loop may end before it closes them itself."""
+    """Close the pipes of a program now. The event loop would close them later, but may end before."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), GRACE)
     process._transport.close()  # type: ignore[attr-defined]  # asyncio has no public method for it

@@ -161,7 +161,7 @@ MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reason
 
 
 def parsed(raw: bytes) -> dict[str, Any]:
-    """Parse the body of a call as a JSON object, and return it without fields that are null."""
+    """Parse the body of an API call as a JSON object, and return it without the fields that are null."""
     try:
         body = json.loads(raw.decode("utf-8") or "{}", object_pairs_hook=_object, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -189,7 +189,10 @@ def _no_constant(name: str) -> Any:
 
 
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
-    """Return the run's value for each field of `TRUNCATION`. A call may give only this value."""
+    """Return the values that an API call may give for each field of `TRUNCATION`, such as `top_p`.
+
+    The values of a field all mean what the run does. For example, `top_k` may be 0 or -1 if the run has no top-k.
+    """
     every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
     return {
         "top_p": (truncation.top_p,),
@@ -200,9 +203,10 @@ def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
 
 
 def check_fields(body: Mapping[str, Any], route: str, temperature: float, truncation: Truncation = WHOLE) -> bool:
-    """Raise a `CallError` for unsupported fields. Return whether the call asks for other sampling than the policy does.
+    """Raise a `CallError` for unsupported fields of an API call. Return whether a sampling field is overridden.
 
-    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`, `truncation`: values of the run.
+    The field `temperature`, for example, is overridden if it differs from the run's temperature. `body`: the fields of
+    the call. `route`: e.g. chat/completions. `temperature`, `truncation`: the values of the run.
     """
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
     of_run = truncation_values(truncation)
@@ -246,7 +250,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Convert the messages of a call for a chat template: content becomes a string, and null keys are removed."""
+    """Return the messages of an API call in the form for a chat template: content as a string, and no null keys."""
     converted = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"

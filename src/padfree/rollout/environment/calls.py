@@ -52,7 +52,7 @@ class _FinishedCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Context:
-    """The input of a call: its token ids, and the branch that it continues."""
+    """The input of an API call: its token ids, and the branch of the episode that it continues."""
 
     ids: list[int]
     text: str
@@ -148,7 +148,7 @@ class Calls:
         return Context(ids=[*parent.branch.ids, *new], text=text, messages=messages, parent=parent.branch, new=new)
 
     def _expected(self, messages: Sequence[Message]) -> _FinishedCall | None:
-        """Return the earlier call that `messages` continue, or None; if there are several, the longest.
+        """Return the earlier call that `messages` continue, or None. Of several such calls, return the longest.
 
         `messages` continue a call if they begin with the messages of that call, followed by a response.
         """
@@ -163,13 +163,15 @@ class Calls:
         return longest
 
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
-        """Return the context of a call whose messages contain the answer of `earlier` as a parsed message, or None.
+        """Return the context of a call whose messages contain the response of `earlier` in parsed form.
 
-        `text`: the rendered conversation, which must begin with the conversation up to that answer.
+        Parsed form: e.g. as a message with tool calls. Return None if the context cannot keep the sampled ids of this
+        response. `text`: the rendered conversation, which must begin with the conversation up to the response. In this
+        example, the template writes the parsed response in its own form. Only the text after the response is encoded:
 
-            up to the answer    <u>2+3?<a>call(add, 2, 3)<e>\\n            the template writes the parsed answer
+            up to the response  <u>2+3?<a>call(add, 2, 3)<e>\\n
             text                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>
-            new                                            \\n<t>5<a>     after the ids of the answer, as sampled
+            encoded                                        \\n<t>5<a>
         """
         assert self._chat_tokenizer.chat is not None
         number = len(earlier.messages)
@@ -193,6 +195,6 @@ class Calls:
 
 
 def _as_read(answer: Message) -> Message:
-    """Return `answer`, a message that the policy wrote, in the form in which it is passed to the chat template."""
+    """Return `answer`, a message that the policy wrote, in the form in which the chat template gets it."""
     asked = {"role": "user", "content": "?"}
     return read_conversation([asked, dict(answer)], "messages").messages[-1]

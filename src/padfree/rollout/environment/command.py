@@ -62,7 +62,7 @@ def column_names(arguments: Sequence[str]) -> list[str]:
 def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the row") -> list[str]:
     """Return the arguments with placeholders replaced by columns of the row. Other text in braces is kept.
 
-    `place`: the name of the row in error messages.
+    `place`: how error messages name the row.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -85,9 +85,9 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
 
 
 def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> None:
-    """Raise a `UserError` if a row lacks a column that the arguments name, or a column's value cannot be an argument.
+    """Raise a `UserError` if a row lacks a column that a placeholder names, or its value cannot be an argument.
 
-    `place`: the name of the row in error messages.
+    `place`: how error messages name the row.
     """
     for argument, given in zip(filled(arguments, row, place), arguments, strict=True):
         if argument == given:
@@ -186,7 +186,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """Return the argument that `env -S` splits into several arguments, if it contains a placeholder of a column."""
+    """Return the argument of `env -S`, which `env` splits into several, if it contains a placeholder of a column."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

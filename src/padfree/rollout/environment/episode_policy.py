@@ -62,9 +62,10 @@ class ChatTokenizer:
     def __init__(
         self, tokenizer: Any, chat: ChatRenderer | None, vocabulary: int, images: ImageSettings | None = None
     ) -> None:
-        """`vocabulary`: the number of embeddings of the model, which may differ from the size of the tokenizer.
+        """Create the tokenizer.
 
-        `images`: the vision-language model that reads the images of replies; None: replies are text.
+        `vocabulary`: the number of embeddings of the model, which may differ from the size of the tokenizer. `images`:
+        how the vision-language model reads the images of replies; None: replies are text.
         """
         self._tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
         self.images = images
@@ -87,7 +88,7 @@ class ChatTokenizer:
     def checked(self, ids: Any, what: str) -> list[int]:
         """Return token ids as a list. Raise a `UserError` if the model has no embedding for one of them.
 
-        `what`: the name of the ids in error messages.
+        `what`: how error messages name the ids.
         """
         return checked_ids(ids, self.vocabulary, what)
 
@@ -97,7 +98,10 @@ class ChatTokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def need_no_placeholder(self, ids: Sequence[int]) -> None:
-        """Raise a `UserError` if token ids of an environment stand for an image, but no image was given."""
+        """Raise a `UserError` if `ids` contain an image's placeholder token.
+
+        Such a token in the text of an environment would stand for an image that was not given.
+        """
         if self.images is not None and self.images.placeholder in ids:
             text = self.images.processor.placeholder_text
             raise UserError(
@@ -107,10 +111,10 @@ class ChatTokenizer:
             )
 
     def shown(self, content: Sequence[Any], role: str, end: str) -> tuple[list[int], tuple[Image, ...]]:
-        """Return the token ids of a message with images that stands between two responses, and these images.
+        """Return the token ids of a message with images between two responses, and the images.
 
-        `content`: the parts of the message (texts and images). `role`, `end`: see `between`. The positions of the
-        images count from the first of the token ids.
+        `content`: the parts of the message (texts and images). `role`, `end`: see `between`. The position of an image
+        is an index of the returned ids.
         """
         if self.images is None or self._reader is None or self.chat is None:
             raise UserError(
@@ -133,7 +137,10 @@ class ChatTokenizer:
         return ids, images_of([_held(one) for one in read], encoded.tokens, self.images)
 
     def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
-        """Return the positions [P, n] of the tokens of a branch if they depend on its images, else None."""
+        """Return the rotary positions [P, n], in P dimensions, of the n tokens of a branch.
+
+        Return None if they do not depend on images, i.e. if they are 0, 1, 2, and so on.
+        """
         if not tree.has_new_images(branch):
             return tree.prompt.rotary_positions_of(len(branch.ids))
         if self.images is None or self.images.prepare is None or not branch.images:
@@ -150,8 +157,8 @@ class ChatTokenizer:
     def between(self, content: str, role: str, end: str) -> str:
         """Return the text between two responses: the message `content` of `role`, and the header of the next response.
 
-        The chat template renders the message; without a chat template, the result is `content` itself. `end`: the text
-        with which the response ended.
+        The chat template renders the message. Without a chat template, the result is `content` itself. `end`: the text
+        with which the earlier response ended.
         """
         return content if self.chat is None else self._rendered(content, role, end)[0]
 
@@ -176,14 +183,14 @@ class ChatTokenizer:
 
 
 def _held(image: ReadImage) -> ReadImage:
-    """Return an image of an environment with the bytes of its file, which the environment may change or delete."""
+    """Return the image with the bytes of its file in memory, because the environment may change or delete the file."""
     if image.path is None:
         return image
     return image._replace(path=None, content=unchanged_file(image.path, image.digest), size=0, time=0)
 
 
 class Host(Protocol):
-    """What the policies of an episode need from its runner: sampling, tokenisation and the API for programs."""
+    """What an episode needs from its runner: sampled tokens, a tokenizer, and the API for agent programs."""
 
     chat_tokenizer: ChatTokenizer
     key: int
@@ -230,7 +237,7 @@ class Policy:
 
     @property
     def max_new_tokens(self) -> int:
-        """The number of tokens, of `rollout.max_new_tokens`, that can still be added to this branch."""
+        """The number of tokens that this branch can still get; `rollout.max_new_tokens` limits its total."""
         return 0 if self._full else self.tree.limit - len(self._branch.ids)
 
     @property
@@ -304,9 +311,9 @@ class Policy:
     def reply(self, content: str | Sequence[Mapping[str, Any]], role: str = "user") -> bool:
         """Append a message as the chat template renders it between two responses. Return False if it does not fit.
 
-        Without a chat template, this is the same as `add`. With images, `content` is a list of parts, such as
-        `[{"type": "image", "image": picture}, {"type": "text", "text": "What changed?"}]`. An image is a Pillow image,
-        the bytes of a file, or a path.
+        Without a chat template, the text of the message is appended, as by `add`. With images, `content` is a list of
+        parts, such as `[{"type": "image", "image": picture}, {"type": "text", "text": "What changed?"}]`. An image is a
+        Pillow image, the bytes of a file, or a path.
         """
         branch, tokenizer = self._branch, self._host.chat_tokenizer
         end = tokenizer.decode(branch.ids[-1:]) if branch.ended else ""
@@ -330,11 +337,11 @@ class Policy:
 
     @property
     def host(self) -> Host:
-        """The object that runs the episode. Environments that call the policy by API in this process need it."""
+        """The object that runs the episode. Environments that call the policy by its API in this process need it."""
         return self._host
 
     async def base_url(self) -> str:
-        """Return the URL of an OpenAI-compatible API. Its calls become part of the trajectory."""
+        """Serve the policy as an OpenAI-compatible API, and return its URL. API calls become part of the trajectory."""
         return await self._host.serve(self.tree)
 
     def trajectory(
@@ -345,12 +352,12 @@ class Policy:
         metrics: Mapping[str, float] | None = None,
         group_reward: GroupReward | None = None,
     ) -> Trajectory:
-        """Return the trajectory of the episode, i.e. all its leaves. An episode ends by returning it.
+        """Return the trajectory of the episode, i.e. all its leaves. An episode ends when it returns its trajectory.
 
-        A leaf is a branch that becomes a sample. `reward`: the reward of each leaf without a reward of its own. If
+        A leaf is a branch that becomes a sample. `reward`: the reward of each leaf that has no reward of its own. If
         `reward` is None too, `rollout.reward` computes the reward of the leaf from its text, or from `answer` if given.
-        `metrics` are averaged over the episodes of a batch and named `environment/...`. `group_reward` is given instead
-        of `reward` if the reward needs all episodes of the prompt.
+        `metrics`: averaged over the episodes of a batch, and reported as `environment/...`. `group_reward`: given
+        instead of `reward` if the reward needs all episodes of the prompt.
         """
         return Trajectory(
             tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}), group_reward=group_reward

@@ -45,7 +45,7 @@ ROUTES = {"v1/models": "GET", f"v1/{CHAT}": "POST", f"v1/{COMPLETIONS}": "POST"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Served:
-    """An episode whose policy programs can call at a URL, which contains a secret key."""
+    """An episode whose policy is served at a URL. The URL contains a secret key."""
 
     key: str
     tree: Tree
@@ -54,7 +54,7 @@ class _Served:
 
 
 class Gateway:
-    """The API server, in the thread of the event loop. It starts when the first URL is requested."""
+    """The API server, in the thread of the event loop. The server starts when the first URL is requested."""
 
     def __init__(
         self,
@@ -179,9 +179,9 @@ class Gateway:
 
 
 def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -> dict[str, Any]:
-    """Return the answer to a call, in OpenAI's format. `turns`: the sampled responses.
+    """Return the answer to an API call, in OpenAI's format. `turns`: the sampled responses.
 
-    `chat`: whether the call is a chat completion. `model`: the name that the call gave.
+    `chat`: whether the call is a chat completion. `model`: the model name that the call gave.
     """
     choices: list[dict[str, Any]] = []
     for index, turn in enumerate(turns):
@@ -204,7 +204,7 @@ def completion(context: Context, turns: list[Turn], *, chat: bool, model: str) -
 
 
 def events(answer: Mapping[str, Any], *, usage: bool = False) -> bytes:
-    """Return an answer as a stream of events: the whole text, the finish reason and, if `usage`, the token counts."""
+    """Return an answer as server-sent events: the whole text, the finish reason and, if `usage`, the token counts."""
     parts: list[dict[str, Any]] = []
     for choice in answer["choices"]:
         chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}

@@ -25,9 +25,9 @@ Scored = tuple[float, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupReward:
-    """What an episode gives instead of a reward if the reward needs all episodes of its prompt.
+    """What an episode gives instead of a reward if its reward depends on all episodes of the prompt.
 
-    `score` receives the `result` of each of these episodes, and computes their rewards.
+    When these episodes have ended, `score` receives the `result` of each and returns their rewards.
     """
 
     result: Any
@@ -35,9 +35,9 @@ class GroupReward:
 
 
 class PlayGroup:
-    """The episodes of one prompt that play on this rank.
+    """Those episodes of a prompt that this rank plays.
 
-    `size`: the number of episodes of the prompt on all ranks. `members`: the number on this rank.
+    `size`: the number of episodes of the prompt on all ranks. `members`: the number of those on this rank.
     """
 
     def __init__(self, size: int, members: int) -> None:

@@ -84,7 +84,7 @@ Admit = Callable[[str, str], Answer]
 
 
 class _EndedError(Exception):
-    """The client is gone or too slow. The connection is then closed without an answer."""
+    """Raised if a client is gone or too slow. The connection is then closed without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class Listener:
 
 
 class _Budget:
-    """The memory that the bodies of all requests share, in bytes."""
+    """Limits the memory, in bytes, that the bodies of all requests take together."""
 
     def __init__(self, size: int) -> None:
         self._left = size

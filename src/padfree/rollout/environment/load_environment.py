@@ -27,7 +27,7 @@ USER_ENVIRONMENT = UserFunction(
 
 
 def check_episode_settings(settings: RolloutConfig) -> None:
-    """Raise a `UserError` if the environment or the agent program cannot be found. It is not imported or started."""
+    """Raise a `UserError` if the environment or the agent program cannot be found. Nothing is imported or started."""
     if settings.environment is not None and is_packaged(settings.environment):
         check_packaged(settings.environment)
     elif settings.environment is not None:
@@ -50,7 +50,7 @@ def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> No
 
 
 def load_episode(settings: RolloutConfig) -> Episode:
-    """Return the coroutine function that plays an episode. This imports the module of a user's environment."""
+    """Return the coroutine function that plays an episode. The call imports the module of a user's environment."""
     if settings.environment is not None and is_packaged(settings.environment):
         return packaged_episode(settings.environment)
     if settings.environment is not None:

@@ -47,7 +47,7 @@ Reward = Literal["sum", "last"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvServer:
-    """The address of an OpenEnv server, and which fields of actions and observations hold their text.
+    """The address of an OpenEnv server, and which fields hold the text of an action and of an observation.
 
     `action`, `observation`: the name of a field, `json` for the whole object, or None for the only text field.
     """
@@ -60,7 +60,7 @@ class OpenEnvServer:
 
 
 def openenv_server(name: str) -> OpenEnvServer:
-    """Read the name of an environment, such as `openenv:http://127.0.0.1:8000?reward=last`."""
+    """Parse the name of an environment, such as `openenv:http://127.0.0.1:8000?reward=last`."""
     given = packaged_environment(name, SETTING)
     if given.name.partition("://")[0] not in ("http", "https") or not given.name.partition("://")[2]:
         raise UserError(SETTING, "has no address", "give openenv:http://HOST:PORT", value=name)
@@ -125,9 +125,10 @@ def openenv_episode(name: str) -> Episode:
 
 
 async def _step(client: Any, said: str, field: str, before: Any) -> tuple[Any, str | None]:
-    """Send the text of a turn as an action. Return the result and, if the server refused the action, the reason.
+    """Send the text of a turn as an action; return the result of the server, and None.
 
-    The policy reads the reason as its next observation. `before`: the last valid result, which is then returned again.
+    If the action is not valid, return `before` (the last valid result) and a reason instead. The policy then reads the
+    reason as its next observation.
     """
     if field != JSON:
         action: Any = {field: said}
@@ -186,9 +187,9 @@ def _schema(url: str, name: str) -> Mapping[str, Any]:
 
 
 def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tuple[str, str]:
-    """Return two names: of the field of an action that holds its text, and of the field of an observation.
+    """Return the name of the field that holds the text of an action, and the same for an observation.
 
-    `schema`: the schemas that the server gives. `name`: the environment, for messages.
+    `schema`: the schemas of actions and observations that the server gives. `name`: the environment, for messages.
     """
     return (
         _field(schema["action"], server.action, "action", name),
@@ -199,14 +200,17 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
     """Return the name of the field that holds the text, or `json` if the whole object is the text.
 
-    `given`: the field that the environment's address names. If it is None, the only text field of `schema` is taken, if
-    there is only one. `part` ("action" or "observation") and `name` (the environment) are for error messages.
+    `given`: the field that the environment's address names. If it is None, `schema` must have exactly one text field,
+    which is then returned. `part` ("action" or "observation") and `name` (the environment) are for error messages.
     """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
         known = ", ".join([*sorted(properties), JSON])
         raise UserError(
-            SETTING, f": the {part} has no field {given!r}", f"set {part} in the address to one of {known}", value=name
+            SETTING,
+            f": the {part} of the server has no field {given!r}",
+            f"set {part} in the address to one of {known}",
+            value=name,
         )
     if given is not None:
         return given

@@ -63,7 +63,7 @@ def rehearse(
 
 
 class _Turns:
-    """A sampler that returns given texts, with a log-probability of -1 for each token."""
+    """A sampler whose responses are given texts. Each of their tokens has a log-probability of -1."""
 
     def __init__(self, turns: Sequence[str], chat_tokenizer: ChatTokenizer, eos: int) -> None:
         self._turns, self._chat_tokenizer, self._eos = list(turns), chat_tokenizer, eos

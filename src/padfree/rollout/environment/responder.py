@@ -27,12 +27,12 @@ TEXT = "text"
 
 
 class OverlongContextError(Exception):
-    """Raised if the context of a request leaves no space for a response."""
+    """Raised if the messages of a request are so long that no token is left for a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Responded:
-    """A response of the policy to a request of an environment. `number`: counts the episode's responses, from 1."""
+    """A response of the policy to a request of an environment. `number`: its number in the episode, from 1 on."""
 
     context: Context
     turn: Turn

@@ -159,8 +159,8 @@ class EpisodeRunner:
         """Play episodes and return the results in order. `source` samples their tokens.
 
         `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
-        when all have started, or one has failed. `compared`: for each group of rollouts, its episodes on this rank, if
-        rewards may compare the episodes of a prompt.
+        when all episodes have started, or one has failed. `compared`: if rewards may compare the episodes of a prompt,
+        the episodes on this rank for each rollout group.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -208,9 +208,10 @@ class _Session:
         free: Callable[[], None],
         compared: PlayGroup | None,
     ) -> None:
-        """`free`: a function to call at the end, which lets another episode start.
+        """Create the session of the episode `play`.
 
-        `compared`: the episodes of the prompt on this rank, if a reward may compare them.
+        `free`: a function to call when the episode samples no more tokens, so that another episode can start.
+        `compared`: the episodes of the prompt on this rank, if a reward may compare them; otherwise None.
         """
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
@@ -327,7 +328,7 @@ class _Session:
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """Return the text of a branch without its prompt.
+        """Return the text of `ids`, the tokens of a branch after its prompt.
 
         If `ended`, the last id is a stop token, which is left out.
         """
@@ -382,14 +383,14 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Return whether the error is about a setting or a reward, not about an argument that the environment passed."""
+    """Return whether the error concerns a setting or a reward of the run, and not an argument from the environment."""
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 
 async def _in_own_task(coroutine: Awaitable[Trajectory], name: str) -> Trajectory:
-    """Run the coroutine of an episode in a task of its own, and return its trajectory.
+    """Run the coroutine of an episode in a new asyncio task, and return its trajectory.
 
-    A task that does not end when it is cancelled is abandoned. `name`: the name of the task.
+    A task that is cancelled but does not end is abandoned. `name`: the name of the task.
     """
     task = asyncio.ensure_future(coroutine)
     if isinstance(task, asyncio.Task):

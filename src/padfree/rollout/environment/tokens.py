@@ -133,9 +133,9 @@ class Rounds:
                 self._thread.call(self._deliver, requests, responses)
 
     def _next(self, episodes: Future[Any]) -> tuple[Round, str | None]:
-        """Wait for the next round. Return its requests, with an error message or None.
+        """Wait for the next round. Return its requests, and an error message or None.
 
-        The round is empty after all episodes have ended.
+        After all episodes have ended, a round without requests is returned.
         """
         while True:
             if episodes.done():

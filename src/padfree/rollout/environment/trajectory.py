@@ -35,7 +35,10 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 class Branch:
-    """A path of an episode. Each token has an id, a log-probability, a policy version, and whether it was sampled."""
+    """A path through the tree of an episode.
+
+    Each token has an id, a log-probability, a policy version, and a flag that says whether it was sampled.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,8 @@ class Branch:
     def write(self, response: Response) -> None:
         """Append the tokens of a sampled response.
 
-        `response.routes`, the experts of each token, also covers earlier tokens of the branch. Of these tokens, only
-        those whose experts were unknown get the routes of `response`.
+        `response.routes` holds the routes (the experts of each token) of the whole branch. An earlier token takes its
+        route from there only if its route was unknown so far.
         """
         self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
         kept = [NO_IDS] * len(response.tokens) if response.kept is None else response.kept.arrays()
@@ -112,7 +115,7 @@ class Branch:
 
     @property
     def has_own(self) -> bool:
-        """Whether the branch has sampled tokens that its parent does not have."""
+        """Whether the branch has sampled tokens that do not belong to the branch from which it was made."""
         return any(self.sampled[self.fork :])
 
 

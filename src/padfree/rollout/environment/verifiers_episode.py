@@ -1,11 +1,11 @@
-"""Play an environment of the verifiers package as an episode, with its own loop and its own rubric.
+"""Play an environment of the verifiers package as an episode. The environment's own loop and rubric are used.
 
     row of the data    ->   environment.rollout   ->   state   ->   rubric   ->   reward, metrics
                             asks PolicyResponder
 
-    function of the rubric              when its reward is computed
-    of one rollout                      when the episode ends
-    of several rollouts                 when all episodes of the prompt have ended
+    a function of the rubric            computes its rewards
+    for one rollout                     when the episode ends
+    for several rollouts                when all episodes of the prompt have ended
 
 The reward is the weighted sum of the rubric's functions. All functions are metrics, also those with weight 0.
 """
@@ -36,14 +36,14 @@ def verifiers_episode(name: str) -> Episode:
     if environment.provides_advantages:
         raise UserError(
             "rollout.environment",
-            ": its rubric computes advantages, but padfree computes them from rewards (loss.advantage)",
+            ": the rubric computes advantages, but padfree computes them from rewards (loss.advantage)",
             "use an environment whose rubric gives rewards",
             value=name,
         )
     if not environment.score_rollouts:
         raise UserError(
             "rollout.environment",
-            ": it gives no rewards (score_rollouts is false)",
+            ": the environment gives no rewards, because its score_rollouts is false",
             "set score_rollouts to true",
             value=name,
         )
@@ -89,9 +89,9 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _check_state(state: Mapping[str, Any], failure: UserError | None, name: str) -> None:
-    """Raise an error if the rollout failed, or if it gives rewards to single turns.
+    """Raise an error if the rollout failed, or if the environment gives rewards to single turns.
 
-    An error of a tool that ends a rollout (`stop_errors`) is scored like any other result of the policy.
+    A tool error that ends a rollout (`stop_errors` in verifiers) is not a failure. Its rollout gets a reward as usual.
     """
     if failure is not None:
         raise failure
@@ -102,7 +102,7 @@ def _check_state(state: Mapping[str, Any], failure: UserError | None, name: str)
     if any(step.get("reward") is not None or step.get("advantage") is not None for step in state["trajectory"]):
         raise UserError(
             "rollout.environment",
-            ": it gives rewards to single turns, but an episode has one reward",
+            ": the environment gives rewards to single turns, but an episode has one reward",
             "give the reward of the whole rollout in the rubric",
             value=name,
         )
@@ -114,9 +114,9 @@ def _cause(error: BaseException) -> str:
 
 @cache
 def client_class() -> Callable[[PolicyResponder], Any]:
-    """Return a subclass of `Client` of the verifiers package, which this call imports.
+    """Return a subclass of the class `Client` of the verifiers package. The call imports the package.
 
-    In place of a server, the subclass calls a `PolicyResponder`, i.e. the policy of this process.
+    The subclass asks a `PolicyResponder`, i.e. the policy in this process, and not a server.
     """
     clients, errors, types = (importlib.import_module(f"verifiers.{name}") for name in ("clients", "errors", "types"))
 
@@ -165,7 +165,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
             )
 
         async def close(self) -> None:
-            """Nothing to close: the episode ends with its trajectory."""
+            """Do nothing, because the policy is in this process and there is no connection to close."""
 
     return PolicyClient
 

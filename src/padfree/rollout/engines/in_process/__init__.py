@@ -12,7 +12,7 @@ kept_buffers      the kept sets (ids from which a token was sampled) of a trunca
 decode_attention  attention of a decode step: operator and reference; triton_decode_attention is the kernel
 decode_experts    experts with grouped matmuls: operator and reference; triton_grouped_linear is the kernel
 sample_token      samples the tokens of a decode step: reference; triton_sample_token is the kernel
-exact_operators   whether log-probabilities have the bits of the trainer, and if not, why (`rollout.exact`)
+exact_operators   whether log-probabilities are bitwise equal to the trainer's, and if not, why (`rollout.exact`)
 exact_attention   attention of a decode step with the trainer's kernel
 row_trial         the numbers of rows at which matmuls have the same bits as in the trainer's packs
 sampled_tokens    definitions shared by the kernels and their references

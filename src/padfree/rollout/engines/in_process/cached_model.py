@@ -11,8 +11,8 @@ Attention gets its context (cache, slots, packs) as an argument of the forward p
 compiled code, the context is replaced by the part that belongs to this layer, so that all layers share one compiled
 graph.
 
-With `exact=True`, the model computes the bits of the trainer (`rollout.exact`): layers are compiled as in training, and
-decode attention is a kernel with the bits of the trainer's attention (`exact_attention`).
+With `exact=True`, the results are bitwise equal to those of the trainer (`rollout.exact`): layers are compiled as in
+training, and the kernel of decode attention gives the same bits as the trainer's attention (`exact_attention`).
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class CachedModel:
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
         """Run one decode step: return the last hidden states [L, D] of one new token in each of L slots.
 
-        `tokens` and `positions` are [L]. `slots` [F, L]: see `decode_attention`. `longest`: the maximum number of
-        earlier keys of a slot.
+        `tokens` and `positions` are [L]. `slots` [F, L]: F fields of each slot, such as where its keys are (see
+        `decode_attention`). `longest`: the maximum number of earlier keys of a slot.
         """
         context = _Context(
             self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest, self.exact)

@@ -76,9 +76,8 @@ class Decoder(DecodeSteps):
 def _joined(prompt: Routes | None, steps: Routes) -> Routes | None:
     """Return the routes (the experts of each token) of a prompt and its response.
 
-    The route of the response's last token is unknown, because this token was never an input of the model.
-
-    `prompt`: routes of the prompt without its last token; None if it has only one token. `steps` [m, R, k]: routes of
-    the inputs of the m steps, which are the last token of the prompt and the response without its last token.
+    `prompt`: routes of the prompt without its last token; None if the prompt has only one token. `steps` [m, R, k]:
+    routes of the inputs of the m decode steps, which are the last token of the prompt and the response without its last
+    token. The last token of the response was never an input of the model, so its route is unknown.
     """
     return joined_routes([prompt, steps, None], [0, len(steps), 1])

@@ -9,7 +9,7 @@ A slot holds one response that is being sampled. Two slots with the same prompt:
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`slots` [F, L] is on the device. Its fields for each slot are: start and number of the prompt's keys, start and number
+`slots` [F, L] is on the device. The fields of a slot are: start and number of the prompt's keys, start and number
 of the response's keys, and whether the slot is active; attention does not read further fields. A step therefore needs
 nothing from the host, and one CUDA graph serves all steps. An inactive slot stores nothing and attends only to its new
 token. `longest` is the maximum number of keys before the new token in any slot.

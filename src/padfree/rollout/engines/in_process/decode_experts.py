@@ -112,9 +112,10 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each of R rows with the weight of its expert; return [R, N]. Rows are sorted by expert.
 
-    `weight` [E, N, K], or [E, K, N] if `transposed`; `bias` [E, N]; `order` [R] and `starts` [E + 1] of `sorted_rows`.
-    With `gather` = k, x is [T, K] and sorted row r reads x[order[r] // k]; with 0, x is [R, K], sorted. With `scatter`,
-    sorted row r is written to row order[r].
+    `weight` is [E, N, K], or [E, K, N] if `transposed`, for E experts with K inputs and N outputs. `bias` is [E, N].
+    `order` [R] and `starts` [E + 1] are the results of `sorted_rows`. If `gather` is 0, x is [R, K], sorted by expert.
+    If `gather` is k, x is [T, K], and sorted row r reads x[order[r] // k]. With `scatter`, sorted row r is written to
+    row order[r] of the result.
     """
     if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_grouped_linear import multiply

@@ -59,7 +59,7 @@ KEYS_STEP = 512
 
 @dataclass(slots=True, eq=False)
 class Buffers:
-    """Tensors that decode steps read and write, at fixed addresses. N: maximum number of requests in a call."""
+    """Tensors that decode steps read and write, at fixed addresses. N: the maximum number of requests in a call."""
 
     cache: KVCache
     slots: Tensor  # [F, L] int64
@@ -91,7 +91,7 @@ class DecodeStatistics:
 
 @dataclass(slots=True, eq=False)
 class StatusCopy:
-    """A copy on the host, made asynchronously, of how many tokens each response has and whether it has ended."""
+    """An asynchronous copy on the host: how many tokens each response has, and whether the response has ended."""
 
     status: Tensor
     event: Any
@@ -127,10 +127,10 @@ class DecodeSteps:
     ) -> None:
         """Create the steps. Their buffers and CUDA graphs are created when they are first needed.
 
-        `cache_bytes`: limit of the KV cache; None: as much as `num_slots` responses need, but at most half of the free
-        device memory. `captured`: whether steps are CUDA graphs; None: if the device and the model allow it.
-        `step_rows`: the possible numbers of slots of a step, descending; the first is at least `num_slots`. None:
-        `slot_counts` if steps are captured, else any number.
+        `stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache; None: as much as `num_slots`
+        responses need, but at most half of the free device memory. `captured`: whether steps are CUDA graphs; None: if
+        the device and the model allow it. `step_rows`: the numbers of slots that a step may have, descending; the first
+        is at least `num_slots`. None: those of `slot_counts` if steps are captured, else any number.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature, self.truncation = num_slots, temperature, truncation
@@ -172,7 +172,7 @@ class DecodeSteps:
     # Memory
 
     def _fitting_buffers(self, requests: Sequence[SamplingRequest]) -> Buffers:
-        """Return the existing buffers if all requests fit, else new ones."""
+        """Return the existing buffers if they are large enough for all requests, else new ones."""
         if self.shapes is None:
             self.shapes = self.model.layer_shapes()
             if self.model.recorder is not None:
@@ -232,13 +232,16 @@ class DecodeSteps:
         return torch.zeros(num_requests, longest, *self.route_shape, dtype=dtype, device=self.device)
 
     def prompt_size(self, stored: int) -> int:
-        """Return the number of cache entries for the `stored` keys of a prompt: whole pages if the cache has pages."""
+        """Return the number of cache entries that a prompt with `stored` keys takes.
+
+        If the cache has pages, a prompt takes whole pages.
+        """
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
         """Return the number of cache entries for a response to a prompt with `stored` keys.
 
-        If the cache has pages, the response starts with a copy of the keys on the prompt's last, partial page.
+        If the cache has pages, the response also holds a copy of the keys on the prompt's last, partial page.
         """
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
@@ -300,7 +303,7 @@ class DecodeSteps:
             cached.index_copy_(0, target, cached[source])
 
     def run_steps(self, steps: int, occupied: int) -> None:
-        """Sample `steps` tokens in each of the first `occupied` slots."""
+        """Run `steps` decode steps: each samples one token in each of the first `occupied` slots."""
         if self.captured:
             count = next(size for size in reversed(self.step_rows) if size >= occupied)
             graph = self._graphs.get(count) or self._capture(count)
@@ -347,7 +350,7 @@ class DecodeSteps:
         return graph
 
     def _step(self, count: int) -> None:
-        """Sample one token in each of the first `count` slots."""
+        """Run one decode step, which samples one token in each of the first `count` slots."""
         buffers = self._buffers
         assert buffers is not None
         slots = buffers.slots[:, :count]
@@ -390,7 +393,7 @@ class DecodeSteps:
         return tensor.to(self.device, non_blocking=True)
 
     def copy_status(self) -> StatusCopy:
-        """Start to copy to the host how many tokens each response has, and whether it has ended. Do not wait."""
+        """Start to copy to the host how many tokens each response has and whether it has ended. Do not wait."""
         assert self._buffers is not None
         status = self._buffers.status
         if self.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Decode attention whose output has the bits of the trainer's attention (`rollout.exact`).
+"""Decode attention whose output is bitwise equal to that of the trainer's attention (`rollout.exact`).
 
 `exact_decode_attention` chooses one of two ways:
 
@@ -53,7 +53,8 @@ COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
 class StepKeys(NamedTuple):
     """Which cached keys each of L slots sees in a decode step.
 
-    `place`: the cache index of the new key. `table`: the pages of the slot. `lengths`: the number of its keys.
+    `place`: the cache index of the new key. `table`: the pages with the keys of the slot. `lengths`: how many keys the
+    slot sees.
     """
 
     place: Tensor  # [L] int64
@@ -111,7 +112,7 @@ def exact_decode_attention(
     longest: int,
     backend: str,
 ) -> Tensor:
-    """Attend from the new token of each slot, with the bits of the trainer's attention backend.
+    """Attend from the new token of each slot, with output that is bitwise equal to that of the trainer's backend.
 
     Return the output [L, H, dv], and store k and v in the cache. `backend`: see `choose_backend`. Other arguments: see
     `decode_attention`.
@@ -169,7 +170,10 @@ def has_bits_of_trainer(
 def _compared(
     backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
 ) -> bool:
-    """Return whether decode steps, with one slot per token, give all tokens of a pack the trainer's output bits."""
+    """Return whether decode steps give all tokens of a pack the same output bits as the trainer's attention.
+
+    Each token of the pack is in a slot of its own.
+    """
     from padfree.rollout.engines.in_process.triton_exact_attention import attend
 
     generator = torch.Generator(device).manual_seed(0)

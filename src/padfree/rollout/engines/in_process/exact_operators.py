@@ -1,10 +1,10 @@
-"""`rollout.exact`: whether the sampler can compute the bits of the trainer, and if not, which operator prevents it.
+"""`rollout.exact`: whether sampler and trainer can be bitwise equal, and if not, which operator prevents it.
 
     operator                  kernel in the sampler and in the trainer             what could change the bits
     embedding, RoPE angles    the model's own code                                 nothing: elementwise
     RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
                               not compiled: the model's own code                   depends on the width only
-    LayerNorm (CPU only)      the model's own code                                 the same: `row_trial`
+    LayerNorm (CPU only)      the model's own code                                 the same order: `row_trial`
     experts (CPU only)        blocks of 16 rows:                                   nothing: all matmuls have one shape
                               `padfree.model.block_matmuls`
     linear layers, adapters   the library's matmul                                 a sum over K in parts: `row_trial`
@@ -15,7 +15,7 @@
                                                                                    `padfree.layers.compile`, `exact`
     head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
 
-`problem` returns the first operator or setting whose bits could differ, and why. It needs no weights.
+`problem` returns the first operator or setting whose bits could differ, and why. The function needs no weights.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def problem(
     dtype: torch.dtype,
     attention: str,
 ) -> str | None:
-    """Return why the sampler of a run cannot compute the bits of the trainer on `device`, or None if it can.
+    """Return why log-probabilities of a run's sampler cannot be bitwise equal to the trainer's; None if they can.
 
-    `model` has its adapters, and may be on the meta device. The matmuls of its layers are tried on `device`. `dtype`,
-    `attention`: the settings `model.dtype` and `model.attention`.
+    `model` has its adapters, and may be on the meta device. The matmuls of its layers are tried with random numbers on
+    `device`. `dtype`, `attention`: the settings `model.dtype` and `model.attention`.
     """
     return (
         _settings_problem(rollout, parallel, lora)
@@ -123,7 +123,8 @@ def _device_problem(device: torch.device, dtype: torch.dtype, parallel: Parallel
 def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
     """Return the operator that may give other bits in a decode step than in a pack; None if there is none.
 
-    `model` may be on the meta device. On a CPU, norms and activations with weights are tried.
+    `model` may be on the meta device. If `device` is a CPU, norms and activations with weights are run with different
+    numbers of rows, and their bits are compared.
     """
     reason = state_obstacle(model) or unsupported_reason(model)
     if reason is not None:
@@ -207,8 +208,9 @@ def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 def _is_row_invariant(module: nn.Module, device: torch.device) -> bool:
     """Return whether a row of the module's output has the same bits for any number of rows.
 
-    `module` has no child modules. The result is True for linear layers (`row_trial` tries their matmuls), for RMSNorms
-    and for elementwise modules without weights. Other norms and activations are tried if `device` is a CPU.
+    `module` has no child modules. The result is True for linear layers, whose matmuls `row_trial` compares, for
+    RMSNorms and for elementwise modules without weights. Other norms and activations are run and compared if `device`
+    is a CPU.
     """
     name = type(module).__name__
     if isinstance(module, LEAVES) or name.endswith("RMSNorm"):

@@ -80,7 +80,7 @@ Rounding changes them by less than 1e-5. A model that attends to a padding token
 def cache_use(model: PreTrainedModel) -> CacheUse:
     """Return the fastest `CacheUse` that gives the same results as sampling without cache and padding.
 
-    The values of `CacheUse` are tried on a small copy of the model on the CPU.
+    Each value of `CacheUse` is tried on a small copy of the model on the CPU.
     """
     with undisturbed(), torch.no_grad():
         copy = small_copy(model)
@@ -246,17 +246,18 @@ def _write(
 
 
 def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnTokens:
-    """Wrap `on_tokens` for a batch: the wrapper maps an index in the batch to the index of its request.
+    """Wrap the callback `on_tokens` for a batch, whose indices differ from those of the requests.
 
-    `requests`: the indices of the requests in the batch.
+    `requests[i]`: the index of the request that is number i of the batch.
     """
     return lambda index, tokens, logprobs: on_tokens(requests[index], tokens, logprobs)
 
 
 def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
-    """Return the next token ids and positions of the model's input.
+    """Return the token ids and positions of the model's next input, after the last step sampled the tokens `sampled`.
 
-    With `cached`, the input is the sampled tokens [R]; otherwise, the whole sequences with the sampled tokens.
+    With `cached`, the model needs only the sampled tokens [R] as input. Otherwise, it needs the whole sequences, which
+    now end with the sampled tokens.
     """
     tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:

@@ -59,9 +59,9 @@ class KeptBuffers:
 
 @dataclass(slots=True, eq=False)
 class KeptTokens:
-    """Collects the kept sets (the ids from which a token was sampled) of all tokens of one call of `Decoder.sample`.
+    """Collects the kept sets (the ids from which each token was sampled) of all tokens of one `Decoder.sample` call.
 
-    The sets are read from the device after every burst, i.e. after up to BURST decode steps.
+    The sets are read from the device after every burst of up to BURST decode steps.
     """
 
     buffers: KeptBuffers | None
@@ -83,7 +83,7 @@ class KeptTokens:
         self.owners.append(owners[active].cpu().numpy())
 
     def sets(self, num_requests: int) -> list[KeptSets] | None:
-        """Return the kept sets of each response; None if the softmax is not truncated."""
+        """Return, for each response, the kept sets of its tokens; None if the softmax is not truncated."""
         if self.buffers is None:
             return None
         owners = np.concatenate([np.zeros((0, 2), np.int64), *self.owners])

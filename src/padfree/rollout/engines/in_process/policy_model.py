@@ -8,8 +8,9 @@ Adapters are merged into the copy, unless the sampling model has adapters too: f
 must multiply by the same matrices in the same order.
 
 The modules are new instances of the model's class. Training and sampling therefore do not affect each other: training
-adds compilation, recompute, FSDP2 and adapters only to its own layers. If tensors are shared, `update` takes those that
-the trained model holds at that moment. In a single process with float32 master weights, these are bfloat16 copies.
+adds compilation, recompute, FSDP2 and adapters only to its own layers. If tensors are shared, `update` takes the
+tensors that the trained model holds at that moment. In a single process with float32 master weights, the trained model
+holds bfloat16 copies of the weights.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
-    """Return the distinct shapes of the linear layers and routers in `layers`, in their order.
+    """Return the distinct shapes of the linear layers and routers in `layers`, in the order of the layers.
 
     A linear layer with a single output gets the shape of the padded matmul that computes it
     (`padfree.model.block_matmuls`).
@@ -74,7 +74,7 @@ def agreeing_rows(
     matmul: Matmul = nn.functional.linear,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the row counts in `rows` at which `matmul` gives each row the bits that it has at `reference_rows`."""
+    """Return those row counts of `rows` at which `matmul` gives a row the same bits as at `reference_rows` rows."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
@@ -102,7 +102,7 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The numbers of rows (slots, one token each) that a decode step may have, descending.
+    """The numbers of rows that a decode step may have, in descending order. A row is a slot with one token.
 
     If no number is possible, `problem` says why.
     """
@@ -112,10 +112,10 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
-    """Choose the numbers of rows that decode steps may have, so that every matmul has the same bits as in a pack.
+    """Choose the numbers of rows that decode steps may have: those at which matmuls have the same bits as in a pack.
 
-    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. The largest chosen number is the
-    smallest that is at least `num_slots`. If there is none, the result has the reason.
+    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. One of the chosen numbers, the
+    largest, is at least `num_slots`. If there is no such number, the result has a reason and no numbers.
     """
     for shape, rows in agreeing.items():
         name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"
@@ -152,8 +152,8 @@ MODULE_REFERENCE_ROWS = 4096
 def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
 
-    `module` may be on the meta device; a copy of it with random weights is tried. If the shape of its inputs is not
-    known, the result is False.
+    `module` may be on the meta device: a copy with random weights is run with several numbers of rows. If the shape of
+    its inputs is not known, the result is False.
     """
     shape = _row_shape(module)
     if shape is None:
@@ -174,7 +174,8 @@ def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype
 def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
     """Return the shape of a row of the module's input, or None if it is not known.
 
-    The shape is that of the module's weight. A module whose tensors are all scalars accepts any shape; it gets (64,).
+    The row has the shape of the module's weight. A module whose tensors are all scalars accepts rows of any shape; for
+    such a module the result is (64,).
     """
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(tensor.numel() == 1 for tensor in tensors):

@@ -1,8 +1,8 @@
 """`rollout.engine = "in_process"`: the training process samples from the model that it trains.
 
-    module       used for                                       samples with
-    `decode`     GPUs, and models with a vision tower           slots, padfree's KV cache, steps as CUDA graphs
-    `hf_cache`   CPUs, and models that `decode` lacks           the attention and cache of transformers
+    module       used for                                          samples with
+    `decode`     GPUs, and models with a vision tower              slots, padfree's KV cache, steps as CUDA graphs
+    `hf_cache`   CPUs, and models that `decode` does not support   the attention and cache of transformers
 
 Every rank has a whole model and samples its share of the requests. The model shares its weights with the trained model
 if possible (`policy_model`).
@@ -42,7 +42,7 @@ def make_in_process_sampler(
 ) -> InProcessSampler:
     """Make a sampler for a model like `trained`. Arguments: see `make_sampler`.
 
-    `score` is not used, because weights that are copied in memory need no check.
+    `score`, which other samplers use to verify a weight sync, is not used: weights copied in memory need no check.
     """
     return InProcessSampler(
         PolicyModel(
@@ -86,7 +86,7 @@ class InProcessSampler:
 
         `decodes`: whether to use padfree's `Decoder`; None: for vision-language models, and on a GPU for all models
         that it supports. `records_routes`: whether responses record the experts of each token. `exact`: whether
-        log-probabilities have the bits of the trainer, which `exact_operators.problem` must have found possible.
+        log-probabilities are bitwise equal to the trainer's; `exact_operators.problem` must have returned None.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation
@@ -179,7 +179,7 @@ class InProcessSampler:
 
 
 def _check_finite(responses: Sequence[Response], model: PreTrainedModel, version: int) -> None:
-    """Raise a `UserError` if a log-probability is not finite. The error names the weight that causes it."""
+    """Raise a `UserError` if a log-probability is not finite. The message names a weight that is not finite, if any."""
     wrong = next((value for each in responses for value in each.logprobs[~np.isfinite(each.logprobs)]), None)
     if wrong is None:
         return
@@ -218,7 +218,7 @@ def _cache_use(model: PreTrainedModel) -> CacheUse:
 def _decodes(policy: PolicyModel) -> bool:
     """Return whether to sample with padfree's `Decoder`: on a GPU, and for vision-language models on any device.
 
-    If a model on a GPU is not supported by the decoder, warn and return False.
+    If the decoder does not support the model, a warning is given on a GPU, and the result is False.
     """
     if family_of(policy.model) is not None:
         check_samples_images(policy.model)

@@ -43,7 +43,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMP
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """A prompt for which one or more responses are requested."""
+    """A prompt of one or more requests, whose keys and values are stored once in the KV cache."""
 
     request: SamplingRequest  # the first of the requests for this prompt
     unfinished: int = 0  # number of its requests that have not ended
@@ -192,9 +192,9 @@ class SlotSchedule:
         )
 
     def _add_next_prompts(self, missing: list[CachedPrompt]) -> None:
-        """Append prompts of waiting requests to `missing`, the prompts of the next prefill pass.
+        """Append prompts of waiting requests to `missing`, the list of prompts for the next prefill pass.
 
-        A prompt is added only if the cache still has space for a response in every free slot afterwards.
+        A prompt is added only if the cache then still has space for a response in every free slot.
         """
         tokens = sum(prompt.stored for prompt in missing)
         for number in self.waiting:
@@ -222,7 +222,7 @@ class SlotSchedule:
                 prompt.start = None
 
     def _arrange(self) -> None:
-        """Compact the occupied slots on the device, and initialise the slots of newly admitted requests."""
+        """Move the occupied slots to the front on the device, and initialise newly assigned slots."""
         num_slots = self.buffers.slots.shape[1]
         # For each slot: its previous index, whether it is new, and the fields of a new slot.
         table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)
@@ -244,7 +244,7 @@ class SlotSchedule:
         slots.copy_(torch.where(uploaded[1] != 0, uploaded[2:], slots[:, uploaded[0]]))
 
     def _release(self, status_copy: StatusCopy | None) -> None:
-        """Free the slots and the cache space of responses that have ended."""
+        """Free the slots and the cache space of responses that have ended or have reached their token limit."""
         status = None if status_copy is None else status_copy.read()
         remaining: list[DecodeSlot] = []
         for slot in self.occupied:

@@ -1,11 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""Decode attention as a Triton kernel whose results have the bits of flash-attn-4 on a Hopper GPU (`rollout.exact`).
+"""Decode attention as a Triton kernel whose results are bitwise equal to flash-attn-4 on a Hopper GPU.
 
     grid (slot, key head)     a program handles the G query heads of one key head, queries [G, d], with G padded to 16
                               for tl.dot, and iterates over blocks of 128 keys, from the last block to the first
 
-The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of the package):
+The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of the package). For each query,
+`peak` is the largest score so far:
 
     scores          query · key, summed over d in the order of the tensor cores
     shares          exp2(score · s - peak · s) for s = scale · log2(e); the first product is not rounded
@@ -14,7 +15,7 @@ The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_s
     weighted        sum · exp2((old peak - new peak) · s) + shares in bfloat16 · values
     result          weighted · (1 / total), with the GPU's approximate reciprocal
 
-`exact_attention.has_bits_of_trainer` compares the bits before a run.
+`exact_attention.has_bits_of_trainer` compares the bits before a run with `rollout.exact`.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
 
     grid (block of rows, tile of columns)      R // ROWS + min(E, R) blocks: enough for any division of the R rows
 
-A program finds its expert on the device: it reads the first row of every expert, divides the rows of each expert into
-blocks, and takes the expert that contains its block. A program without rows ends at once. The blocks of one expert are
-neighbours in the grid, so that they find the tile of the weight in the L2 cache.
+There are E experts. A block has up to ROWS rows of one expert. A program finds its expert on the device: it reads the
+first row of every expert, divides the rows of each expert into blocks, and takes the expert that contains its block. A
+program without rows ends at once. The blocks of one expert are neighbours in the grid, so that they find the tile of
+the weight in the L2 cache.
 
     starts    0 2 6 8      ROWS = 2      blocks of each expert  1 2 1      block 2 -> expert 1, sorted rows 4 5
 """
@@ -32,9 +33,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(num_rows: int, num_experts: int, element_size: int) -> Tiles:
-    """Choose the tiles. A block has space for twice the mean number of rows of an expert, from 16 to 128 rows.
+    """Choose the sizes of the tiles.
 
-    A step with few rows is limited by reading the weights, so its blocks have few rows, but more pipeline stages.
+    A block has space for twice the mean number of rows of an expert, but for at least 16 and at most 128 rows. A step
+    with few rows is limited by reading the weights, so its blocks have few rows, but more pipeline stages.
     """
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(2 * num_rows, num_experts))))
     inner = 128 // element_size

@@ -13,7 +13,8 @@ in its host memory, to which later differences are applied.
 Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
 new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
 
-The server imports this module too. Its environment has torch and safetensors, but not all dependencies of padfree.
+The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
+padfree.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ ALIGNMENT = 64
 class BucketForm:
     """Describes a bucket (tensors that are sent together): names, dtypes and shapes of its tensors.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: if given,
-    the tensors are the positions and values of these differences and not whole weights. `keep`: whether the server
-    keeps a copy of the tensors.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: None if
+    the bucket holds whole weights; otherwise, the tensors are the positions and values of these differences. `keep`:
+    whether the server keeps a copy of the tensors.
     """
 
     names: Sequence[str]
@@ -69,11 +70,11 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """Return the fields as JSON values, from which `BucketForm.of` makes an equal object in the server."""
+        """Return the fields of this form as JSON values. The server makes an equal form from them (`BucketForm.of`)."""
         return asdict(self)
 
     def _ends(self) -> list[int]:
-        """Return 0, and for each tensor of the bucket the offset in bytes at which the tensor and its padding end."""
+        """Return where the tensors of the bucket end, as byte offsets that include padding. The first entry is 0."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -117,7 +118,7 @@ def broadcast(group: Any, buffer: Tensor) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of the network interface through which this machine reaches `host`."""
+    """Return this machine's address on the network interface through which it reaches `host`."""
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)  # a datagram socket sends nothing here
@@ -167,7 +168,8 @@ class Receiver:
     def tensors(self, form: BucketForm) -> Iterator[tuple[str, Tensor]]:
         """Receive a bucket. Yield the name of each tensor and the tensor, which stays valid after the next bucket.
 
-        Differences are applied to the tensors that the last weight sync left, and the whole tensors are yielded.
+        If the bucket holds differences, they are applied to the tensors of the last weight sync, and the resulting
+        whole tensors are yielded.
         """
         arrived = self._arrived(form)
         if form.differences is not None:
@@ -190,7 +192,7 @@ class Receiver:
         """Apply differences to the kept tensors, and yield the name of each tensor and the whole tensor.
 
         `arrived`: the positions and values of each difference, in the order of `differences`. Raise an error if a
-        checksum shows that the resulting bits are not those of the trainer.
+        checksum shows that the resulting bits differ from those of the trainer.
         """
         encoded = iter(arrived.values())
         for name, regions in groupby(differences, key=lambda difference: difference.name):

@@ -15,9 +15,9 @@ The test of `difference` misses old weights on a server if a training step chang
 bfloat16 rounding. The test of `followed` detects them, because a server rounds the same tokens in nearly the same way
 before and after the step.
 
-The test of `followed` needs a change of the trainer's log-probabilities that is larger than their rounding. It
-therefore runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t', for
-n tokens. With correct weights, `followed` is then 3/4 or more.
+The test of `followed` needs a change of the trainer's log-probabilities that is larger than their rounding. The
+test therefore runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t',
+for n tokens. With correct weights, `followed` is then 3/4 or more.
 
 The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
 option, which may be off.
@@ -58,8 +58,8 @@ Floats = NDArray[np.float64]
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
     """Return the fixed token sequences with which the canary checks weight syncs, each of at most `longest` tokens.
 
-    The sequences are tokens of ordinary text. If the tokenizer cannot encode the text with ids of the model, or gives
-    too few tokens, the sequences are random ids.
+    The sequences are tokens of ordinary text. They are random ids instead if the tokenizer gives too few tokens for the
+    text, too many unknown tokens, or ids that are not in the model's vocabulary.
     """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -76,7 +76,7 @@ ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CanaryScores:
-    """Log-probabilities of all sequences, concatenated: those of the fixed tokens, and those of the sampled tokens."""
+    """Log-probabilities of all canary sequences, concatenated: those of fixed tokens, and those of sampled tokens."""
 
     fixed: Floats  # [n] of the fixed tokens
     sampled: Floats  # [m] of the sampled tokens
@@ -97,7 +97,7 @@ class CanaryScores:
 class Canary:
     """Verifies a weight sync: compares the log-probabilities of each server with those of the trainer.
 
-    The log-probabilities are kept until the next weight sync, because one of the tests compares their changes.
+    The log-probabilities are kept until the next weight sync, because one test compares how they have changed.
     """
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:

@@ -19,7 +19,7 @@ gaps8 takes about 1.1 bytes per position, and the difference 1.5% of the bytes o
 `checksum` is computed from the bits of the whole region after the update. The contribution of each element depends on
 its position, and a single wrong element always changes the checksum.
 
-The server imports this module too. Its environment has torch, but not all dependencies of padfree.
+The server imports this module too. The server's environment has torch, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RegionDifference:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as integers [n]. The result shares the memory of a contiguous tensor."""
+    """Return the bits of a tensor as integers [n]. For a contiguous tensor, the result is a view and not a copy."""
     return tensor.detach().contiguous().view(-1).view(BIT_DTYPES[tensor.element_size()])
 
 
@@ -144,10 +144,10 @@ def checksum(bits: Tensor) -> int:
 
 
 def _mixed(words: Tensor, begin: int) -> Tensor:
-    """Return the sum of the hashes of the words [n] int64. A hash depends on the bits of a word and on its position.
+    """Return the sum of the hashes of the words [n] int64, modulo 2^64. Word i has position `begin` + i.
 
-    The hash function is that of the generator splitmix64. The function is a bijection, so a change of one word changes
-    the sum. Additions and multiplications are modulo 2^64.
+    The hash of a word depends on its bits and on its position. The hash function, that of the generator splitmix64, is
+    a bijection, so that a change of one word always changes the sum.
     """
     mixed = torch.arange(begin, begin + len(words), device=words.device).mul_(_STEP).add_(words)
     for shift, factor in zip((30, 27), _FACTORS, strict=True):

@@ -42,9 +42,9 @@ class HttpServer(ServerApi):
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout: float | None = None, fix: str | None = None
     ) -> dict[str, Any]:
-        """Call a route, and return the JSON object that the server answers. `timeout`: in seconds.
+        """Call a route, and return the JSON object with which the server answers. `timeout`: in seconds.
 
-        `fix`: advice in the error message if the server does not have the route.
+        `fix`: the advice that the error message gives if the server does not have the route.
         """
         async with self.connected(timeout) as connection:
             return await connection.call(method, path, body, fix=fix or self.fix_route)
@@ -80,7 +80,7 @@ class HttpConnection:
     async def answer(self, method: str, path: str, body: Any, *, fix: str | None) -> bytes:
         """Send a request and return the content of the answer.
 
-        `fix`: advice in the error message for status 404. Without it, 404 is handled like any other status 4xx.
+        `fix`: the advice that the error message gives for status 404. Without `fix`, 404 is handled like any other 4xx.
         """
         lost, url = self._server.lost, self._server.url
         try:

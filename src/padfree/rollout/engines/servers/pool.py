@@ -5,12 +5,12 @@
     server 1 fails     queue    2 5 6 7 8   its request 2 goes to the front of the queue; the pool does not use the
                                             server for 0.5 s, after a second failure for 1 s, then 2 s, ...
 
-`Pool.run_all` processes one batch of requests. It ends when every request has a response, or when no server has the
-weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
+`Pool.run_all` processes one batch of requests. The method ends when every request has a response, or when no server has
+the weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
 requests again. A request gets exactly one response, because it is retried only after its connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again: with `continues` from its last token on, otherwise from the beginning.
+requested again: from its last token on if the pool has `continues`, otherwise from the beginning.
 `Pool.drain` waits until no response is in progress, so that the next weight sync interrupts none. If no server has the
 weights any more, the queue is `stuck` until the next weight sync.
 
@@ -46,13 +46,14 @@ Probe = Callable[[ServerApi], Awaitable[None]]
 
 
 class SupersededError(Exception):
-    """A weight sync took place during the request. The request is retried and does not count as a failure."""
+    """Raised if a weight sync takes place during a request. The request is retried and does not count as a failure."""
 
 
 class Gate:
-    """Stops new requests during a weight sync, while it is closed.
+    """Stops new requests while it is closed, i.e. during a weight sync.
 
-    A request that passes the gate gets a ticket, which shows whether the gate has closed since then.
+    A request that passes the gate gets a ticket. `closed_since` tells by the ticket whether the gate has closed since
+    then.
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class Gate:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _ServerState:
-    """What this process knows about one server: its requests in flight, and whether it is down."""
+    """What this process knows about one server: the requests in flight to it, and whether the server is down."""
 
     server: ServerApi
     in_flight: set[asyncio.Task[None]] = field(default_factory=set)  # tasks of its requests that have no answer yet
@@ -117,7 +118,7 @@ class Pool:
         probe: Probe,
         continues: bool = True,
     ) -> None:
-        """`continues`: whether interrupted responses keep their tokens."""
+        """`continues`: whether a response that a weight sync interrupts keeps its tokens and is continued."""
         self.states = [_ServerState(server=server) for server in servers]
         self.max_in_flight, self.timeout = concurrency * len(servers), timeout
         self.probe_every, self.probe, self.continues = probe_every, probe, continues
@@ -126,9 +127,9 @@ class Pool:
         self.changed = asyncio.Event()
 
     def reset(self, usable: Sequence[ServerApi]) -> None:
-        """Use only the servers in `usable` until the next weight sync. Call this after a weight sync.
+        """Use only the servers in `usable`, which received the weights, until the next weight sync.
 
-        `usable`: the servers that received the weights.
+        Call this after a weight sync.
         """
         for state in self.states:
             state.restarted = state.server not in usable
@@ -151,7 +152,7 @@ class Pool:
         """Process these requests and return the number of retries.
 
         `respond` sends a request to a server. `on_response` receives each response with the index of its request. If no
-        server has the weights any more, some requests remain without a response.
+        server has the weights any more, the method returns early, and some requests have no response.
         """
         if not requests:
             return 0
@@ -197,7 +198,7 @@ class RequestQueue:
         self._pool.changed.set()
 
     def take_retried(self) -> int:
-        """Return the number of retries since the last call."""
+        """Return the number of retries since the previous call of this method."""
         retried, self.retried = self.retried, 0
         return retried
 
@@ -233,7 +234,7 @@ class RequestQueue:
         return self._endless or (bool(self._requests) and not self._needs_weights())
 
     def _needs_weights(self) -> bool:
-        """Return whether all servers that answer have restarted and lost the weights, so a weight sync is needed."""
+        """Return whether a weight sync is needed, because no server that answers has the weights any more."""
         states = self._pool.states
         return any(state.restarted for state in states) and not any(state.usable for state in states)
 
@@ -300,7 +301,7 @@ class RequestQueue:
         )
 
     async def _watch(self, state: _ServerState) -> None:
-        """Probe a server repeatedly, to detect that it hangs, or that it works again after it was down."""
+        """Probe a server repeatedly, to find out whether it hangs, or works again after it was down."""
         every = self._pool.probe_every
         while True:
             await asyncio.sleep(min(every, POLL) if state.down else every)

@@ -22,9 +22,11 @@ from padfree.rollout.engines.servers.server_api import IncompleteError, Sampling
 def read_kept_sets(
     lists: Sequence[Any], tokens: Sequence[int], request: SamplingRequest, sampling: SamplingSettings
 ) -> KeptSets:
-    """Return the kept sets of the sampled `tokens`. `lists`: what the server returned; not used if sets follow.
+    """Return the kept set of each of the sampled `tokens`: the ids from which the token was drawn.
 
-    An `IncompleteError` is raised if a list is invalid, or if a token is outside its set.
+    `lists`: what the server returned. It is ignored if only `rollout.min_new_tokens` truncates the softmax, because the
+    sets then follow from the positions of the tokens. An `IncompleteError` is raised if a list is invalid, or if a
+    token is outside its set.
     """
     if not sampling.truncation.depends_on_logits:
         positions = request.num_earlier + np.arange(len(tokens))
@@ -42,7 +44,10 @@ def read_kept_sets(
 
 
 def _ids(given: Any, index: int, vocabulary: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the list of token `index` as sorted ids, or as its excluded ids if it has over half of the vocabulary."""
+    """Return the ids `given` for token `index`, sorted, or the excluded ids if over half of the vocabulary is given.
+
+    The excluded ids are stored as -1 - id.
+    """
     ids = np.asarray(given)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):
         raise IncompleteError(f"the kept set of token {index} is not a list of token ids")

@@ -28,7 +28,7 @@ FIX = "set rollout.routing=recompute, or start a server with a supported version
 
 @dataclass(frozen=True, slots=True)
 class RoutedLayers:
-    """The decoder layers that have experts, and the number of experts of a layer."""
+    """Which decoder layers of the model have experts, and the number of experts in such a layer."""
 
     numbers: tuple[int, ...]
     num_layers: int
@@ -52,7 +52,10 @@ def routed_layers(model: PreTrainedModel) -> RoutedLayers:
 
 
 def read_routed_experts(encoded: str, num_tokens: int, layers: RoutedLayers) -> Routes:
-    """Return the routes [num_tokens, R, k] of a prompt and its response. Raise `UserError` if the format is wrong."""
+    """Return the routes [num_tokens, R, k] (the k experts of each token in R layers) of a prompt and its response.
+
+    `encoded`: what the server returned. Raise a `UserError` if its format is wrong.
+    """
     found = np.load(io.BytesIO(b64decode(encoded, validate=True)), allow_pickle=False)
     expected = (num_tokens - 1, layers.num_layers)
     if found.ndim != 3 or found.shape[:2] != expected or found.dtype.kind != "u":

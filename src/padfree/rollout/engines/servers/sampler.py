@@ -54,7 +54,7 @@ REFUSALS = 3
 
 @dataclass(slots=True)
 class _TokenCount:
-    """The number of tokens sampled since the time `since`."""
+    """Counts the sampled tokens since the time `since`, to compute the sampling speed."""
 
     tokens: int = 0
     since: float = field(default_factory=time.perf_counter)
@@ -160,9 +160,9 @@ class ServerSampler:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
     async def _wait_for_server(self, deadline: float, lost: Mapping[str, str]) -> str | None:
-        """Wait until a server answers. Return an error message if no server has the weights at `deadline`. Rank 0 only.
+        """Wait until a server answers. Return an error message if none does before `deadline`. Rank 0 only.
 
-        `lost`: error messages of the last weight sync by URL, if no server was ready after it.
+        `lost`: error messages of the last weight sync by URL; empty if some server had the weights after it.
         """
         if lost and time.monotonic() > deadline:
             return self._timed_out(lost)
@@ -285,7 +285,7 @@ class ServerSampler:
         return None if self._queue is None else self._queue.error
 
     def _queue_metrics(self) -> dict[str, float]:
-        """Return metrics of the request queue since the last call."""
+        """Return metrics of the request queue since the previous call of this method."""
         queue = self._queue
         if queue is None:
             return {}
@@ -363,7 +363,11 @@ def end_servers(loop: LoopThread, launcher: Launcher | None) -> None:
 
 
 def rest_of(request: SamplingRequest, partial: Response) -> SamplingRequest:
-    """Return the request for the tokens that follow a partial response. Its random key differs from `request.key`."""
+    """Return the request for the tokens that follow a partial response.
+
+    Its random key differs from `request.key`: a server uses the key as a seed, and the same seed would repeat the
+    random numbers of the partial response.
+    """
     done = len(partial.tokens)
     return SamplingRequest(
         tokens=np.concatenate([request.tokens, partial.tokens]),

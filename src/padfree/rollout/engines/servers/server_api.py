@@ -54,11 +54,11 @@ class LateError(ServerLostError):
 
 
 class RestartedError(ServerLostError):
-    """A server answers, but has lost the weights it was sent."""
+    """A server answers, but has restarted and therefore lost the weights that were sent to it."""
 
 
 class VersionError(UserError):
-    """The weights of a server have another policy version than a request needs."""
+    """The weights of a server have another policy version than the one that a request needs."""
 
 
 class IncompleteError(Exception):
@@ -67,7 +67,7 @@ class IncompleteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How tokens are sampled. All requests of a run have the same settings."""
+    """The settings with which servers sample the tokens of all requests of a run, such as the temperature."""
 
     temperature: float
     stops: Sequence[int]
@@ -78,7 +78,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """The model that a server must serve for a run."""
+    """What a server must serve for a run: the model, its tokenizer, adapters and optional parts of an answer."""
 
     model: ModelConfig
     lora_rank: int  # 0: no adapters, or adapters that are merged into the weights
@@ -98,13 +98,13 @@ class ServedModel:
 
     @property
     def random(self) -> bool:
-        """Whether `path` has no weights. If so, all weights of the server come from the trainer."""
+        """Whether `path` has no weights. The server then starts with random ones, and gets weights from the trainer."""
         return self.model.init == "random" or Path(self.model.path).is_file()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Tokens that a server sampled. `reason`: "stop", "length", "cut" (interrupted by a pause), or another reason."""
+    """Tokens that a server sampled. `reason`: why they end: "stop", "length", "cut" (by a pause), or another reason."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -150,7 +150,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def version(self, *, timeout: float | None = None) -> str | None:
-        """Return the version that `finish` set; None if the server still has the weights of its start."""
+        """Return the policy version that `finish` set; None if the server still has the weights of its start."""
 
     @abstractmethod
     async def complete(
@@ -199,7 +199,7 @@ class ServerApi(ABC):
 
     @abstractmethod
     async def bucket(self, form: BucketForm) -> None:
-        """Receive one bucket (a group of weight tensors) with `Receiver.tensors` in each worker, and load it."""
+        """Receive a bucket (a group of weight tensors) with `Receiver.tensors` in each worker, and load the tensors."""
 
     @abstractmethod
     async def finish(self, version: int) -> None:
@@ -238,7 +238,7 @@ class ServerApi(ABC):
     def reading(self, what: str) -> Iterator[None]:
         """Context manager for code that parses an answer: an unexpected format becomes a `ServerLostError`.
 
-        `what`: the problem that the error message states.
+        `what`: the problem that the message of this error states.
         """
         try:
             yield
@@ -266,9 +266,9 @@ class ServerApi(ABC):
         salt: str,
         cut: bool = False,
     ) -> Response:
-        """Sample one response and check it. `cut`: whether a partial response, interrupted by a pause, is allowed.
+        """Sample one response and check it. Other arguments: see `complete`.
 
-        Other arguments: see `complete`.
+        `cut`: whether the response may be partial because a pause interrupted it.
         """
         completion = await self.complete(request, sampling, model=model, version=version, salt=salt)
         number = len(completion.tokens)
@@ -290,7 +290,7 @@ class ServerApi(ABC):
     async def scored(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """Call `score` with these arguments, check its result and return it."""
+        """Call `score` with these arguments, check the tokens and log-probabilities in its result, and return them."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
         with self.reading("did not return the log-probabilities of the canary"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):

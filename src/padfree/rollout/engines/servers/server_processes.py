@@ -9,7 +9,7 @@ The engine appends the options that the run needs to the command (`ServerApi.com
 `servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which stops it when the run ends.
 
 A server that ends, or does not answer a probe within PROBE seconds, is restarted after a pause of 1, 2, 4, ... seconds,
-at most LONGEST_PAUSE. It receives the weights of the run at the next weight sync.
+at most LONGEST_PAUSE. The restarted server receives the weights of the run at the next weight sync.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def make_launcher(
 
 
 def _environment(devices: str) -> dict[str, str]:
-    """Return the environment variables of a server on `devices`: this process's own, without those of torchrun."""
+    """Return the environment variables of a server on `devices`: those of this process without torchrun's variables."""
     kept = {
         name: value
         for name, value in os.environ.items()

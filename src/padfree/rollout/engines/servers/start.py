@@ -121,7 +121,7 @@ def make_server_sampler(
 
 
 def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> ServedModel:
-    """Return the model as the servers see it: adapters that servers cannot load are merged into the weights."""
+    """Return what the servers must serve. Adapters that servers cannot load count as merged into the weights."""
     merged = needs_merging(trained)
     return ServedModel(
         model=config.model,
@@ -137,7 +137,10 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
 
 
 def active_truncation(settings: RolloutConfig, names: Iterable[str] = TRUNCATION) -> list[str]:
-    """Return those settings of `names` that truncate the softmax in this run, such as `rollout.top_p`."""
+    """Return the settings, such as `rollout.top_p`, that truncate the softmax in this run.
+
+    `names`: the settings to look at.
+    """
     return [f"rollout.{name}" for name in names if getattr(settings, name) != TRUNCATION[name]]
 
 
@@ -153,8 +156,8 @@ def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
     """Return whether weight syncs send only the elements that have changed since the last weight sync.
 
-    Raise a `UserError` if `rollout.weight_sync` asks for this, but it is not possible. `adapters`: whether weight syncs
-    send only adapters.
+    `adapters`: whether weight syncs send only adapters. Raise a `UserError` if `rollout.weight_sync` is "difference",
+    but differences cannot be sent.
     """
     if not config.rollout.keeps_sent_weights(config.model.dtype):
         return False
@@ -166,7 +169,9 @@ def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -
         else f"is not supported by the servers of rollout.engine={config.rollout.engine}"
     )
     if problem is not None and config.rollout.weight_sync == "difference":
-        raise UserError("rollout.weight_sync", problem, "set rollout.weight_sync=full, or leave it out", "difference")
+        raise UserError(
+            "rollout.weight_sync", problem, "set rollout.weight_sync=full, or remove this setting", "difference"
+        )
     return problem is None
 
 
@@ -187,8 +192,8 @@ async def check_servers(servers: Sequence[ServerApi], served: ServedModel) -> st
 def transfer_folder(config: Config) -> Path:
     """Return the folder for the weight files of this run.
 
-    With `rollout.transfer_folder`, the folder is inside it. Otherwise, the folder is in shared memory for servers that
-    the run starts, and in the run folder for other servers.
+    It is inside `rollout.transfer_folder` if this is set. Otherwise, it is in shared memory for servers that the run
+    starts, and in the run folder for other servers.
     """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
     memory = Path("/dev/shm")

@@ -13,9 +13,9 @@ A bucket is a group of tensors that are sent together.
 Each rank keeps the bits that it last sent in host memory, and compares them with the new bits on the device. The kept
 bits take as many bytes as the rank's shard in `model.dtype`.
 
-HF files store some tensors in another layout than the model, such as one tensor per expert. Adapters are merged into
-whole weights. These tensors are gathered, and the layers that hold them are divided over the ranks: the tensors of
-layer i are compared on rank i modulo the number of ranks.
+Some tensors cannot be compared shard by shard: HF files store them in another layout than the model (e.g. one tensor
+per expert), or adapters must be merged into whole weights. These tensors are gathered. The layers that hold them are
+divided over the ranks: the tensors of layer i are compared on rank i modulo the number of ranks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WeightStream:
         return revert_weight_conversion(self._empty, tensors) if tensors else {}
 
     def unconverted(self) -> dict[str, str]:
-        """Return the names in HF files of tensors that have the same layout there and in the model, by their names."""
+        """Return {name in the model: name in HF files} of the tensors that have the same layout in both."""
         tensors = named_tensors(self._empty)
         names = {id(tensor): name for name, tensor in self.converted(dict(tensors)).items()}
         return {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
@@ -101,7 +101,7 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The part of a tensor that this rank compares and sends. It begins at the index `start` of the tensor `name`."""
+    """The part of the tensor `name` that this rank compares and sends. `start`: the index of its first element."""
 
     name: str
     start: Sequence[int]
@@ -133,7 +133,7 @@ class SentWeights:
         self._names = self.stream.unconverted()
 
     def keep(self, model: PreTrainedModel, version: int) -> None:
-        """Keep the bits of the current weights, which a full weight sync has just sent."""
+        """Keep the bits of the current weights, which a weight sync has just sent as whole tensors."""
         for _, regions in self._layers(model):
             for region in regions:
                 bits = bits_of(region.tensor)
@@ -144,7 +144,7 @@ class SentWeights:
         self.version = version
 
     def buckets(self, model: PreTrainedModel, version: int, *, size: int = BUCKET) -> Iterator[Bucket]:
-        """Yield the differences between the weights that were last sent and the current ones; keep the current bits.
+        """Yield the differences between the weights that were last sent and the current weights, and keep the latter.
 
         All ranks must exhaust the iterator. Rank 0 yields buckets (tensors that are sent together) with the differences
         of all ranks; the other ranks yield empty buckets.
@@ -204,7 +204,10 @@ class SentWeights:
         )
 
     def _on_first(self, encoded: list[_Encoded]) -> Bucket:
-        """Gather the differences of all ranks on rank 0. Collective."""
+        """Gather the differences of all ranks on rank 0, and return them as a bucket; other ranks return an empty one.
+
+        Collective.
+        """
         by_rank: Any = [encoded]
         if self.group.size() > 1:
             by_rank = [None] * self.group.size() if self.group.rank() == 0 else None
@@ -223,7 +226,7 @@ class SentWeights:
 
 
 def _own_start(tensor: Tensor, rank: int) -> list[int] | None:
-    """Return where this rank's part of the tensor starts, as one index per dimension. None if it sends no part.
+    """Return the index at which this rank's part of the tensor starts, or None if this rank sends no part of it.
 
     If several ranks hold the same part, only the first of them sends it.
     """

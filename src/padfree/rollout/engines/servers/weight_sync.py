@@ -70,7 +70,7 @@ def packed(bucket: Bucket, form: BucketForm, device: torch.device) -> Tensor:
 class GroupTransport:
     """Sends buckets (weight tensors that are sent together) to servers by broadcast.
 
-    `FilesTransport`, which sends them as files, has the same methods.
+    `FilesTransport`, which sends buckets as files, has the same methods.
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
@@ -197,7 +197,7 @@ ServerCall = Callable[[ServerApi], Awaitable[None]]
 
 
 async def for_each(servers: Sequence[ServerApi], call: ServerCall) -> dict[ServerApi, ServerLostError]:
-    """Run `call` for all servers concurrently, and return the servers that were lost, each with its error.
+    """Run `call` for all servers concurrently. Return the servers whose call raised a `ServerLostError`, and the error.
 
     Any other error is raised after all calls have ended.
     """
@@ -224,7 +224,8 @@ class SyncOutcome:
 class WeightSync:
     """Sends the weights of a model to servers. Every rank has one, and its calls are collective.
 
-    `first`: whether this is rank 0. `sent`: if given, servers receive differences.
+    `first`: whether this is rank 0. `sent`: if given, servers receive only the elements that have changed since the
+    last weight sync.
     """
 
     servers: Sequence[ServerApi]
@@ -245,7 +246,7 @@ class WeightSync:
         self._behind: dict[str, str] = {}  # by URL: why this server cannot receive differences
 
     def name(self, version: int) -> str:
-        """Return the name under which the servers serve the policy of this version."""
+        """Return the name under which the servers serve policy version `version`."""
         return f"{self.model}-step-{version}" if self.adapters else self.model
 
     def close(self) -> None:
