@@ -103,9 +103,9 @@ def _no_load_report() -> Iterator[None]:
 def _unlike_config(
     files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> str | None:
-    """Compare the tensors of the files with those that `save_pretrained` would write.
+    """Compare the tensors in the files with the tensors that `save_pretrained` would write for a model of this config.
 
-    Returns a description of the first tensor that is missing, unexpected or of another shape. Returns None if all
+    Returns a description of the first tensor that is missing, unexpected or has a different shape, or None if all
     tensors agree.
     """
     with torch.device("meta"):

@@ -2,9 +2,9 @@
 
     {"model.layers.0.self_attn.q_proj": Linear, ...}
 
-Left out are embeddings, the head, routers, experts, adapters, and linear layers whose weight a mixer (a recurrence or
-convolution) reads without calling the layer. A linear layer with an adapter is included: its frozen weight is in
-`base_layer`.
+The following modules are left out: embeddings, the head, routers, experts, adapters, and linear layers whose weight a
+mixer (a recurrence or convolution) reads without calling the layer. A linear layer that has an adapter is included; its
+frozen weight is in its submodule `base_layer`.
 """
 
 from __future__ import annotations

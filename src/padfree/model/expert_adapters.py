@@ -17,8 +17,9 @@ have a gate, biases or transposed weights. `_experts_forward` computes what tran
 the adapters. This forward is set on the module itself, so that the adapters are used with every
 `experts_implementation`.
 
-A router is more than a linear layer: its forward reads its weight W [E, D] and chooses experts. With an adapter, the
-forward reads the small matrix W + scale * B A in place of W. The adapter has no dropout, because it gets no inputs.
+The forward of a router multiplies the hidden states by its weight W [E, D] and chooses experts. With an adapter, the
+forward reads W + scale * B A in place of W. The adapter of a router has no dropout, because dropout applies to inputs,
+and this adapter is only added to the weight.
 
     gate.weight                   [E, D]          frozen
     gate.lora_A.default.weight    [rank, D]       trained
@@ -40,7 +41,7 @@ ALIGNMENT = 16
 
 
 class ExpertMatrices(nn.Module):
-    """The matrices A or the matrices B of a layer's experts: one stacked tensor for each weight with adapters."""
+    """The adapter matrices A (or B) of all experts of a layer: one stacked tensor for each weight that has adapters."""
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
         super().__init__()
@@ -50,7 +51,10 @@ class ExpertMatrices(nn.Module):
 
 
 def stacked_weights(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the stacked weights of experts that can have adapters; empty for any other module."""
+    """Return the names of the stacked weights in `module` that can have adapters.
+
+    The result is empty if `module` does not hold stacked experts.
+    """
     experts: Any = module
     if not all(hasattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
         return ()

@@ -154,7 +154,7 @@ def export_adapters(
 
 
 def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of experts with PEFT's names and shapes.
+    """Return the expert adapters among the tensors `found` with PEFT's names and shapes.
 
         lora_A  [E, rank, in]  -> [E * rank, in]
         lora_B  [E, out, rank] -> [out, rank * E]
@@ -185,8 +185,8 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def separate_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the model like `whole_tensors`, but do not merge adapters: they are tensors of their own.
-    Collective.
+    """Yield every tensor of the model like `whole_tensors`, but yield adapters as separate tensors instead of merging
+    them into the weights. Collective.
     """
     for name, tensor in named_tensors(model).items():
         yield name, gathered(tensor)

@@ -63,7 +63,8 @@ def is_attached(config: PreTrainedConfig) -> bool:
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Raise `UserError` if `attach` was not called on the model. Its own attention would mix the samples of a pack.
+    """Raise `UserError` if `attach` was not called on the model, because the model's own attention would mix the
+    samples of a pack.
 
     The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
@@ -328,7 +329,8 @@ _REFUSED = {
 def check_positions(limit: int | None, longest: int) -> None:
     """Raise `UserError` if the longest sample of a pack would change the rotary frequencies of the other samples.
 
-    `limit` is the result of `position_limit`, and `longest` the length of the longest sample.
+    Some types of RoPE (dynamic, longrope) use other frequencies for the whole call if a position exceeds a limit.
+    `limit` is the result of `position_limit`, and `longest` the length of the longest sample in tokens.
     """
     if limit is not None and longest > limit:
         raise UserError(
@@ -347,8 +349,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the length up to which rotary frequencies do not depend on the longest sample of a pack. None means that
-    there is no limit.
+    """Return the number of tokens in a sample above which the rotary frequencies of the whole pack would change, as in
+    dynamic RoPE and longrope. None means that there is no such limit.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):

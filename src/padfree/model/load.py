@@ -179,8 +179,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Return two pairs (module, attribute) for each tied parameter: its own place, and the place of the parameter it is
-    tied to.
+    """Return each tied parameter as two pairs (module, attribute): where the parameter appears again, and where it
+    appears first in the order of modules.
     """
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
@@ -197,7 +197,10 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model` on all ranks. If it fails on one rank (e.g. a file is missing), all ranks raise the error."""
+    """Return the config and the file of each tensor from `open_model`, which every rank calls.
+
+    If the call fails on any rank (for example, because a file is missing), all ranks raise the error.
+    """
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)

@@ -4,8 +4,9 @@
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
 A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary. Some
-models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a small
-copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
+models scale their logits in ways that only their code shows. padfree therefore computes the logits of a small copy of
+the model with the `LmHead`, and compares them with the logits that the copy itself returns (`padfree.model.probe`). If
+they differ, `lm_head_of` raises an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks.
 
     If samples share prefixes, the result is [e, D] instead: one hidden state for each of the e scored tokens that this
-    rank predicts. A hidden state that predicts a token in several samples is repeated.
+    rank predicts. The last hidden state of a shared prefix predicts a token in several samples, and is then repeated
+    once for each of them.
 
     Under FSDP2 the embeddings and the last norm must be unsharded: use `padfree.sharding.parallelize.inside`.
     """

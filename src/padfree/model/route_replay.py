@@ -6,7 +6,7 @@
 A router computes scores of E experts, takes the k experts with the highest scores, and derives their weights. Replay
 replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their scores. Everything else is
 the router's own code: it computes the weights of the given experts by softmax or sigmoid, with its normalisation and
-scale, and with gradients. If the routes are the router's own choices, no bit changes.
+scale, and with gradients. If the routes are the router's own choices, the result is bitwise the same.
 
 Routes are an argument of the model's forward. A hook stores the `AttnContext` of each call of a decoder layer, also
 when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
@@ -63,8 +63,9 @@ class ReplayedTopK(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
-        """Return whether this call of `torch.topk` chooses the experts, and not e.g. groups of experts by the best
-        experts of each group.
+        """Return whether this call of `torch.topk` chooses experts.
+
+        Some routers call `torch.topk` more than once, for example to choose groups of experts first.
         """
         return scores.shape == (len(self.routes), self.num_experts) and choices.shape == self.routes.shape
 

@@ -25,8 +25,9 @@ OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:
-    """Return why a token in this model depends on more than the keys and values of earlier tokens, or None if it does
-    not.
+    """Return why a token in this model depends on more than the keys and values of earlier tokens of its sample.
+
+    Returns None if keys and values are all that a token depends on.
     """
     for name, module in model.named_modules():
         if installed(module) is not None:

@@ -1,4 +1,4 @@
-"""A float32 weight that is stored as its bfloat16 rounding and the bits that the rounding lacks.
+"""Store a float32 weight as its bfloat16 rounding plus the difference between weight and rounding, without loss.
 
     float32 weight     0x3f80c001      rounded to bfloat16, to nearest, ties to even
     rounded            0x3f81          what the model computes with
@@ -9,8 +9,8 @@ As integers, a finite float32 value and its rounding differ by at most 2^15. The
 value, because rounding carries into the exponent as integer addition does. This includes subnormal numbers and values
 that round to infinity.
 
-The difference of weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into 16
-bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
+The difference between weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into
+16 bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
 
     2 + 2 + 1/8 bytes per weight instead of 4 + 2       weight = rounded * 2^16 + rest + tie * 2^16, as integers
 
@@ -69,7 +69,7 @@ class SplitStorage:
 
 
 def aligned(numbers: int) -> int:
-    """Return how many elements a weight of `numbers` elements takes up in a `SplitStorage`, including alignment."""
+    """Round `numbers`, the size of a weight in elements, up to the alignment of weights in a `SplitStorage`."""
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 
@@ -224,7 +224,7 @@ def _empty(weight: SplitWeight) -> Tensor:
 
 
 def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation whose results are views of its first argument."""
+    """Call an operation whose results are views of its first argument, a `SplitWeight`. Return them as `SplitWeight`s."""
     weight, *rest = args
     assert isinstance(weight, SplitWeight), f"{function} makes a view of an argument other than its first"
     found = function(weight._meta(), *rest, **kwargs)
@@ -242,7 +242,10 @@ def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _compute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation with plain float32 tensors, and split the tensors that it has written to."""
+    """Call an operation with plain float32 tensors in place of `SplitWeight` arguments.
+
+    Arguments that the operation has written to are split again into their storage.
+    """
     wholes: dict[tuple[int, int], tuple[SplitWeight, Tensor]] = {}  # several views of a weight share one joined tensor
     weights: dict[int, SplitWeight] = {}  # by the id of the plain tensor
 

@@ -1,11 +1,11 @@
-"""Run a mixer's own module on each segment separately. The result is correct by definition.
+"""Run a mixer (a recurrence or convolution) on each segment of a pack separately, so that segments cannot mix.
 
     pack       | 5 tokens | 3 | 5 | 3 | pad of 2 |             [1, T, D]
     calls      [2, 5, D]  and  [2, 3, D]                        segments of equal length form the batch of one call
     result     | 5 tokens | 3 | 5 | 3 | zeros    |             in the original order
 
-The module must treat the samples of a batch independently, and need not know about packing. No kernel and no extra
-package are needed. Padding tokens are not computed.
+The mixer's forward needs no support for packing. It must only treat the entries of a batch independently. No kernel and
+no extra package are needed. Padding tokens are not computed.
 """
 
 from __future__ import annotations

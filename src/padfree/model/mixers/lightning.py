@@ -2,7 +2,8 @@
 
     S_t = λ · S_{t-1} + k_t v_tᵀ        o_t = S_tᵀ q_t        S is [d, d] per head
 
-In these formulas, λ is the decay. transformers computes the recurrence in blocks, in plain PyTorch.
+For token t, S_t is the recurrent state, q_t, k_t and v_t are query, key and value, and o_t is the output; λ is the
+decay. transformers computes the recurrence in blocks of tokens, in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """Return the number of values per token saved for backward: q, k, v, the output, and the scores of each block."""
+    """Return the number of values per token saved for backward: q, k, v, the output, and the attention scores inside
+    each block of tokens.
+    """
     heads, dim = _heads(module)
     return 4 * heads * dim + 2 * heads * int(module.block_size)  # type: ignore[arg-type]
 

@@ -2,8 +2,9 @@
 
     S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t
 
-Each head has a state S [N, P] and a scalar A. N is the state size and P the head size. A short convolution on x, B and
-C comes before the recurrence.
+For token t, x_t [P] is the input of a head, y_t its output and dt_t its step size; B_t and C_t [N] are computed from
+the layer's input. Each head has a state S [N, P], a scalar A and a skip weight D. N is the state size and P the head
+size. A short convolution on x, B and C comes before the recurrence.
 """
 
 from __future__ import annotations
