@@ -47,7 +47,7 @@ class Gap(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The largest difference of one parameter's gradient from the reference, and the reference's largest entry."""
+    """The largest difference between a parameter's gradient and its reference, and the reference's largest entry."""
 
     difference: float
     size: float
@@ -55,7 +55,10 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """For each quantity, the difference up to which a comparison passes, whatever the noise is."""
+    """For each quantity (such as the loss), the difference up to which a comparison passes in any case.
+
+    A larger difference passes only if the rounding noise is large, too.
+    """
 
     logprobs: float
     loss: float

@@ -9,8 +9,8 @@
     6  layouts       other micro-batches, another order, other context methods  reference
     7  float8        gradients with linear layers in float8, if requested       step 3
 
-HF code is plain Hugging Face code. "The dtype" is that of the check, float32 or bfloat16. Padded pairs are padded
-batches of two samples.
+In this table, HF code is plain Hugging Face code, the dtype is that of the check (float32 or bfloat16), and padded
+pairs are padded batches of two samples.
 
 Only the loss "nll" has log-probabilities to compare. For other losses (`plain_losses`), steps 1, 2, 3 and 6 run. To
 check such a model for leaks between samples and effects of padding, check it with "nll".
@@ -120,9 +120,9 @@ def check_model(
     - `origin`: the samples' origin, for the report.
     - `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU.
     - `layers`: number of layers to check, from the first; by default a few. `full` checks all layers.
-    - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the setting of a
-      run.
-    - `context`: number of processes of each data rank, under torchrun.
+    - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the value of
+      `parallel.float8_budget`; the report names the layers that stay in bfloat16 with this value.
+    - `context`: number of processes that divide each pack among them (context parallelism), under torchrun.
     - `vision`: check a whole vision-language model with samples that have images.
 
     Under torchrun the call is collective and returns the same report on every rank.

@@ -141,7 +141,10 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype, *, attached: bool = Tru
 
 
 def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
-    """Return log-probabilities by plain transformers code in float64; None if memory or a kernel does not allow it."""
+    """Return log-probabilities that plain transformers code computes in float64.
+
+    Returns None if there is not enough memory, or if a kernel of the model does not support float64.
+    """
     samples = [Sample(tokens=sequence) for sequence in evidence.sequences]
     if model.device.type == "mps" or float64_bytes(model, samples) > USABLE * free_memory(model.device):
         return None
@@ -226,7 +229,10 @@ class NarrowRouters(TorchFunctionMode):
 
 
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
-    """Return the log-probabilities [E], and the chosen experts [tokens x layers, k], sorted within each row."""
+    """Return the log-probabilities [E] of the evidence, and the experts that the routers choose.
+
+    The experts are [tokens x layers, k]: one row per token and layer, in ascending order.
+    """
     recorder = RouterRecorder(routers_of(model))
     recorder.record(True)
     scores = rescored(model, evidence)

@@ -40,7 +40,7 @@ Names = frozenset[str]
 
 
 class Replacements:
-    """Scores of the evidence by models in which some tensors are replaced by older ones."""
+    """Computes log-probabilities of the evidence's tokens with models in which older tensors replace some tensors."""
 
     def __init__(self, case: Case, older: OlderWeights) -> None:
         self.case, self.older = case, older

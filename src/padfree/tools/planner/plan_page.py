@@ -160,7 +160,7 @@ def fill_figure(plan: RunPlan) -> Figure:
 
 
 def packs_figure(plan: RunPlan) -> Figure:
-    """Plot the packs of the first planned step, up to `PACKS` packs and `DOCUMENTS` documents."""
+    """Plot which samples each pack of the first planned step holds, up to `PACKS` packs and `DOCUMENTS` samples."""
     step = plan.epoch.plans[0]
     bases: list[int] = []
     widths: list[int] = []

@@ -1,4 +1,5 @@
-"""Estimate how long steps take: a cost model, and the number of its units that a device computes per second.
+"""Estimate how long steps take: a cost model gives a number of units (e.g. FLOPs), and a device computes so many units
+per second.
 
     what is known                                                            unit of the cost model
     batch.cost, or measured on this device by `padfree plan --calibrate`     seconds

@@ -121,7 +121,7 @@ TOGETHER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure before it is drawn. `metrics`: the label of each metric. `unit`: the label of the axis."""
+    """A figure before it is drawn. `metrics` maps each metric to its label; `unit` is the label of the axis."""
 
     title: str
     unit: str
@@ -157,7 +157,10 @@ def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
 
 
 def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
-    """Return the name of the figure in which a metric is drawn, and the label of its line. `names`: all metrics."""
+    """Return the name of the figure in which the metric `name` is drawn, and the label of its line.
+
+    `names` are the names of all metrics of the runs.
+    """
     prefix, _, rest = name.rpartition("/")
     if prefix == "seconds" and rest in PARTS:
         return "seconds/", _words(name)

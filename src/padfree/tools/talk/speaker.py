@@ -117,7 +117,10 @@ class Speaker:
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return messages as text, with the generation prompt. Raise a `UserError` if the template drops a message."""
+        """Render messages as text with the chat template, and add the generation prompt (the start of an answer).
+
+        Raise a `UserError` if the template drops a message.
+        """
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
@@ -247,7 +250,7 @@ def check_sampling(temperature: float, seed: int, truncation: Truncation) -> Non
     need(0 <= seed < 1 << 63, "--seed", seed, "give 0 to 2**63 - 1")
     top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
     need(top_k is None or top_k >= 1, "--top-k", top_k, "give 1 or more")
-    need(0 < top_p <= 1, "--top-p", top_p, "give more than 0, at most 1")
+    need(0 < top_p <= 1, "--top-p", top_p, "give a probability above 0, at most 1")
     need(0 <= min_p <= 1, "--min-p", min_p, "give 0 to 1")
     for name, value, neutral in (("--top-k", top_k, None), ("--top-p", top_p, 1.0), ("--min-p", min_p, 0.0)):
         fix = "leave it out, or give a temperature above 0: temperature 0 takes the most likely token"
@@ -328,7 +331,7 @@ def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]
     text = None if template is None else read_template(template, "--chat-template")
     source = text if text is not None else str(tokenizer.chat_template)
     for name in arguments or ():
-        need(name in source, "--template-arguments", name, "give names that the chat template uses")
+        need(name in source, "--template-arguments", name, "remove this name: the chat template does not use it")
     return ChatRenderer(tokenizer, text, arguments)
 
 
