@@ -29,7 +29,9 @@ TABLE_MARGIN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLimits:
-    """A model accepts token ids below `vocabulary` and samples of up to `positions` tokens (None: no limit)."""
+    """The inputs that a model accepts: token ids below `vocabulary`, and samples of up to `positions` tokens.
+
+    If `positions` is None, the length of samples is not limited."""
 
     vocabulary: int
     positions: int | None

@@ -99,7 +99,8 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
     """Raise a `UserError` if this start would have to continue a run that ended without a checkpoint.
 
-    `raised_steps_only`: raise the error only if `run.steps` was raised, because the data has not been read yet.
+    Before the data has been read, the caller cannot know whether the data has changed. It then passes
+    `raised_steps_only`, with which only a larger `run.steps` raises the error.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)
@@ -147,7 +148,10 @@ def check_newest(config: Config) -> None:
 
 
 def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that the run would resume from, and its `extra` dict; (None, {}) for a new run."""
+    """Return the checkpoint that the run would resume from, and its `extra` dict; (None, {}) for a new run.
+
+    The `extra` dict holds everything besides models and optimizers, such as the position in the data.
+    """
     newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
     extra: dict[str, Any] = {}
     if newest is not None:
@@ -157,7 +161,10 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _last_extra(config: Config) -> dict[str, Any]:
-    """Return the record in `end.json` or, without that file, the newest checkpoint's `extra` dict; {} for a new run."""
+    """Return the record in `end.json`, which a run without checkpoints writes at its end.
+
+    If there is no such file, return the `extra` dict of the newest checkpoint; {} for a new run.
+    """
     return read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
 
 

@@ -163,7 +163,8 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Restore the batch that `state` stored in `extra`.
 
-        `epochs`, `mini_batches`: must be as when the batch was stored. `images`: the images of the prompts.
+        `epochs` and `mini_batches` must have the values with which the batch was stored. `number`: the number of the
+        batch. `images`: the images of the prompts.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -211,9 +212,10 @@ class GlobalBatch:
 
 
 def _image_record(sample: Sample) -> dict[str, Any]:
-    """Return what a checkpoint's JSON stores of a sample's images; {} without images.
+    """Return the entries about a sample's images in a checkpoint's JSON; {} if the sample has no images.
 
-    For each image, these are its digest and the number of placeholder tokens that stand for it.
+    The entries are the digest of each image with the number of its placeholder tokens, and whether the sample has
+    rotary positions.
     """
     if not sample.images:
         return {}

@@ -282,7 +282,7 @@ def _pair_reference(config: Config, reference: ReferenceModel | None) -> Referen
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """Return the samples with the reference's log-probabilities. The reference can be freed afterwards."""
+    """Return the samples with the log-probabilities of the reference model, which the caller can free afterwards."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
@@ -327,7 +327,9 @@ def _collector(
 
 
 def _prompt_images(samples: Samples) -> Iterator[Image]:
-    """Yield the images of the prompts, from which a rollout batch that a checkpoint restores takes its images."""
+    """Yield the images of the prompts. A rollout batch that is restored from a checkpoint needs them, because the
+    checkpoint does not store them.
+    """
     if not isinstance(samples, StoredSamples):
         for sample in samples:
             yield from sample.images

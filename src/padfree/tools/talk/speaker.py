@@ -250,7 +250,7 @@ def check_sampling(temperature: float, seed: int, truncation: Truncation) -> Non
     need(0 <= seed < 1 << 63, "--seed", seed, "give 0 to 2**63 - 1")
     top_k, top_p, min_p = truncation.top_k, truncation.top_p, truncation.min_p
     need(top_k is None or top_k >= 1, "--top-k", top_k, "give 1 or more")
-    need(0 < top_p <= 1, "--top-p", top_p, "give a probability above 0, at most 1")
+    need(0 < top_p <= 1, "--top-p", top_p, "give more than 0, at most 1")
     need(0 <= min_p <= 1, "--min-p", min_p, "give 0 to 1")
     for name, value, neutral in (("--top-k", top_k, None), ("--top-p", top_p, 1.0), ("--min-p", min_p, 0.0)):
         fix = "leave it out, or give a temperature above 0: temperature 0 takes the most likely token"
