@@ -221,7 +221,7 @@ def _probed(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def check_stock_packing(model: PreTrainedModel) -> None:
-    """Raise `UserError` if the model cannot be trained on packs with its own attention implementation."""
+    """Raise `UserError` if the model cannot be trained on packs with transformers' attention instead of padfree's."""
     name = _class_name(model)
     if is_attached(model.config):
         raise UserError(
@@ -282,8 +282,8 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
 
     Raises `UserError` if an `LmHead` cannot reproduce the model's logits.
 
-    The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
-    it is unsharded.
+    The weight is the model's own parameter. Under FSDP2 it is a DTensor; within the context manager
+    `padfree.sharding.parallelize.inside` it is unsharded.
     """
     head = described_head(model)
     # A vision-language model needs no probe: padfree's tests compare the logits of its family with the described head.

@@ -52,8 +52,10 @@ def narrow_forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    """Compute stacked experts in blocks of rows: hidden [T, D], choices [T, k] and weights [T, k] give [T, D].
-    Differentiable.
+    """Compute the outputs [T, D] of a layer's experts, with matmuls over blocks of `BLOCK_ROWS` tokens. Differentiable.
+
+    `hidden` [T, D] are the inputs, `choices` [T, k] the experts of each token, and `weights` [T, k] the factors of
+    their outputs.
     """
     own: Any = module
     num_choices = choices.shape[1]
@@ -74,9 +76,10 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
-    """Multiply rows [R, K], sorted by expert, with the weight [E, N, K] of their expert; return [R, N].
+    """Multiply each of the rows [R, K] with the matrix [N, K] of its expert, in blocks of rows. Returns [R, N].
 
-    `sizes` are the numbers of rows of the E experts. If `transposed` is True, the weight is [E, K, N].
+    The rows are sorted by expert, and `sizes` are the numbers of rows of the E experts. `weight` is [E, N, K], or
+    [E, K, N] if `transposed` is True.
     """
     parts: list[Tensor] = []
     biases = [None] * len(sizes) if bias is None else bias.unbind(0)

@@ -128,9 +128,10 @@ def _unlike_config(
 def broadcast_weights(
     targets: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], source_model: Callable[[], PreTrainedModel]
 ) -> None:
-    """Fill `targets` one by one from a model that rank 0 creates on the CPU by calling `source_model`.
+    """Fill the tensors `targets` of all ranks with the values of a model that rank 0 creates on the CPU.
 
-    `dtypes` are the dtypes of the tensors in that model.
+    Rank 0 calls `source_model` to create the model, and broadcasts one tensor at a time. `dtypes` are the dtypes of the
+    tensors in that model.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     whole: dict[str, Tensor] = {}

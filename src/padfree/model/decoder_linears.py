@@ -20,7 +20,10 @@ from padfree.model.structure import layers_of
 
 
 def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers by name, in the order of the model's modules. The model may be on the meta device."""
+    """Return the linear layers that multiply hidden states of all tokens in the decoder layers, by name.
+
+    They are in the order of the model's modules. The model may be on the meta device.
+    """
     roles = roles_of(model)
     modules = dict(model.named_modules())
     inner = set(layers_of(model).modules())

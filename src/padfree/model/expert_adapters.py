@@ -66,7 +66,7 @@ def has_expert_adapters(module: nn.Module) -> bool:
 
 
 def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: float, dropout: float) -> None:
-    """Add adapters to the weights `names` of a module of experts. The adapters are on the meta device."""
+    """Add low-rank adapters, on the meta device, to the stacked weights `names` of a module of experts."""
     read, written = (1, 2) if experts.is_transposed else (2, 1)
     weights = {name: getattr(experts, name) for name in names}
     experts.lora_A = ExpertMatrices({name: (len(each), rank, each.shape[read]) for name, each in weights.items()})
@@ -138,7 +138,9 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Apply adapters `a` [E, rank, in] and `b` [E, out, rank] to tokens [S, in] sorted by expert: returns [S, out]."""
+    """Apply the low-rank adapters `a` [E, rank, in] and `b` [E, out, rank] of E experts to tokens `x` [S, in].
+
+    The tokens are sorted by expert: expert e has the tokens from offsets[e - 1] to offsets[e]. Returns [S, out]."""
     # The kernels need aligned strides. Pad the rank with zeros, which do not change the result.
     if fill := -a.shape[1] % (ALIGNMENT // a.element_size()):
         a, b = functional.pad(a, (0, 0, 0, fill)), functional.pad(b, (0, fill))

@@ -258,7 +258,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `UserError` for arguments with which a pack would silently give wrong results. A forward pre-hook.
+    """Forward pre-hook that raises `UserError` for arguments with which a pack would silently give wrong results.
 
     The hook does nothing while the model uses another attention implementation, so that
     `set_attn_implementation("sdpa")` restores the stock model, for example for generation.

@@ -272,7 +272,10 @@ def _read_slices(tensors: Mapping[str, Tensor], names: StoredNames, files: Mappi
 
 
 def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.Size, path: Path) -> None:
-    """Read `region` of the tensor `name`, whose whole shape must be `shape`, into `local`."""
+    """Read the part `region` of the tensor `name` from an open safetensors file into the tensor `local`.
+
+    The whole tensor in the file must have the shape `shape`.
+    """
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(shape):
         raise UserError(
@@ -285,7 +288,7 @@ def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.
 
 
 def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
-    """Raise on all ranks if the weights hold NaN or infinity on any rank."""
+    """Raise a `UserError` on all ranks if the weights on any rank contain NaN or infinity."""
     found, error = nonfinite_weight(model), None
     if found is not None:
         where = files.get(found, model_name)

@@ -296,8 +296,9 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def weights_read_by(module: nn.Module) -> set[str]:
-    """Return the names of submodules that the forward of a mixer (a recurrence or convolution) does not call, but whose
-    weight it reads as `self.name.weight`.
+    """Return the names of the submodules whose weight a mixer (a recurrence or convolution) reads directly.
+
+    The mixer's forward reads `self.name.weight` of such a submodule instead of calling the submodule.
     """
     if kind_of(module).name == "other":
         return set()

@@ -68,9 +68,10 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """Return the head that the config describes as an `LmHead`, or None if the model has no head.
+    """Return the model's head as an `LmHead` with the soft cap and scale in the config; None if there is no head.
 
-    `padfree.model.probe` compares the logits of this `LmHead` with those of the model.
+    The model's code may change the logits in other ways. `padfree.model.probe` therefore compares the logits of the
+    `LmHead` with those of the model.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:

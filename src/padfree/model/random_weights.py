@@ -49,7 +49,10 @@ Recipe = list[InitialisingCall]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls that write to each storage. A storage maps to None if one of its calls reads other tensors."""
+    """Records the calls that write to the memory (storage) of each tensor.
+
+    A storage maps to None if one of the calls that write to it reads other tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,7 +122,10 @@ def _writes_all(recipe: Recipe, count: int) -> bool:
 
 
 def draw_weights(targets: Mapping[str, Tensor], recipes: Mapping[str, Recipe], device: torch.device, seed: int) -> None:
-    """Fill `targets`, which may be sharded, with initial values that are drawn on `device`. Not collective."""
+    """Fill `targets`, which may be sharded, with initial values that are drawn on `device`.
+
+    `recipes` are the calls that initialise each tensor. The ranks do not communicate.
+    """
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         for name, tensor in targets.items():

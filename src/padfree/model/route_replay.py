@@ -45,7 +45,10 @@ PROBED_TOKENS = 9
 
 
 class ReplayedTopK(TorchFunctionMode):
-    """Replaces the result of `torch.topk` over E experts by given routes [T, k]; -1 marks an unknown route."""
+    """Makes `torch.topk` choose the k given experts of each of T tokens: `routes` [T, k].
+
+    -1 in `routes` leaves the choice of this expert to the router.
+    """
 
     def __init__(self, routes: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -71,7 +74,8 @@ class ReplayedTopK(TorchFunctionMode):
 
 
 class RouteReplay:
-    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k].
+    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k], k experts for each
+    of T tokens.
 
     The model is changed in place.
     """
@@ -133,7 +137,10 @@ class RouteRecorder:
         self._recorder.clear()
 
     def take(self) -> Tensor:
-        """Return the routes [T, R, k] of the T tokens of one forward pass, on the model's device."""
+        """Return the routes [T, R, k] of one forward pass, on the model's device.
+
+        The routes are the k experts that each of R routers chose for each of T tokens.
+        """
         calls = self._recorder.calls
         assert [number for number, _, _ in calls] == list(range(self.num_routers))
         routes = torch.stack([choices for _, _, choices in calls], dim=1)

@@ -202,8 +202,7 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
     """Return the number of key heads of the small copy.
 
-    A copy of a model with multi-query attention also has multi-query attention, and likewise for grouped-query and
-    multi-head attention.
+    The copy has the same kind of attention as the model: multi-query (one key head), grouped-query or multi-head.
     """
     if num_key_heads == 1:
         return 1

@@ -54,11 +54,11 @@ class SplitStorage:
         return self.rounded.device
 
     def join(self, start: int, stop: int) -> Tensor:
-        """Return the values [stop - start] in new memory. `start` is a multiple of 8."""
+        """Return the float32 values from index `start` to index `stop`, in new memory. `start` is a multiple of 8."""
         return _kernels(self.device).join(*self._range(start, stop))
 
     def split(self, values: Tensor, start: int) -> None:
-        """Store values [n], or of any shape with n elements, from `start` on. `start` is a multiple of 8."""
+        """Store float32 values of any shape in this storage, from index `start` on. `start` is a multiple of 8."""
         values = values.detach().reshape(-1)
         _kernels(self.device).split(values.contiguous(), *self._range(start, start + values.numel()))
 
@@ -224,7 +224,7 @@ def _empty(weight: SplitWeight) -> Tensor:
 
 
 def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation whose results are views of its first argument, a `SplitWeight`. Each view is one, too."""
+    """Call an operation whose results are views of its first argument, a `SplitWeight`. Views are `SplitWeight`s."""
     weight, *rest = args
     assert isinstance(weight, SplitWeight), f"{function} makes a view of an argument other than its first"
     found = function(weight._meta(), *rest, **kwargs)

@@ -233,8 +233,8 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """Return the number of optimizer steps in all epochs of the data.
 
     With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. `enough`: the
-    caller needs no larger number. If the total number of tokens shows that there are at least `enough` steps, the
-    function returns `enough` without counting.
+    largest number that the caller needs. If the total number of tokens shows that there are at least `enough` steps,
+    the function returns `enough` without counting.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None

@@ -270,7 +270,10 @@ def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:
-    """Call the reward function `name` on every row, if padfree has it, so that rows it cannot grade raise an error."""
+    """If `name` is one of padfree's own reward functions, call it on every row.
+
+    A row that the reward function cannot grade raises an error.
+    """
     if name not in BUILT_IN:
         return
     reward = load_reward(name)

@@ -33,7 +33,10 @@ class NonFiniteError(RuntimeError):
 
 
 def nonfinite_cause(model: nn.Module, step: int) -> str:
-    """Return the end of an error message about a non-finite loss: whether weights or data cause it. Collective."""
+    """Return the end of an error message about a non-finite loss: whether weights or data cause it.
+
+    All ranks must call this.
+    """
     name = _nonfinite_on_any_rank(model)
     if name is not None:
         return f"; the cause is in the weights: {name} is not finite; resume a checkpoint with a lower optimizer.lr"
@@ -43,7 +46,7 @@ def nonfinite_cause(model: nn.Module, step: int) -> str:
 
 
 def check_weights(model: nn.Module, step: int, name: str = "the model", lr: str = "optimizer.lr") -> None:
-    """Raise a `NonFiniteError` if updates have made a weight NaN or infinite. Call this before a save. Collective.
+    """Raise a `NonFiniteError` if updates have made a weight NaN or infinite. All ranks must call this before a save.
 
     `name`: what the error message calls the model. `lr`: the name of the setting for the model's learning rate.
     """

@@ -61,7 +61,7 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 
 class RunImages(NamedTuple):
-    """What a resumed batch needs to restore its images.
+    """The information with which a resumed run restores the images of a rollout batch.
 
     `of_prompts`: the images of the run's prompts, by digest. `settings`: how images are read; None for a text model.
     """
@@ -101,7 +101,9 @@ class GlobalBatch:
         return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
-        """Return the entries that store this batch in a checkpoint's `extra` dict: JSON values and tensors. Collective.
+        """Return the entries that store this batch in a checkpoint's `extra` dict: JSON values and tensors.
+
+        All ranks must call this.
 
         The field `raw_reward` of the samples is left out, because no update uses it.
         """
@@ -224,7 +226,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 
 
 def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
-    """Return, by digest, the samples' images without a file of their own, such as those that an environment drew."""
+    """Return the images of the samples that are not in a file, such as those that an environment drew, by digest."""
     return {
         image.digest: image.load.read
         for sample in samples

@@ -73,7 +73,9 @@ from padfree.train.vocabulary import check_vocabularies
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preflight:
-    """What the checks of a run have loaded, and notes to show the user before the first step."""
+    """The result of the checks before a run: tokenizer, data and model without weights, which the run then uses, and
+    notes to show the user before the first step.
+    """
 
     tokenizer: Any
     source: TrainingData
@@ -91,7 +93,7 @@ def preflight(
     planned: bool = False,
     progress: Progress | None = None,
 ) -> Preflight:
-    """Raise a `UserError` if the run cannot work. Collective: if one process refuses the run, all processes raise.
+    """Raise a `UserError` if the run cannot work. All processes must call this; if one fails, all raise the error.
 
     `dry`: do not import user code, and accept a device type that this machine lacks. `planned`: the caller is `padfree
     plan`, so skip the checks of the run folder and of sample lengths.

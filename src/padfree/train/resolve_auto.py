@@ -159,7 +159,7 @@ def resolve_auto(
 
 
 def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
-    """Replace each `auto` in the settings by a value for the devices of this run. Collective.
+    """Replace each `auto` in the settings by a value for the devices of this run. All ranks must call this.
 
     All ranks use the memory of the smallest device. `facts`: arguments of `estimate_memory` that describe the data.
     """

@@ -140,7 +140,10 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
 
 
 def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
-    """Raise a `UserError` if the settings, model or data of a rank differ from those of rank 0. Collective."""
+    """Raise a `UserError` if the settings, model or data of a rank differ from those of rank 0.
+
+    All ranks of `group` must call this, each with its own `record`.
+    """
     own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)

@@ -407,7 +407,7 @@ class Trainer:
 
 
 def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
-    """Return whether `wanted` is true on any rank. Collective.
+    """Return whether `wanted` is true on any rank. All ranks must call this.
 
     A signal reaches the ranks at different times. With this function, all ranks stop after the same step.
     """

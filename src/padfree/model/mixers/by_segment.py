@@ -17,13 +17,14 @@ from torch import Tensor
 
 
 def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Apply `call` to all segments.
+    """Apply `call` to every segment of a pack, in one call for all segments of the same length.
 
-    `values` are tensors [t, ...] with one entry per token, t = sum(lengths). Returns [t, D'].
+    `values` are tensors [t, ...] with one entry per token, t = sum(lengths). Returns [t, D'], where D' is the output
+    width.
 
-    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D'], where D' is the output
-    width. If there are no tokens, `call` gets one token of zeros and its result is multiplied by 0, because all ranks
-    of a sharded model must use the same parameters.
+    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D']. If there are no tokens,
+    `call` gets one token of zeros and its result is multiplied by 0, because all ranks of a sharded model must use the
+    same parameters.
     """
     members: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):

@@ -143,7 +143,7 @@ def installed(module: nn.Module) -> Mixer | None:
 def hand_context(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pass the `AttnContext` in place of the attention mask. A forward pre-hook.
+    """Forward pre-hook that passes the `AttnContext` (the samples of the pack) in place of the attention mask.
 
     The hook is for modules that pass a mask to their submodules but drop other keyword arguments, such as
     `attn_context`.
@@ -155,7 +155,10 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a mixer on a pack: apply the mixer's own forward to each segment, or to all segments at once."""
+    """Run a mixer (a recurrence or convolution) on a pack, segment by segment or on all segments at once.
+
+    This function replaces the forward of the mixer. A segment holds the tokens of one sample.
+    """
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)
@@ -252,8 +255,9 @@ def _holds_tensors(value: Any) -> bool:
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
     """Apply `call` to each segment of a pack as a whole, even if the pack's tokens are divided over context ranks.
 
-    Each tensor in `tokens` holds one value per token of this rank, [T/world, ...]. Returns [T/world, D'] with zeros for
-    padding tokens. If `order` is given, index i of the pack holds token order[i].
+    A pack of T tokens is divided over `world` context ranks. Each tensor in `tokens` holds one value per token of this
+    rank, [T/world, ...]. Returns [T/world, D'] with zeros for padding tokens; D' is the output width. If `order` is
+    given, index i of the pack holds token order[i].
     """
     segments = context.segments
     if context.layout is not None:

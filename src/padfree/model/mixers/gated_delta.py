@@ -26,7 +26,10 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has a decay per head and convolutions, but not the skip connection `D` of Mamba."""
+    """Return whether a mixer is of the kind of this file.
+
+    Such a mixer has a decay per head and convolutions, but not the skip connection `D` of Mamba.
+    """
     return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 

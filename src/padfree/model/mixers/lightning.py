@@ -14,7 +14,7 @@ from padfree.model.mixers.mixer import MixerKind
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has one decay rate per head, stored as a buffer and not as a parameter."""
+    """Return whether a mixer is lightning attention: its decay rates, one per head, are a buffer, not a parameter."""
     return "slope_rate" in module._buffers
 
 

@@ -15,7 +15,7 @@ from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has a decay for each element of the state, and a skip connection `D`."""
+    """Return whether a mixer is Mamba: it has a decay for each element of the state, and a skip connection `D`."""
     decay = decay_of(module)
     return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 

@@ -27,7 +27,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has one decay per head, a skip connection `D` and a convolution."""
+    """Return whether a mixer is Mamba-2: it has one decay per head, a skip connection `D` and a convolution."""
     decay = decay_of(module)
     return decay is not None and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
 

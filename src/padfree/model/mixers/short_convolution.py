@@ -25,7 +25,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has a convolution along the sequence and no recurrence."""
+    """Return whether a mixer is a short convolution: it has a convolution along the sequence and no recurrence."""
     return bool(depthwise_convolutions(module)) and decay_of(module) is None
 
 

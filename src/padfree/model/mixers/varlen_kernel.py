@@ -46,7 +46,7 @@ PyTorch code in the tested dtype and in float32. If the tested dtype is float32,
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VarlenKernel:
-    """The function that mixers of one class call instead of their forward."""
+    """A function that replaces the forward of all mixers of one class, and processes all segments of a pack at once."""
 
     forward: Function
     boundaries: str  # the argument that takes the Segments

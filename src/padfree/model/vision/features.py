@@ -97,7 +97,7 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImag
 
 
 def _joined(features: Any) -> Tensor:
-    """Join features to one tensor [F, D].
+    """Join the features that a vision tower returns to one tensor [F, D], where F is the number of features.
 
     `features` is a list with one tensor per image or sample, or one tensor [tiles, n, D].
     """

@@ -73,7 +73,7 @@ class HarnessAnswers:
         return packed_scores(self.model, found)
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return the text that follows each context, up to a stop string or the largest number of tokens."""
+        """Generate a text after each context, up to a stop string or to the maximum number of new tokens."""
         plans = [generation_of(arguments) for _, arguments in requests]
         texts: dict[int, str] = {}
         kinds = sorted({(plan.temperature, plan.max_new_tokens) for plan in plans})

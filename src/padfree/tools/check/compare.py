@@ -75,7 +75,10 @@ normaliser's tolerance is low for both, because loss weights and sums are always
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """Return the largest difference of a token between two sets of log-probabilities, [n] for each sample."""
+    """Return the largest difference of a token's log-probability between two results, and the token that has it.
+
+    A result has one array [n] for each sample of n tokens.
+    """
     largest = Gap(0.0, "")
     for index, (ours, theirs, sample) in enumerate(zip(actual, expected, samples, strict=True)):
         if not len(sample):
@@ -121,8 +124,8 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
     """Return the largest relative gradient difference in each part of the model, in the order of the parts.
 
-    Both arguments map the name of a parameter: `extents` to the difference of its gradient, `parts` to its part of the
-    model.
+    `extents` maps the name of each parameter to the difference of its gradient, and `parts` maps this name to the part
+    of the model that the parameter belongs to.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():
@@ -167,7 +170,9 @@ def parts_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _vision_parts(model: PreTrainedModel) -> dict[str, str]:
-    """Return which parameters belong to the tower or the projector of a vision-language model."""
+    """Map the name of each parameter in the tower or the projector of a vision-language model to "tower" or
+    "projector".
+    """
     family = family_of(model)
     if family is None:
         return {}

@@ -44,7 +44,7 @@ def share_images(samples: Sequence[Sample]) -> bool:
 
 
 def image_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
-    """Return the arguments of the model's forward for the images of a sample. Empty if it has no images."""
+    """Return the arguments of the model's forward for the images of a sample; {} if the sample has no images."""
     if not sample.images:
         return {}
     config: Any = model.config
@@ -88,7 +88,7 @@ def _padded(loaded: Sequence[Mapping[str, NDArray[Any]]]) -> list[Mapping[str, N
 
 
 def with_other_images(sample: Sample) -> Sample:
-    """Return the sample with other images of the same sizes: the pixels change their order and their sign."""
+    """Return the sample with other images of the same sizes, whose pixels have another order and the opposite sign."""
     return replace(sample, images=tuple(_other(image) for image in sample.images))
 
 

@@ -235,7 +235,7 @@ def _reference(
     teachers: list[PreTrainedModel] = []
 
     def load(kind: torch.dtype) -> PreTrainedModel:
-        """Load the model, and a teacher if the loss has one. Every rank must call this."""
+        """Load the model in the dtype `kind`, and a teacher if the loss has one. Every rank must call this."""
 
         def loaded(head: ModelHead) -> PreTrainedModel:
             model = load_model(
@@ -407,11 +407,12 @@ class _Check:
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
+        """Add the result of a comparison of log-probabilities in which only other samples of a pack differ.
 
-        A matmul computes each token's result independently, so other tokens cannot change a sample's bits. There are
-        two exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts,
-        and the vision tower if samples share an image, because a replaced sample gets an image of its own.
+        The difference `gap` may be at most as large as that of two identical runs, which is usually 0: a matmul
+        computes each token's result independently, so other tokens cannot change a sample's bits. There are two
+        exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts, and
+        the vision tower if samples share an image, because a replaced sample gets an image of its own.
         """
         if not self.first:
             return

@@ -179,9 +179,9 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """Compare the gradients in the parameters with `reference`, by parameter name, then clear them.
+        """Compare the gradients in the parameters with the gradients `reference`, by parameter name.
 
-        Return the differences on rank 0, and {} on other ranks.
+        Return the differences on rank 0, and {} on other ranks. Afterwards the parameters have no gradients.
         """
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():

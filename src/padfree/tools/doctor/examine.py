@@ -153,7 +153,10 @@ class Examination:
         self.findings: list[Finding] = []
 
     def stage(self, evidence: Evidence, model: PreTrainedModel, *, sampling: bool) -> tuple[Case, Finding]:
-        """Compare the evidence with `model`. With `sampling`, try only hypotheses about how the server samples."""
+        """Compare the evidence (log-probabilities that a server reports) with those of `model`, and find the cause.
+
+        With `sampling`, try only hypotheses about how the server samples.
+        """
         patient = self.patient
         if self.noise is None:
             self.say("measuring the noise of rounding")
@@ -339,9 +342,10 @@ class _TextReader:
         return self._by_scores(what, scored, self.model)
 
     def _by_scores(self, what: str, answers: Sequence[TextAnswer], model: PreTrainedModel) -> TextFinding:
-        """Infer, from the log-probabilities of the server's responses, which prompt ids the server read.
+        """Infer, from the log-probabilities of the server's responses, which prompt ids the server has read.
 
-        The responses are scored after the expected prompt ids and after those that known faults would give.
+        `model` scores the responses after the expected prompt ids. If these scores differ from the server's, `model`
+        scores the responses after the prompt ids that known faults would give.
         """
 
         def evidence_of(prompts: Sequence[Sequence[int]]) -> Evidence:

@@ -37,7 +37,10 @@ FLOAT8 = {"fp8 (e4m3)": torch.float8_e4m3fn, "fp8 (e5m2)": torch.float8_e5m2}
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the logits [E, V] that predict each scored token of the evidence, in float32 on the CPU."""
+    """Return the model's logits [E, V] for the E tokens whose log-probabilities are in the evidence.
+
+    The logits are in float32 on the CPU.
+    """
     found: list[Tensor] = []
     for numbers in _packs(evidence.sequences):
         samples = [Sample(tokens=evidence.sequences[number]) for number in numbers]

@@ -111,14 +111,19 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """Return the units of the search: single tensors or, above `MOST_UNITS` tensors, whole layers and other tensors."""
+    """Return the units among which stale ones are searched: single tensors, if there are at most `MOST_UNITS`.
+
+    Otherwise the units are whole layers, and single tensors outside the layers.
+    """
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]
     return [members for label, members in groups.items() if not label.endswith(" of all layers")]
 
 
 def search(tried: Replacements, units: list[Names]) -> Names:
-    """Return the tensors that are probably stale, found by least squares and then by adding and removing units."""
+    """Return the tensors that are probably stale (older on the server than in the model).
+
+    They are found by least squares over `units` (sets of tensors), and then by adding and removing units."""
     expected = tried.score(frozenset())
     effects = np.stack([tried.score(unit) - expected for unit in units], axis=1)  # [E, units]
     shares = np.linalg.lstsq(effects, tried.case.observed - expected, rcond=None)[0]

@@ -93,7 +93,7 @@ class EpochPlan:
 
     @property
     def imbalances(self) -> list[float]:
-        """Return the imbalance of each of the P planned steps (`StepPlan.imbalance`), [P]."""
+        """Return, for each of the P planned steps, its cost divided by the cost with equally loaded ranks, [P]."""
         return [plan.imbalance for plan in self.plans]
 
     @property

@@ -174,9 +174,10 @@ def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def _position(name: str) -> tuple[int, int, str]:
-    """Return the position of a metric on the page, as a sort key. Metrics that match no heading come last.
+    """Return a sort key that gives the position of a metric on the page. Metrics that match no heading come last.
 
-    The key consists of the index of the matching heading, the index of the matching pattern, and the metric's name.
+    The key consists of the index of the matching heading, the index of the matching pattern under this heading, and,
+    for a metric that matches no heading, the prefix of its name.
     """
     for number, patterns in enumerate(HEADINGS.values()):
         for index, pattern in enumerate(patterns):

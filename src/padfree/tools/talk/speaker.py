@@ -94,7 +94,7 @@ class Speaker:
     ) -> None:
         """`chat` renders the chat template. If it is None, prompts are plain text.
 
-        `decodes`: whether padfree's `Decoder` generates the tokens, as for `InProcessSampler`.
+        `decodes`: whether padfree's `Decoder` (with a KV cache) generates the tokens; None: `InProcessSampler` decides.
         """
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)

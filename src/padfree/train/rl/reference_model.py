@@ -38,10 +38,10 @@ from padfree.train.scorer import Scorer
 
 
 class ReferenceModel(ABC):
-    """Base class: computes the reference's log-probabilities of samples.
+    """Base class of the reference models for the KL term, which compute log-probabilities of samples.
 
-    `every`: the reference takes over the weights of the policy each time that this number of rollout batches has been
-    trained; None: never.
+    `every`: the number of rollout batches after which the reference takes over the weights of the policy, again and
+    again; None: never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -55,7 +55,7 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
-        """Copy the current weights or adapters of `model`, the policy. Collective."""
+        """Copy the current weights or adapters of `model`, the policy, into the reference. All ranks must call this."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
