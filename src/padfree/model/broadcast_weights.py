@@ -147,7 +147,7 @@ def broadcast_weights(
         error = UserError(
             "model",
             f"{min(whole.keys() ^ targets.keys())} is tied to another tensor according to the config, but the files "
-            "hold both with different values",
+            "hold the two tensors with different values",
             "set tie_word_embeddings to false in config.json",
         )
     raise_together(error)

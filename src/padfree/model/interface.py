@@ -315,7 +315,7 @@ def _need_tokens(num_tokens: int, context: AttnContext) -> None:
         raise UserError(
             "attn_context",
             f"is for {expected} tokens, but the input has {num_tokens}",
-            "take both from the same LocalBatch",
+            "take all arguments of the model from the same LocalBatch",
         )
 
 

@@ -116,7 +116,9 @@ def load_model(
         shard(model)
     if apart := {tensor_name for tensor_name in named_tensors(model) if not is_adapter(tensor_name)} ^ dtypes.keys():
         raise UserError(
-            "shard", f"separates {min(apart)} from the tensor it is tied to", "shard the two in one fully_shard unit"
+            "shard",
+            f"separates {min(apart)} from the tensor it is tied to",
+            "shard the two tensors in one fully_shard unit",
         )
     ties = _ties(model)
     model.to_empty(device="cpu" if offload else device)

@@ -49,7 +49,11 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     if family is not None:
         hidden = vision_hidden_states(base, family, batch)
     elif batch.images is not None:
-        raise UserError("images", f"cannot be shown to a {type(model).__name__}", "remove them, or use a vision model")
+        raise UserError(
+            "images",
+            f"are given, but {type(model).__name__} reads no images",
+            "remove them, or use a vision-language model",
+        )
     else:
         hidden = base(**batch.model_inputs()).last_hidden_state
     assert isinstance(hidden, Tensor)

@@ -89,7 +89,7 @@ def freeze(model: nn.Module, selections: Iterable[str]) -> None:
         if clean_name(name) in names:
             parameter.requires_grad_(False)
     if names and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("model.freeze", "freezes all parameters", "leave one part out")
+        raise UserError("model.freeze", "freezes all parameters", "leave one part of the model unfrozen")
 
 
 def frozen_weights(model: PreTrainedModel) -> FrozenWeights:

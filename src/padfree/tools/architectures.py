@@ -172,7 +172,9 @@ def _tried(model_type: str, class_name: str, *, with_images: bool = False) -> Ar
 
 
 def _too_long(*_: Any) -> None:
-    raise UserError("model", f"was not built and prepared within {PATIENCE} s", "raise PATIENCE")
+    raise UserError(
+        "model", f"was not built and prepared within {PATIENCE} s", "raise PATIENCE in padfree/tools/architectures.py"
+    )
 
 
 def _short(text: str) -> str:

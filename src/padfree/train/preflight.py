@@ -181,12 +181,17 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
             "parallel.context",
             f"{context} × {replicate} (parallel.context × parallel.replicate) does not divide the {processes} "
             "processes",
-            "lower one of the two settings, or start a multiple of their product",
+            "lower one of the two settings, or start a number of processes that is a multiple of their product",
         )
     check_expert_ranks(config.parallel.expert, processes // replicate)
     requested = config.model.attention
     if requested != "auto" and requested not in BACKENDS:
-        raise UserError("model.attention", "", f"set it to auto, or to one of {', '.join(BACKENDS)}", value=requested)
+        raise UserError(
+            "model.attention",
+            "is not an attention backend",
+            f"set it to auto, or to one of {', '.join(BACKENDS)}",
+            value=requested,
+        )
     check_placement(config, device_type)
     if config.rollout.source is not None:
         for name in {config.rollout.reward, config.eval.reward} - {None}:

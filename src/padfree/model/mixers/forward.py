@@ -228,7 +228,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
         raise UserError(
             "attn_context",
             f"is for {needed} tokens, but {name} has {len(values_of_tokens[0])}",
-            "take both from the same LocalBatch",
+            "take all arguments of the model from the same LocalBatch",
         )
     # Tensor arguments that the module ignores are not split into segments, so None is passed instead of them.
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}

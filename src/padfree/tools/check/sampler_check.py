@@ -133,7 +133,8 @@ def check_sampler(
     if obstacle is not None:
         raise UserError(
             "--sampler",
-            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ: {obstacle}",
+            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ from the trainer's: "
+            f"{obstacle}",
             "remove --sampler, and set rollout.exact=false",
         )
     model.train(False)
