@@ -4,6 +4,8 @@
     cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
     back to HF              output [1, T, H, dv], None
 
+A pack has T tokens. H and Hkv are the numbers of query heads and key heads, d and dv the sizes of a key and a value.
+
 transformers looks up attention functions by the name in `config._attn_implementation`. padfree's function is registered
 as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model stores only this name.
 

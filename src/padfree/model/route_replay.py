@@ -3,10 +3,11 @@
     router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        the model's own forward
         torch.topk(scores [T, E], k)  ->  scores.gather(routes), routes           replaced while routes are replayed
 
-A router computes scores of E experts, takes the k experts with the highest scores, and derives their weights. Replay
-replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their scores. Everything else is
-the router's own code: it computes the weights of the given experts by softmax or sigmoid, with its normalisation and
-scale, and with gradients. If the routes are the router's own choices, the result is bitwise the same.
+For each of T tokens, a router computes scores of E experts, takes the k experts with the highest scores, and derives
+their weights. Replay replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their
+scores. Everything else is the router's own code: it computes the weights of the given experts by softmax or sigmoid,
+with its normalisation and scale, and with gradients. If the routes are the router's own choices, the result is bitwise
+the same.
 
 Routes are an argument of the model's forward. A hook stores the `AttnContext` of each call of a decoder layer, also
 when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.

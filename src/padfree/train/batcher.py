@@ -72,7 +72,8 @@ def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indice
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
     """Return the number of data rows of each source of a mixture.
 
-    `starts`: the result of `row_starts`. `parts`: the number of samples of each source; empty if there is no mixture.
+    `starts`: the index of the first sample of each row, then the number of samples (see `row_starts`). `parts`: the
+    number of samples of each source; empty if there is no mixture.
     """
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()

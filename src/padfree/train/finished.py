@@ -1,4 +1,4 @@
-"""What earlier starts left in the run folder: whether the run is finished, and whether it can continue.
+"""Determine from the run folder whether earlier starts have finished the run and, if not, whether it can continue.
 
 A run is finished if all of these conditions hold. Otherwise it resumes from its newest checkpoint and does the rest.
 
@@ -80,7 +80,10 @@ def write_end(folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def read_end(folder: Path, *, resume: bool) -> dict[str, Any] | None:
-    """Return the contents of `end.json`. Return None if there is no such file, or if `resume` is false."""
+    """Return the contents of `end.json`, which a run without checkpoints writes into its folder at its end.
+
+    Returns None if there is no such file, or if `resume` is false.
+    """
     return read_json(folder / END) if resume else None
 
 

@@ -26,9 +26,8 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether a mixer is of the kind of this file.
-
-    Such a mixer has a decay per head and convolutions, but not the skip connection `D` of Mamba.
+    """Return whether a mixer uses the gated delta rule: it has a decay per head and convolutions, but unlike Mamba no
+    skip connection `D`.
     """
     return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 

@@ -220,7 +220,10 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _outcome(
     call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Run `call` forward and backward. Returns the output and all gradients by name, in float32."""
+    """Run `call` on `hidden` forward, and backward from the output gradient `weights`.
+
+    Returns the output and all gradients by name, in float32.
+    """
     module.zero_grad(set_to_none=True)
     hidden = hidden.detach().requires_grad_()
     output = call(module, hidden, segments)

@@ -82,7 +82,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The results of the reference, on rank 0. On other ranks, only the samples and the parameter names are set."""
+    """The results of plain transformers code, with which packed training is compared (the reference), on rank 0.
+
+    On other ranks, only the samples and the parameter names are set.
+    """
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
@@ -252,7 +255,8 @@ def _reference(
     def compute(
         model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
     ) -> tuple[list[Sample], CheckOutcome]:
-        """Return the samples with the extra inputs of the loss, and the results of plain Hugging Face code for them.
+        """Return the samples with the extra inputs of the loss (e.g. reference log-probabilities), and the results of
+        plain Hugging Face code for them.
 
         `given`: samples that already have the extra inputs. `padded`: whether to run padded batches of two.
         """

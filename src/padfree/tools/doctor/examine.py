@@ -145,7 +145,10 @@ def _older(folder: str, model: PreTrainedModel, *, setting: str) -> OlderWeights
 
 
 class Examination:
-    """The stages of an examination, and their findings. The first stage measures the noise of rounding."""
+    """The stages in which a server or a rollout file is examined, and what they find.
+
+    The first stage measures the noise of rounding.
+    """
 
     def __init__(self, patient: Patient, say: Say) -> None:
         self.patient, self.say = patient, say
@@ -271,8 +274,8 @@ def examine_server(
 class _TextReader:
     """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    If the server does not return the ids, they are inferred from its log-probabilities. For this,
-    `model` must give the same log-probabilities as the server. It is None if no such model is known.
+    If the server does not return the ids, they are inferred from its log-probabilities. For this, `model` must give the
+    same log-probabilities as the server. `model` is None if no such model is known.
     """
 
     def __init__(

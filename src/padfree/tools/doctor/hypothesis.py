@@ -4,8 +4,9 @@
     Hypothesis  cause, propose(case) -> Proposal ...    each with the log-probabilities [E] that it predicts
                                      -> Untested        the reason why the evidence cannot show this cause
 
-A proposal may have values, such as a temperature, that were fitted to the evidence; `fitted` is their number. Of two
-proposals that explain the evidence equally well, the one with fewer fitted values is preferred.
+E is the number of tokens whose log-probabilities the evidence has. A proposal may have values, such as a temperature,
+that were fitted to the evidence; `fitted` is their number. Of two proposals that explain the evidence equally well, the
+one with fewer fitted values is preferred.
 """
 
 from __future__ import annotations

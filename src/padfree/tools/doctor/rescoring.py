@@ -84,7 +84,7 @@ def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def chosen(log_p: Tensor, evidence: Evidence) -> Floats:
-    """Return the log-probability of each scored token: [E, V] -> [E]."""
+    """Return the log-probabilities [E] of the evidence's tokens, from those of all V token ids, `log_p` [E, V]."""
     found: Floats = log_p.gather(1, torch.from_numpy(evidence.tokens)[:, None])[:, 0].double().numpy()
     return found
 
@@ -144,7 +144,7 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype, *, attached: bool = Tru
 
 
 def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
-    """Return log-probabilities that plain transformers code computes in float64.
+    """Return the log-probabilities of the evidence's tokens, computed by plain transformers code in float64.
 
     Returns None if there is not enough memory, or if a kernel of the model does not support float64.
     """

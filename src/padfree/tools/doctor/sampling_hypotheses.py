@@ -1,6 +1,7 @@
 """Hypotheses about how a server samples and what it then reports: temperature, truncation, penalties.
 
-These hypotheses need no new forward pass, because each is a function of the model's logits [E, V]:
+These hypotheses need no new forward pass, because each is a function of the model's logits [E, V] for E tokens and a
+vocabulary of V token ids:
 
     temperature   A server at temperature t reports log softmax(logits / t). The proposal is the t that fits best, or
                   the one that the server ignored.

@@ -1,4 +1,5 @@
-"""Compute how evenly each layout divides packs among the context ranks that share a pack.
+"""Compute how evenly each layout divides packs among the context ranks that share a pack. A layout says which tokens
+of a pack each rank holds.
 
 In this example, 4 ranks share a pack of 4 documents:
 

@@ -250,7 +250,7 @@ def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
 
 
 def contexts_figure(plan: RunPlan) -> Figure:
-    """Plot the imbalance (slowest rank over the mean) of each layout for 2, 4 and 8 context ranks."""
+    """Plot the imbalance (cost of the slowest rank over the mean) of each layout for 2, 4 and 8 context ranks."""
     worlds = [f"{world} ranks" for world in plan.long_pack_balances]
     kinds = [each.kind for each in next(iter(plan.long_pack_balances.values()))]
     bars = [

@@ -174,7 +174,9 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """Return, for each kind of traffic, the most bytes that any host sends inside itself and to other hosts."""
+        """Return two numbers of bytes for each kind of traffic: the most that a host sends between its own processes,
+        and the most that a host sends to other hosts.
+        """
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
