@@ -95,9 +95,7 @@ def probe(model: PreTrainedModel) -> Verdict:
 
 
 def stock_leak(model: PreTrainedModel) -> str | None:
-    """Return the reason why this model cannot be trained on packs with its own attention implementation, or None if it
-    can.
-    """
+    """Return the reason why this model cannot be trained on packs with transformers' attention, or None if it can."""
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
         # flex attention needs a compiler, so eager is tested instead. The same code creates the masks of both.

@@ -78,7 +78,10 @@ def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> di
 
 
 def scalar_head_of(model: PreTrainedModel) -> Tensor:
-    """Return the current weight [1, D] of the head. Raises `UserError` if the head is more than one matrix."""
+    """Return the current weight [1, D] of the model's scalar head (one number per hidden state).
+
+    Raises `UserError` if the head is more than one matrix.
+    """
     head, base = getattr(model, HEAD, None), base_of(model)
     if model in _PLAIN_HEADS:
         assert isinstance(head, nn.Linear)

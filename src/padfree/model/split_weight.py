@@ -157,7 +157,7 @@ class SplitWeight(Tensor):
         return self.storage_.rounded[self.start : self.stop].view(self.whole)
 
     def joined(self) -> Tensor:
-        """Return the float32 values as a plain tensor in new memory."""
+        """Return the float32 values of this weight (or view of a weight) as a plain tensor in new memory."""
         found = self._whole()
         for view in self.views:
             found = view(found)

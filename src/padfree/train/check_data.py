@@ -60,7 +60,7 @@ class ModelLimits:
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:
-        """Return the stricter of both models' limits, for samples that both models read."""
+        """Return the limits for samples that two models read: the smaller vocabulary and number of positions."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
             self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None

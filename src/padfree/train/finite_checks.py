@@ -25,7 +25,10 @@ from padfree.sample import Sample
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite. The step changed no weights. `samples`: the samples of this step."""
+    """Raised if the loss or gradient of a step is NaN or infinite. The step has changed no weights.
+
+    `samples`: the samples of this step.
+    """
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)

@@ -155,7 +155,7 @@ def _distances(
 
 
 def _square_sum(tensors: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """Return the sum of squares of all elements, in float64; if `others` is given, of the differences to `others`."""
+    """Return the sum of the squares of all elements of `tensors`, or of `tensors` minus `others`, in float64."""
     parts = tensors if others is None else [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.stack([part.double().square().sum() for part in parts]).sum()
 

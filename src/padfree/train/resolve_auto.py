@@ -81,7 +81,7 @@ class ResolvedAuto:
     reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
-        """Return two entries per resolved setting NAME: `NAME` has its value, `NAME because` the value's reason."""
+        """Return two entries per resolved setting NAME: its value under `NAME`, and the reason under `NAME because`."""
         found: dict[str, str] = {}
         for name, reason in self.reasons.items():
             found |= {name: _shown(self.config, name), f"{name} because": reason}

@@ -289,7 +289,7 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager in which an error about a model names `setting`, the setting that holds the model's path."""
+    """Context manager that makes errors about a model name `setting`, the setting that holds the model's path."""
     try:
         yield
     except UserError as error:

@@ -311,7 +311,7 @@ def _reference(
 
 
 class _Check:
-    """Runs packed training in all variations, and compares each with the reference.
+    """Runs packed training in all variations, and compares each with plain transformers code (the reference).
 
     Every rank takes part, but only rank 0 has the results.
     """
@@ -352,7 +352,9 @@ class _Check:
         return self.path.float8_distances(self.samples)
 
     def _compare(self, variation: Variation) -> Logprobs | None:
-        """Compare loss, gradients and (for "nll") log-probabilities of this variation with the reference."""
+        """Compare loss, gradients and (for "nll") log-probabilities of packed training in this variation with those of
+        plain transformers code (the reference).
+        """
         samples = list(reversed(self.samples)) if variation.reverse else self.samples
         logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
         if logprobs is not None and variation.reverse:
@@ -362,7 +364,7 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare `logprobs`, `loss` and the gradients in the parameters with the reference.
+        """Compare `logprobs`, `loss` and the gradients in the parameters with those of plain transformers code.
 
         Add one result per quantity to the report, under the name `check`.
         """

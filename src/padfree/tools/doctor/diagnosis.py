@@ -70,7 +70,7 @@ class Noise:
     between: dict[torch.dtype, float]  # mean difference of padfree's packs from plain transformers, in the same dtype
 
     def of(self, dtype: torch.dtype) -> float:
-        """Return the mean difference that rounding causes in a healthy server that is meant to compute in `dtype`."""
+        """Return the mean difference of log-probabilities that rounding causes in a server that computes in `dtype`."""
         return {torch.bfloat16: self.bfloat16, torch.float16: self.float16}.get(dtype, self.float32)
 
 
@@ -226,7 +226,10 @@ def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> boo
 
 
 def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:
-    """Return the largest mean difference of a healthy server that is meant to compute in `dtype`."""
+    """Return the largest mean difference between the model's log-probabilities and those of a healthy server.
+
+    `dtype`: the dtype in which the server is meant to compute.
+    """
     return FACTOR * noise.of(dtype) + evidence.resolution
 
 

@@ -74,7 +74,10 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the same as `logits_of`, but computed by the plain transformers model, one sequence at a time."""
+    """Return the logits [E, V] of the evidence's tokens, computed by the plain transformers model.
+
+    In contrast to `logits_of`, the model runs on one sequence at a time.
+    """
     found = []
     for number, sequence in enumerate(evidence.sequences):
         rows = torch.from_numpy(evidence.positions[evidence.sequence == number] - 1).to(model.device)
@@ -234,7 +237,7 @@ class NarrowRouters(TorchFunctionMode):
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
     """Return the log-probabilities [E] of the evidence, and the experts that the routers choose.
 
-    The experts are [tokens x layers, k]: one row per token and layer, in ascending order.
+    The experts are [tokens x layers, k]: one row per token and layer, which lists the k experts in ascending order.
     """
     recorder = RouterRecorder(routers_of(model))
     recorder.record(True)

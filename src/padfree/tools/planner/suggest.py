@@ -127,8 +127,9 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return, of the plans that take at most `SAME_FACTOR` times the shortest time, the one with the largest
-    `batch.max_tokens`.
+    """Return the plan with the largest `batch.max_tokens` among those that are about as fast as the fastest plan.
+
+    These plans take at most `SAME_FACTOR` times the shortest time.
     """
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)

@@ -344,7 +344,7 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 def step_traffic(
     parallel: ParallelConfig, dtype: str, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
-    """Return the bytes that ranks send in one training step with this plan. No setting may be "auto".
+    """Return the bytes that ranks send in one training step with this plan. No setting in `parallel` may be "auto".
 
     `model` can be a skeleton, i.e. without weights.
     """

@@ -22,7 +22,10 @@ MOST_POINTS = 1000
 
 
 def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
-    """Return ascending indices of the values [N] to show, at most `most` of them. `most` must be 4 or more."""
+    """Return ascending indices of at most `most` of the N values, chosen so that a plot of them keeps all spikes.
+
+    `most` must be 4 or more.
+    """
     assert most >= 4
     if len(values) <= most:
         return np.arange(len(values))

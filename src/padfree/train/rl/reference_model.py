@@ -78,7 +78,10 @@ class ReferenceModel(ABC):
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of finished batches, and whether a refresh was made. The checkpointer restores tensors."""
+        """Restore the number of finished batches, and whether a refresh was made.
+
+        The tensors of the reference are restored separately, by the checkpointer.
+        """
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 
