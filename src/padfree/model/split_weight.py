@@ -224,7 +224,10 @@ def _empty(weight: SplitWeight) -> Tensor:
 
 
 def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation whose results are views of its first argument, a `SplitWeight`. Views are `SplitWeight`s."""
+    """Call an operation whose results are views of its first argument, a `SplitWeight`.
+
+    Each view is a `SplitWeight`, too.
+    """
     weight, *rest = args
     assert isinstance(weight, SplitWeight), f"{function} makes a view of an argument other than its first"
     found = function(weight._meta(), *rest, **kwargs)

@@ -114,7 +114,7 @@ class BatchPreparer:
             self.rollouts.resume(self.batcher, self.engine.model, step, remaining=remaining)
 
     def after_updates(self) -> None:
-        """Copy the policy into the reference model if `reference.refresh` says so. Call this after a batch's updates."""
+        """Refresh the reference model if `reference.refresh` asks for it. Call this after all updates of a batch."""
         if self.reference is not None:
             self.reference.after_batch(self.engine.model)
 

@@ -289,7 +289,10 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager that makes errors about a model name `setting`, the setting that holds the model's path."""
+    """Context manager: an error about a model in its block becomes an error about the setting with the model's path.
+
+    `setting`: the name of this setting.
+    """
     try:
         yield
     except UserError as error:

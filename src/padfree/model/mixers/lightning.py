@@ -23,7 +23,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 
 
 def state_flops(module: nn.Module) -> int:
-    """Return the FLOPs per token of the recurrence, computed in blocks of n tokens.
+    """Return the FLOPs per token of the recurrence, which is computed in blocks of tokens.
 
     The FLOPs include the products with keys and values inside a block, reading the state at the beginning of the block,
     and updating the state at its end.

@@ -33,7 +33,7 @@ BALANCE_PACKS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ContextBalance:
-    """The balance of one layout over some packs.
+    """How evenly one layout divides some packs among context ranks.
 
     The imbalance of a pack is the cost of its slowest rank, divided by the mean cost of its ranks.
     """

@@ -40,8 +40,8 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class of the reference models for the KL term, which compute log-probabilities of samples.
 
-    `every`: the number of rollout batches after which the reference takes over the weights of the policy, again and
-    again; None: never.
+    `every`: the reference takes over the weights of the policy each time after this number of rollout batches; None:
+    never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
