@@ -8,9 +8,10 @@
     gradients           for each part (a layer, the embeddings, the head, a norm): the    3.0e-07 in layers.0.mlp...
                         largest relative difference of a parameter's gradient
 
-The relative difference of a gradient is its largest difference, divided by its largest entry. Some gradients are zero
-except for rounding, e.g. the gradient of a key projection's bias. For them, this quotient would be large. The divisor
-is therefore at least a hundredth of the largest gradient entry in the same part of the model.
+The relative difference of a parameter's gradient is the largest difference of an entry, divided by the largest entry
+of the expected gradient. Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. For
+them, this quotient would be large. The divisor is therefore at least a hundredth of the largest gradient entry in the
+same part of the model.
 
 A non-finite number counts as an infinite difference.
 """

@@ -5,8 +5,8 @@
     pixel_values     patches or tiles of a and b     one after another, as the model's processor returns them
     ...              what else the class reads: grids, sizes of images, types of tokens
 
-In training, padfree does not call the tower this way. A check with these arguments therefore also tests the image
-features of a pack.
+In training, padfree instead computes the image features of a whole pack (`padfree.model.vision.features`). A check that
+uses these arguments as the reference therefore also tests the image features of packs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Find the tensors of a server that are stale, i.e. from older weights or from an adapter's base model.
 
-The search uses this approximation, in which a unit u is a tensor or, in a large model, a layer:
+The search uses the following approximation. Observed are the log-probabilities that the server reports, expected those
+of the model, and a unit u is a tensor or, in a large model, a layer:
 
-    observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
+    observed - expected ≈ Σ x_u (log-probabilities with unit u replaced - expected)        x_u = 1 if unit u is stale
 
 The search stops at the first of these steps that explains the evidence:
 1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or

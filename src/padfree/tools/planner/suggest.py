@@ -1,6 +1,6 @@
 """Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-Each suggestion follows from what is known:
+Each suggestion (right) follows from the facts on the left:
 
 memory of a device    ->  the maximum number of tokens that a device can hold
 longest sample        ->  the smallest number of context ranks whose devices can hold this sample together

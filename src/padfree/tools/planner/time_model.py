@@ -3,8 +3,9 @@ per second.
 
     what is known                                                            unit of the cost model
     batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
-    a GPU whose peak is known, and model.dtype=bfloat16                      FLOPs (PEAK_FRACTION of peak per second)
+    a GPU whose peak FLOP rate is known, and model.dtype=bfloat16            FLOPs (PEAK_FRACTION of peak per second)
     neither of them                                                          FLOPs, whose time is unknown
+
 The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
 measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
 """
