@@ -41,9 +41,8 @@ class ModelLimits:
     def of(model: PreTrainedModel) -> ModelLimits:
         """Read the limits from the modules of a model.
 
-        Besides the embedding of token ids, a model may have an embedding or a buffer with about
-        `max_position_embeddings` entries. It counts as a table of position embeddings. Only such a table limits the
-        length of a sample.
+        An embedding or a buffer with about `max_position_embeddings` entries, besides the embedding of token ids,
+        counts as a table of position embeddings. Only such a table limits the length of a sample.
         """
         embeddings = model.get_input_embeddings()
         language = language_part(model)

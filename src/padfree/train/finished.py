@@ -102,8 +102,8 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
     """Raise a `UserError` if this start would have to continue a run that ended without a checkpoint.
 
-    Before the data has been read, the caller cannot know whether the data has changed. It then passes
-    `raised_steps_only`, with which only a larger `run.steps` raises the error.
+    With `raised_steps_only`, only a larger `run.steps` raises the error. Callers pass this argument before the data has
+    been read, because they cannot know yet whether the data has changed.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)

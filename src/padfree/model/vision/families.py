@@ -228,8 +228,8 @@ def family_of(model: nn.Module) -> VisionFamily | None:
     """Return the `VisionFamily` of a model or of its base model, or None if it is not a supported vision-language
     model.
 
-    The class must be one of transformers, because a subclass may compute something else. The subclass that FSDP2 makes
-    of a sharded model counts as the class of the model.
+    The class of the model must be one of transformers' own classes, because a subclass may compute something else. The
+    subclass that FSDP2 creates when it shards a model counts as the class of the model.
     """
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     name = own.__name__

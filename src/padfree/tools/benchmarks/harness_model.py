@@ -118,7 +118,7 @@ class HarnessAnswers:
         """Return one generated text per prompt, cut before its first stop string.
 
         `until` holds the stop strings of each prompt. Generation ends early as soon as every text contains one of its
-        stop strings. `first` is the index of the first prompt among all prompts, from which random numbers are drawn.
+        stop strings. `first` is the index of the first prompt among all prompts; random numbers depend on the index.
         """
         written = [""] * len(prompts)
         waiting = set(range(len(prompts)))

@@ -50,8 +50,9 @@ class TimeModel:
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """Return the most accurate time model that is available.
 
-    From most to least accurate, these are: seconds from `batch.cost`, seconds measured on this device, seconds from
-    FLOPs and the peak of a GPU, FLOPs without seconds, numbers of tokens. `gpu`: the name of the planned GPU, or None.
+    From most to least accurate, the time models are: seconds from `batch.cost`, seconds measured on this device,
+    seconds from FLOPs and the peak FLOP rate of a GPU, FLOPs without seconds, numbers of tokens. `gpu`: the name of the
+    planned GPU, or None.
     """
     if config.batch.cost is not None:
         named = config.batch.cost
