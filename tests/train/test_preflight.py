@@ -194,7 +194,13 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         ["data.columns={}", 'rollout.agent=["sh", "-c", "agent {prompt}"]'],
         "rollout.agent: ['sh', '-c', 'agent {prompt}']: sh runs 'agent {prompt}', so that data would be run as code",
     ),
-    ("sft", "qwen3", PAIRS, ["model.attention=fast"], "model.attention: 'fast'; set it to auto, or to one of fa4"),
+    (
+        "sft",
+        "qwen3",
+        PAIRS,
+        ["model.attention=fast"],
+        "model.attention: 'fast' is not an attention backend; set it to auto, or to one of fa4",
+    ),
     (
         "sft",
         "qwen3",

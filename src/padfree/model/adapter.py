@@ -8,7 +8,8 @@ checks the arguments. `attach` replaces no class, method or weight. `model.set_a
 `attach`.
 
 Apply the steps in this order: `attach`, compile the layers, wrap them in activation checkpointing, apply FSDP2. In a
-compiled layer, attention is one operator. If a pack is divided over context ranks, attention is a graph break instead.
+compiled layer, attention is one operator. If the tokens of a pack are divided over several ranks (context parallelism),
+attention is a graph break instead.
 
 Before `attach` changes anything, it tests the architecture: padfree must support the features in the config, and a
 small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises
@@ -155,8 +156,9 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
     The model's forward then takes the argument `attn_context`, and tokens attend only to their own sample.
 
-    Returns the same model. If `fast_mixers` is False, layers with a recurrent state run one sample at a time, even if
-    faster kernels are installed.
+    `backend` is the attention backend; "auto" stands for the fastest one that supports a call. If `fast_mixers` is
+    False, layers with a recurrent state run one sample at a time, even if faster kernels are installed. Returns the
+    same model.
     """
     name = _class_name(model)
     if isinstance(model, FSDPModule):
@@ -191,7 +193,10 @@ def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrai
 
 
 def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Use the attention implementation `name`, and check the arguments of every call."""
+    """Let the model use the attention implementation `name`, and check the arguments of its forward in every call.
+
+    Returns the same model.
+    """
     language = language_part(model)
     mark_chunked_layers(language)
     family = family_of(model)
@@ -210,13 +215,13 @@ def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module that `padfree.model.probe` tests on a small copy.
 
-    It is the model, or its base model if the model has no head with an output for each token.
+    This is the model itself if its head gives an output for each token, otherwise its base model.
     """
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 
 def check_stock_packing(model: PreTrainedModel) -> None:
-    """Raise `UserError` if the model cannot be trained on packs with its own attention implementation."""
+    """Raise `UserError` if the model cannot be trained on packs with transformers' attention instead of padfree's."""
     name = _class_name(model)
     if is_attached(model.config):
         raise UserError(
@@ -277,8 +282,8 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
 
     Raises `UserError` if an `LmHead` cannot reproduce the model's logits.
 
-    The weight is the model's own parameter. Under FSDP2 it is a DTensor; inside `padfree.sharding.parallelize.inside`
-    it is unsharded.
+    The weight is the model's own parameter. Under FSDP2 it is a DTensor; within the context manager
+    `padfree.sharding.parallelize.inside` it is unsharded.
     """
     head = described_head(model)
     # A vision-language model needs no probe: padfree's tests compare the logits of its family with the described head.

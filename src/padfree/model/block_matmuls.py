@@ -1,16 +1,16 @@
-"""Operators whose bits for a token do not depend on the other tokens of the call, on a CPU (`rollout.exact`).
+"""CPU operators that give a token bitwise the same result, whatever other tokens are in the call (`rollout.exact`).
 
-An expert gets few tokens in a decode step and many in a pack, and a library sums the inputs of a matmul in another
-order if there are few rows. `experts_forward` therefore multiplies blocks of `BLOCK_ROWS` rows. Every call has the same
-shape. Rows without a token are zero:
+An expert gets few tokens in a decode step and many in a pack, and matmul libraries choose the order of summation by
+the number of rows. `experts_forward` therefore multiplies blocks of `BLOCK_ROWS` rows, so that every matmul has the
+same shape. In this example with T = 3 tokens, k = 2 experts per token and blocks of 4 rows, a dot is a row of zeros:
 
     choices [T, k]    0 2 | 2 1 | 2 0          rows of expert 0: tokens 0 2, of expert 1: token 1, of expert 2: 0 1 2
     blocks of 4       0 2 . . | 1 . . . | 0 1 2 .
 
 The results of the k experts of a token are added in the order of its choices.
 
-A linear layer with a single output is computed as one with `BLOCK_ROWS` outputs, of which the last ones are zero,
-because libraries multiply a matrix by a vector in another way.
+A linear layer with a single output is computed with `BLOCK_ROWS` outputs, all but the first of them zero, because
+libraries use a different algorithm for the product of a matrix and a vector.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ BLOCK_ROWS = 16
 
 
 def use_block_matmuls(model: nn.Module) -> None:
-    """Let the stacked experts and the linear layers with a single output use the operators of this module, in place."""
+    """Replace the forward of all stacked experts and of all linear layers with a single output, so that the result for
+    a token does not depend on the other tokens of the call.
+    """
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
     for module in model.modules():
@@ -42,7 +44,7 @@ def is_narrow(module: nn.Module) -> bool:
 
 
 def narrow_forward(module: nn.Module, x: Tensor) -> Tensor:
-    """Compute a linear layer with one output as one with `BLOCK_ROWS` outputs, of which only the first is used."""
+    """Compute a linear layer with one output: pad its weight with zeros to `BLOCK_ROWS` outputs, and keep the first."""
     own: Any = module
     weight = functional.pad(own.weight, (0, 0, 0, BLOCK_ROWS - 1))
     result = functional.linear(x, weight)[..., :1]
@@ -50,8 +52,10 @@ def narrow_forward(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
-    """Compute stacked experts in blocks of rows: hidden [T, D], choices [T, k] and weights [T, k] give [T, D].
-    Differentiable.
+    """Compute the outputs [T, D] of a layer's experts, with matmuls over blocks of `BLOCK_ROWS` tokens. Differentiable.
+
+    `hidden` [T, D] are the inputs, `choices` [T, k] the experts of each token, and `weights` [T, k] the factors of
+    their outputs.
     """
     own: Any = module
     num_choices = choices.shape[1]
@@ -72,9 +76,10 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
-    """Multiply rows [R, K], sorted by expert, with the weight [E, N, K] of their expert; return [R, N].
+    """Multiply each of the rows [R, K] with the matrix [N, K] of its expert, in blocks of rows. Returns [R, N].
 
-    `sizes` are the numbers of rows of the E experts. If `transposed` is True, the weight is [E, K, N].
+    The rows are sorted by expert, and `sizes` are the numbers of rows of the E experts. `weight` is [E, N, K], or
+    [E, K, N] if `transposed` is True.
     """
     parts: list[Tensor] = []
     biases = [None] * len(sizes) if bias is None else bias.unbind(0)

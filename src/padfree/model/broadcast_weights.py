@@ -103,9 +103,9 @@ def _no_load_report() -> Iterator[None]:
 def _unlike_config(
     files: Mapping[str, Path], config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool
 ) -> str | None:
-    """Compare the tensors of the files with those that `save_pretrained` would write.
+    """Compare the tensors in the files with the tensors that `save_pretrained` would write for a model of this config.
 
-    Returns a description of the first tensor that is missing, unexpected or of another shape. Returns None if all
+    Returns a description of the first tensor that is missing, unexpected or has a different shape, or None if all
     tensors agree.
     """
     with torch.device("meta"):
@@ -128,9 +128,10 @@ def _unlike_config(
 def broadcast_weights(
     targets: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], source_model: Callable[[], PreTrainedModel]
 ) -> None:
-    """Fill `targets` one by one from a model that rank 0 creates on the CPU by calling `source_model`.
+    """Fill the tensors `targets` of all ranks with the values of a model that rank 0 creates on the CPU.
 
-    `dtypes` are the dtypes of the tensors in that model.
+    Rank 0 calls `source_model` to create the model, and broadcasts one tensor at a time. `dtypes` are the dtypes of the
+    tensors in that model.
     """
     several = dist.is_initialized() and dist.get_world_size() > 1
     whole: dict[str, Tensor] = {}
@@ -146,7 +147,7 @@ def broadcast_weights(
         error = UserError(
             "model",
             f"{min(whole.keys() ^ targets.keys())} is tied to another tensor according to the config, but the files "
-            "hold both with different values",
+            "hold the two tensors with different values",
             "set tie_word_embeddings to false in config.json",
         )
     raise_together(error)

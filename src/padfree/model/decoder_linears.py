@@ -2,9 +2,9 @@
 
     {"model.layers.0.self_attn.q_proj": Linear, ...}
 
-Left out are embeddings, the head, routers, experts, adapters, and linear layers whose weight a mixer (a recurrence or
-convolution) reads without calling the layer. A linear layer with an adapter is included: its frozen weight is in
-`base_layer`.
+The following modules are left out: embeddings, the head, routers, experts, adapters, and linear layers whose weight a
+mixer (a recurrence or convolution) reads without calling the layer. A linear layer that has an adapter is included; its
+frozen weight is in its submodule `base_layer`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from padfree.model.structure import layers_of
 
 
 def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers by name, in the order of the model's modules. The model may be on the meta device."""
+    """Return the linear layers that multiply hidden states of all tokens in the decoder layers, by name.
+
+    They are in the order of the model's modules. The model may be on the meta device.
+    """
     roles = roles_of(model)
     modules = dict(model.named_modules())
     inner = set(layers_of(model).modules())

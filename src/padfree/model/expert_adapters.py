@@ -17,8 +17,9 @@ have a gate, biases or transposed weights. `_experts_forward` computes what tran
 the adapters. This forward is set on the module itself, so that the adapters are used with every
 `experts_implementation`.
 
-A router is more than a linear layer: its forward reads its weight W [E, D] and chooses experts. With an adapter, the
-forward reads the small matrix W + scale * B A in place of W. The adapter has no dropout, because it gets no inputs.
+The forward of a router multiplies the hidden states by its weight W [E, D] and chooses experts. With an adapter, the
+forward reads W + scale * B A in place of W. The adapter of a router has no dropout, because dropout applies to inputs,
+and this adapter is only added to the weight.
 
     gate.weight                   [E, D]          frozen
     gate.lora_A.default.weight    [rank, D]       trained
@@ -40,7 +41,7 @@ ALIGNMENT = 16
 
 
 class ExpertMatrices(nn.Module):
-    """The matrices A or the matrices B of a layer's experts: one stacked tensor for each weight with adapters."""
+    """The adapter matrices A (or B) of all experts of a layer: one stacked tensor for each weight that has adapters."""
 
     def __init__(self, shapes: dict[str, tuple[int, int, int]]) -> None:
         super().__init__()
@@ -50,7 +51,10 @@ class ExpertMatrices(nn.Module):
 
 
 def stacked_weights(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the stacked weights of experts that can have adapters; empty for any other module."""
+    """Return the names of the stacked weights in `module` that can have adapters.
+
+    The result is empty if `module` does not hold stacked experts.
+    """
     experts: Any = module
     if not all(hasattr(experts, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed")):
         return ()
@@ -62,7 +66,7 @@ def has_expert_adapters(module: nn.Module) -> bool:
 
 
 def adapt_experts(experts: Any, names: tuple[str, ...], *, rank: int, scale: float, dropout: float) -> None:
-    """Add adapters to the weights `names` of a module of experts. The adapters are on the meta device."""
+    """Add low-rank adapters, on the meta device, to the stacked weights `names` of a module of experts."""
     read, written = (1, 2) if experts.is_transposed else (2, 1)
     weights = {name: getattr(experts, name) for name in names}
     experts.lora_A = ExpertMatrices({name: (len(each), rank, each.shape[read]) for name, each in weights.items()})
@@ -134,7 +138,9 @@ def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Apply adapters `a` [E, rank, in] and `b` [E, out, rank] to tokens [S, in] sorted by expert: returns [S, out]."""
+    """Apply the low-rank adapters `a` [E, rank, in] and `b` [E, out, rank] of E experts to tokens `x` [S, in].
+
+    The tokens are sorted by expert: expert e has the tokens from offsets[e - 1] to offsets[e]. Returns [S, out]."""
     # The kernels need aligned strides. Pad the rank with zeros, which do not change the result.
     if fill := -a.shape[1] % (ALIGNMENT // a.element_size()):
         a, b = functional.pad(a, (0, 0, 0, fill)), functional.pad(b, (0, fill))

@@ -154,7 +154,7 @@ def export_adapters(
 
 
 def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of experts with PEFT's names and shapes.
+    """Return the expert adapters among the tensors `found` with PEFT's names and shapes.
 
         lora_A  [E, rank, in]  -> [E * rank, in]
         lora_B  [E, out, rank] -> [out, rank * E]
@@ -185,16 +185,17 @@ def whole_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def separate_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the model like `whole_tensors`, but do not merge adapters: they are tensors of their own.
-    Collective.
+    """Yield every tensor of the model like `whole_tensors`, but yield adapters as separate tensors instead of merging
+    them into the weights. Every rank must iterate over all tensors.
     """
     for name, tensor in named_tensors(model).items():
         yield name, gathered(tensor)
 
 
 def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
-    """Return, for every name that `whole_tensors` yields, the function that gathers the tensor. The calls are
-    collective.
+    """Return, for every name that `whole_tensors` yields, a function that gathers the tensor from all ranks.
+
+    All ranks must call these functions, in the same order.
     """
     tensors = named_tensors(model)
     if getattr(model, "peft_config", None) is None:
@@ -217,7 +218,7 @@ def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Gather the whole tensor from all ranks, and return it on every rank. Collective."""
+    """Return the whole of a tensor that may be sharded, on every rank. All ranks must call this function."""
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)

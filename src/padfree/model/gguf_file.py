@@ -3,8 +3,8 @@
     model.layers.0.mlp.gate_proj.weight  [I, D]   ->   blk.0.ffn_gate.weight   bfloat16
     model.norm.weight                    [D]      ->   output_norm.weight      float32, as are all vectors
 
-Names are those of gguf's own table for the architecture. Three kinds of values differ from the HF file, and programs
-that read GGUF files undo the difference:
+Tensor names come from the gguf package's table for the architecture. Three kinds of values differ from the HF file, and
+programs that read GGUF files undo the difference:
 
     Llama    rows of q and k: llama.cpp rotates the pairs (0 1) (2 3), transformers the pairs (0 2) (1 3)
     Gemma 3  norm weights are stored as 1 + weight
@@ -213,7 +213,7 @@ def _add_tokenizer(writer: GGUFWriter, model: PreTrainedModel, tokenizer: Any, c
 
 
 def _write_tensors(writer: GGUFWriter, model: PreTrainedModel, rope: _GgufRope) -> None:
-    """Write the names, shapes and dtypes of all tensors, then convert and write the tensors one at a time."""
+    """Write the GGUF header (names, shapes and dtypes of all tensors), then convert and write one tensor at a time."""
     from gguf import GGMLQuantizationType
 
     for name, tensor in _named_tensors(model, rope):
@@ -251,7 +251,10 @@ def _named_tensors(model: PreTrainedModel, rope: _GgufRope) -> Iterator[tuple[st
 
 
 def _neighbours(tensor: Tensor, heads: int) -> Tensor:
-    """Interleave the two halves of the rows of each head, 0 1 2 3 -> 0 2 1 3, in a tensor [heads * head_dim, ...]."""
+    """Interleave the two halves of the rows of each head in a tensor [heads * head_dim, ...].
+
+    For a head of 4 rows, the new order of the rows is 0 2 1 3.
+    """
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 

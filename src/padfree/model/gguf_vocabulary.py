@@ -3,8 +3,8 @@
     byte-level BPE (Llama 3, Qwen, SmolLM2)   "gpt2"    tokens, types, merges, and the name of the pre-tokenizer
     SentencePiece BPE (Llama 2, Gemma)        "llama"   tokens, types, scores
 
-llama.cpp has the pre-tokenizers built in and knows them by name. A tokenizer whose pre-tokenizer has no name here is
-refused, because llama.cpp would split its text differently.
+llama.cpp has the pre-tokenizers built in and knows them by name. A tokenizer is refused if this module has no name for
+its pre-tokenizer, because llama.cpp would split text differently.
 
 SentencePiece merges the pair whose result has the highest score. A tokenizer file has an ordered list of
 merges instead. The score of a token is therefore set to minus the index of the first merge that produces the token, so

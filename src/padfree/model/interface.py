@@ -4,6 +4,8 @@
     cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
     back to HF              output [1, T, H, dv], None
 
+A pack has T tokens. H and Hkv are the numbers of query heads and key heads, d and dv the sizes of a key and a value.
+
 transformers looks up attention functions by the name in `config._attn_implementation`. padfree's function is registered
 as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model stores only this name.
 
@@ -63,7 +65,8 @@ def is_attached(config: PreTrainedConfig) -> bool:
 
 
 def need_attached(model: PreTrainedModel) -> None:
-    """Raise `UserError` if `attach` was not called on the model. Its own attention would mix the samples of a pack.
+    """Raise `UserError` if `attach` was not called on the model, because the model's own attention would mix the
+    samples of a pack.
 
     The name of the attention implementation does not prove that `attach` was called, because users can set it directly.
     """
@@ -257,7 +260,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, context: AttnContext, backend: str,
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `UserError` for arguments with which a pack would silently give wrong results. A forward pre-hook.
+    """Forward pre-hook that raises `UserError` for arguments with which a pack would silently give wrong results.
 
     The hook does nothing while the model uses another attention implementation, so that
     `set_attn_implementation("sdpa")` restores the stock model, for example for generation.
@@ -314,7 +317,7 @@ def _need_tokens(num_tokens: int, context: AttnContext) -> None:
         raise UserError(
             "attn_context",
             f"is for {expected} tokens, but the input has {num_tokens}",
-            "take both from the same LocalBatch",
+            "take all arguments of the model from the same LocalBatch",
         )
 
 
@@ -328,7 +331,8 @@ _REFUSED = {
 def check_positions(limit: int | None, longest: int) -> None:
     """Raise `UserError` if the longest sample of a pack would change the rotary frequencies of the other samples.
 
-    `limit` is the result of `position_limit`, and `longest` the length of the longest sample.
+    Some types of RoPE (dynamic, longrope) use other frequencies for the whole call if a position exceeds a limit.
+    `limit` is the result of `position_limit`, and `longest` the length of the longest sample in tokens.
     """
     if limit is not None and longest > limit:
         raise UserError(
@@ -347,8 +351,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the length up to which rotary frequencies do not depend on the longest sample of a pack. None means that
-    there is no limit.
+    """Return the number of tokens in a sample above which the rotary frequencies of the whole pack would change, as in
+    dynamic RoPE and longrope. None means that there is no such limit.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):

@@ -116,7 +116,9 @@ def load_model(
         shard(model)
     if apart := {tensor_name for tensor_name in named_tensors(model) if not is_adapter(tensor_name)} ^ dtypes.keys():
         raise UserError(
-            "shard", f"separates {min(apart)} from the tensor it is tied to", "shard the two in one fully_shard unit"
+            "shard",
+            f"separates {min(apart)} from the tensor it is tied to",
+            "shard the two tensors in one fully_shard unit",
         )
     ties = _ties(model)
     model.to_empty(device="cpu" if offload else device)
@@ -179,8 +181,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Return two pairs (module, attribute) for each tied parameter: its own place, and the place of the parameter it is
-    tied to.
+    """Return each tied parameter as two pairs (module, attribute): where the parameter appears again, and where it
+    appears first in the order of modules.
     """
     first: dict[int, tuple[nn.Module, str]] = {}
     ties = []
@@ -197,7 +199,10 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model` on all ranks. If it fails on one rank (e.g. a file is missing), all ranks raise the error."""
+    """Return the config and the file of each tensor from `open_model`, which every rank calls.
+
+    If the call fails on any rank (for example, because a file is missing), all ranks raise the error.
+    """
     found, error = None, None
     try:
         found = open_model(source, init=init, trust_remote_code=trust_remote_code)
@@ -269,7 +274,10 @@ def _read_slices(tensors: Mapping[str, Tensor], names: StoredNames, files: Mappi
 
 
 def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.Size, path: Path) -> None:
-    """Read `region` of the tensor `name`, whose whole shape must be `shape`, into `local`."""
+    """Read the part `region` of the tensor `name` from an open safetensors file into the tensor `local`.
+
+    The whole tensor in the file must have the shape `shape`.
+    """
     stored = file.get_slice(name)
     if tuple(stored.get_shape()) != tuple(shape):
         raise UserError(
@@ -282,7 +290,7 @@ def _read_one(file: Any, name: str, local: Tensor, region: Region, shape: torch.
 
 
 def _check_finite(model: nn.Module, tensors: Mapping[str, Tensor], files: Mapping[str, Path], model_name: str) -> None:
-    """Raise on all ranks if the weights hold NaN or infinity on any rank."""
+    """Raise a `UserError` on all ranks if the weights on any rank contain NaN or infinity."""
     found, error = nonfinite_weight(model), None
     if found is not None:
         where = files.get(found, model_name)

@@ -167,8 +167,9 @@ def adapted_modules(model: nn.Module) -> list[str]:
 
 
 def initial_values(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Return the initial values of an adapter's tensor, on the CPU. `name` is the tensor's name without what
-    checkpointing and compilation add to names.
+    """Return the initial values of an adapter's tensor, on the CPU.
+
+    `name` is the tensor's name without the parts that activation checkpointing and compilation add to it.
     """
     if ".lora_B." in name:
         return torch.zeros(shape)
@@ -281,8 +282,8 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Return whether PEFT would treat target modules as experts, because they are named like experts in old
-    checkpoints.
+    """Return whether PEFT would treat some linear layers among the targets as experts, because their names are names of
+    experts in old checkpoints.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -295,8 +296,9 @@ def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
 
 
 def weights_read_by(module: nn.Module) -> set[str]:
-    """Return the names of submodules that the forward of a mixer (a recurrence or convolution) does not call, but whose
-    weight it reads as `self.name.weight`.
+    """Return the names of the submodules whose weight a mixer (a recurrence or convolution) reads directly.
+
+    The mixer's forward reads `self.name.weight` of such a submodule instead of calling the submodule.
     """
     if kind_of(module).name == "other":
         return set()

@@ -87,9 +87,9 @@ def read_config(path: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def base_dtype(config: PreTrainedConfig, files: dict[str, Path] | None) -> torch.dtype:
-    """Return the dtype of most elements in the files.
+    """Return the dtype that most weights in the files have.
 
-    Without files, it is the dtype that the config names, or float32 if the config names none.
+    If `files` is None, return the dtype that the config names, or float32 if the config names none.
     """
     if files is None:
         named = str(getattr(config, "dtype", None)).removeprefix("torch.")

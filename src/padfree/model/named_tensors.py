@@ -31,9 +31,10 @@ def clean_name(name: str) -> str:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and persistent buffer once, by name in HF files. A tied tensor has the first of its names.
+    """Return every parameter and persistent buffer of a model by its name in HF files.
 
-    Under FSDP2 the tensors are sharded. A unit that a forward without backward has left unsharded is resharded first.
+    A tied tensor appears once, under the first of its names. Under FSDP2 the tensors are sharded: all FSDP units are
+    resharded first, because a forward without backward leaves units unsharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -74,9 +75,9 @@ def region_of(
 
 
 def sharded_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros [shape] that are sharded like a parameter.
+    """Return a tensor of zeros with the given shape and dtype that is sharded like `parameter`.
 
-    `shape` may differ from the parameter's in the last dimension if that dimension is not sharded.
+    If the last dimension of `parameter` is not sharded, `shape` may have another size in this dimension.
     """
     if torch.Size(shape) == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)

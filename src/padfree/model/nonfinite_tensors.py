@@ -1,7 +1,7 @@
 """Find tensors of a model that hold NaN or infinity.
 
-    weights   w0 w1 w2 ...      minimum and maximum of each tensor on its device, without copies; both propagate NaN
-              -> [n] flags      one synchronisation for all tensors of a device
+    weights   w0 w1 w2 ...      n tensors; minimum and maximum of each on its device, without copies. Both propagate NaN
+              -> [n] flags      one flag per tensor; one synchronisation for all tensors of a device
 
 A finite loss does not prove finite weights: an attention kernel can return 0 for a query whose scores are NaN, and a
 batch does not use every embedding. Weights are therefore checked when they are loaded and before they are saved.

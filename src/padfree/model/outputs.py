@@ -4,8 +4,9 @@
     lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
 
 A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary. Some
-models scale their logits in ways that only their code shows. `LmHead` is therefore compared with the logits of a small
-copy (`padfree.model.probe`). If it does not reproduce the logits, `lm_head_of` raises an error.
+models scale their logits in ways that only their code shows. padfree therefore computes the logits of a small copy of
+the model with the `LmHead`, and compares them with the logits that the copy itself returns (`padfree.model.probe`). If
+they differ, `lm_head_of` raises an error.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks.
 
     If samples share prefixes, the result is [e, D] instead: one hidden state for each of the e scored tokens that this
-    rank predicts. A hidden state that predicts a token in several samples is repeated.
+    rank predicts. The last hidden state of a shared prefix predicts a token in several samples, and is then repeated
+    once for each of them.
 
     Under FSDP2 the embeddings and the last norm must be unsharded: use `padfree.sharding.parallelize.inside`.
     """
@@ -47,7 +49,11 @@ def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
     if family is not None:
         hidden = vision_hidden_states(base, family, batch)
     elif batch.images is not None:
-        raise UserError("images", f"cannot be shown to a {type(model).__name__}", "remove them, or use a vision model")
+        raise UserError(
+            "images",
+            f"are given, but {type(model).__name__} reads no images",
+            "remove them, or use a vision-language model",
+        )
     else:
         hidden = base(**batch.model_inputs()).last_hidden_state
     assert isinstance(hidden, Tensor)
@@ -66,9 +72,10 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def described_head(model: PreTrainedModel) -> LmHead | None:
-    """Return the head that the config describes as an `LmHead`, or None if the model has no head.
+    """Return the model's head as an `LmHead` with the soft cap and scale in the config; None if there is no head.
 
-    `padfree.model.probe` compares the logits of this `LmHead` with those of the model.
+    The model's code may change the logits in other ways. `padfree.model.probe` therefore compares the logits of the
+    `LmHead` with those of the model.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if head is None:

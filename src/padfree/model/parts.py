@@ -24,8 +24,10 @@ Part = Literal["tower", "projector", "language_model"]
 
 
 class FrozenWeights(TypedDict):
-    """The share of the language model's matmul weights that are frozen (without the head), and whether the head is
-    frozen.
+    """How much of a language model is frozen.
+
+    - `frozen`: the frozen share, from 0 to 1, of the matmul weights without the head.
+    - `frozen_head`: whether the head is frozen.
     """
 
     frozen: float
@@ -60,8 +62,10 @@ def parts_of(model: nn.Module) -> dict[str, Part]:
 
 
 def selected(model: nn.Module, selection: str, setting: str) -> set[str]:
-    """Return the names of the parameters that `selection` stands for. Raises `UserError` about `setting` if there are
-    none.
+    """Return the names of the parameters that `selection` stands for: a part of the model, or a pattern of names.
+
+    Raises `UserError` if no parameter matches. `setting` is the name of the setting that holds the selection, for the
+    error message.
     """
     parts = parts_of(model)
     if selection in PARTS:
@@ -85,7 +89,7 @@ def freeze(model: nn.Module, selections: Iterable[str]) -> None:
         if clean_name(name) in names:
             parameter.requires_grad_(False)
     if names and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError("model.freeze", "freezes all parameters", "leave one part out")
+        raise UserError("model.freeze", "freezes all parameters", "leave one part of the model unfrozen")
 
 
 def frozen_weights(model: PreTrainedModel) -> FrozenWeights:

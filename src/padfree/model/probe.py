@@ -3,7 +3,7 @@
     single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
     packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are
                                                               shuffled; only attention and mixers know the order
-    state    | 9 | another 13    | 1 | 9 | pad of 3 |         the samples in another order, one with other tokens
+    state    | 9 | another 13    | 1 | 9 | pad of 3 |         last sample first, other tokens in the sample of 13
 
 The runs `packed` and `single` must give the same logits and the same gradient of every parameter. They differ if the
 model
@@ -13,11 +13,10 @@ model
 - derives positions from the index in the pack.
 
 Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak
-between samples is visible in the first digits. The run `state` has the samples in another order and one of them with
-other tokens: outputs and gradients of the unchanged samples must stay the same, so they depend neither on earlier
-samples nor on the previous pack.
+between samples is visible in the first digits. In the run `state`, outputs and gradients of the unchanged samples must
+stay the same, which shows that a sample depends neither on earlier samples nor on the previous pack.
 
-Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole segments.
+Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole samples.
 
 The copy has the architecture of the model with small sizes (`shrink`). Layers can differ in ways that the config does
 not show, so the copy must contain every module class of the real model. Layers are added to the copy until it does. If
@@ -96,9 +95,7 @@ def probe(model: PreTrainedModel) -> Verdict:
 
 
 def stock_leak(model: PreTrainedModel) -> str | None:
-    """Return the reason why this model cannot be trained on packs with its own attention implementation, or None if it
-    can.
-    """
+    """Return the reason why this model cannot be trained on packs with transformers' attention, or None if it can."""
     implementation = str(model.config._attn_implementation)
     if implementation in MASKED:
         # flex attention needs a compiler, so eager is tested instead. The same code creates the masks of both.
@@ -132,9 +129,10 @@ Compare = Callable[[PreTrainedModel], Verdict]
 
 
 def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
-    """Run the test `compare` on a small copy of the model that has all its module classes. Return the verdict.
+    """Run the test `compare` on a small copy of the model, and return the verdict of the test.
 
-    `how` is a name for `compare` and a part of the key under which the result is cached.
+    The copy contains every module class of the model. The verdict is cached under a key that contains `how`, a name for
+    `compare`.
     """
     with undisturbed():
         required = frozenset(_module_classes(model))
@@ -159,9 +157,10 @@ _VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Ve
 def _probe(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
-    """Test one small copy. Returns the verdict, and whether to try a copy with more layers.
+    """Run the test `compare` on one small copy. Returns the verdict, and whether the caller should retry with more
+    layers.
 
-    More layers are tried if the copy lacks a module class in `required` or cannot be built.
+    A copy with more layers can help if this copy lacks a module class in `required` or cannot be built.
     """
     try:
         with torch.device("meta"):
@@ -228,7 +227,9 @@ def undisturbed() -> Iterator[None]:
 
 
 class _Samples:
-    """Random samples in a pack with padding, and the outputs and gradients of the model for one sample at a time."""
+    """Random samples, the pack that holds them, and the expected results: the outputs and gradients of the model if it
+    runs on one sample at a time.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.segments = Segments.from_lengths(LENGTHS, pad_length=PAD)
@@ -245,7 +246,7 @@ class _Samples:
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """Compare outputs and gradients of the pack with those of one sample at a time.
+        """Compare the model's outputs `packed` for a pack, and their gradients, with those of one sample at a time.
 
         Returns a negative verdict if they differ, otherwise None.
         """
@@ -343,10 +344,10 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 
 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
-    """Compare one sample at a time with a pack as a data collator makes it, under the attention `implementation`.
+    """Compare the results for one sample at a time with those for a pack in the form that data collators build.
 
-    `implementation` is an attention implementation of transformers, or `LENGTHS_PROBE`, a substitute for flash
-    attention.
+    `implementation` is the attention implementation of transformers under test, or `LENGTHS_PROBE`, a substitute for
+    flash attention.
     """
     _randomise(model)
     samples = _Samples(model)
@@ -403,7 +404,7 @@ def _register_permuted(order: Tensor) -> list[str]:
 
 
 def _in_order(values: Tensor, order: Tensor) -> Tensor:
-    """Select the values of the real tokens, without padding, in the order of the samples."""
+    """Undo the shuffle of a pack (index i holds token order[i]), and return the `values` of tokens without padding."""
     return values[torch.argsort(order)][: sum(LENGTHS)]
 
 

@@ -1,11 +1,12 @@
 """Random weights that are drawn on the device, one tensor at a time, with the same numbers on any number of ranks.
 
-    the model on the meta device, `initialize_weights` of transformers    -> for each tensor, the calls that write to it
-    for each tensor: a generator seeded from (seed, name), these calls    -> the whole tensor on the device
-    this rank's part of it                                                -> the model
+    run transformers' `initialize_weights` on the meta device             -> for each tensor, the calls that write to it
+    repeat these calls with a generator seeded from (seed, name)          -> the whole tensor on the device
+    copy this rank's part of the tensor                                   -> the model
 
-A call is recorded if it needs no other tensor: `normal_`, `uniform_`, `zero_`, `clamp_` and so on, also of a view (the
-row of a padding token). A model is not drawn this way if the initial value of a weight is computed from other tensors.
+A call is recorded if it reads no other tensor: `normal_`, `uniform_`, `zero_`, `clamp_` and so on, also if it writes to
+a view (such as the row of a padding token). padfree does not draw a model in this way if the initial value of a weight
+is computed from other tensors.
 
 Every rank draws all tensors, which takes a GPU less time than receiving them. A rank holds only one whole tensor at a
 time.
@@ -48,7 +49,10 @@ Recipe = list[InitialisingCall]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls that write to each storage. A storage maps to None if one of its calls reads other tensors."""
+    """Records the calls that write to the memory (storage) of each tensor.
+
+    A storage maps to None if one of the calls that write to it reads other tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,8 +111,9 @@ def recipes_of(
 
 
 def _writes_all(recipe: Recipe, count: int) -> bool:
-    """Return whether the recorded calls initialise all `count` elements of a tensor, also if `torch.empty`
-    creates it.
+    """Return whether the recorded calls initialise all `count` elements of a tensor.
+
+    If the first call is `torch.empty`, a later call must write to the whole tensor.
     """
     create, *others = recipe
     if "empty" not in create.function._schema.name:
@@ -117,7 +122,10 @@ def _writes_all(recipe: Recipe, count: int) -> bool:
 
 
 def draw_weights(targets: Mapping[str, Tensor], recipes: Mapping[str, Recipe], device: torch.device, seed: int) -> None:
-    """Fill `targets`, which may be sharded, with initial values that are drawn on `device`. Not collective."""
+    """Fill `targets`, which may be sharded, with initial values that are drawn on `device`.
+
+    `recipes` are the calls that initialise each tensor. The ranks do not communicate.
+    """
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         for name, tensor in targets.items():

@@ -3,10 +3,11 @@
     router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        the model's own forward
         torch.topk(scores [T, E], k)  ->  scores.gather(routes), routes           replaced while routes are replayed
 
-A router computes scores of E experts, takes the k experts with the highest scores, and derives their weights. Replay
-replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their scores. Everything else is
-the router's own code: it computes the weights of the given experts by softmax or sigmoid, with its normalisation and
-scale, and with gradients. If the routes are the router's own choices, no bit changes.
+For each of T tokens, a router computes scores of E experts, takes the k experts with the highest scores, and derives
+their weights. Replay replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their
+scores. Everything else is the router's own code: it computes the weights of the given experts by softmax or sigmoid,
+with its normalisation and scale, and with gradients. If the routes are the router's own choices, the result is bitwise
+the same.
 
 Routes are an argument of the model's forward. A hook stores the `AttnContext` of each call of a decoder layer, also
 when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
@@ -45,7 +46,10 @@ PROBED_TOKENS = 9
 
 
 class ReplayedTopK(TorchFunctionMode):
-    """Replaces the result of `torch.topk` over E experts by given routes [T, k]; -1 marks an unknown route."""
+    """Makes `torch.topk` choose the k given experts of each of T tokens: `routes` [T, k].
+
+    -1 in `routes` leaves the choice of this expert to the router.
+    """
 
     def __init__(self, routes: Tensor, num_experts: int) -> None:
         super().__init__()
@@ -63,14 +67,16 @@ class ReplayedTopK(TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
 
     def _chooses(self, scores: Tensor, choices: Tensor) -> bool:
-        """Return whether this call of `torch.topk` chooses the experts, and not e.g. groups of experts by the best
-        experts of each group.
+        """Return whether this call of `torch.topk` chooses experts.
+
+        Some routers call `torch.topk` more than once, for example to choose groups of experts first.
         """
         return scores.shape == (len(self.routes), self.num_experts) and choices.shape == self.routes.shape
 
 
 class RouteReplay:
-    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k].
+    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k], k experts for each
+    of T tokens.
 
     The model is changed in place.
     """
@@ -132,7 +138,10 @@ class RouteRecorder:
         self._recorder.clear()
 
     def take(self) -> Tensor:
-        """Return the routes [T, R, k] of the T tokens of one forward pass, on the model's device."""
+        """Return the routes [T, R, k] of one forward pass, on the model's device.
+
+        The routes are the k experts that each of R routers chose for each of T tokens.
+        """
         calls = self._recorder.calls
         assert [number for number, _, _ in calls] == list(range(self.num_routers))
         routes = torch.stack([choices for _, _, choices in calls], dim=1)

@@ -74,8 +74,8 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 class RouterRecorder:
     """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls.
 
-    If `own` is True, the recorded choices are those that the routers themselves would make, even if given experts
-    replace them (route replay).
+    Under route replay, the experts that the sampler chose replace the choices of the routers. If `own` is True, the
+    recorded choices are nevertheless those that the routers would make themselves.
     """
 
     def __init__(self, routers: list[Router], *, own: bool = False) -> None:
@@ -102,7 +102,10 @@ class RouterRecorder:
 
 
 def _parts(module: nn.Module, output: Any, num_experts: int, *, own: bool) -> tuple[Tensor, Tensor]:
-    """Find the logits [T, E] and the choices [T, k] among the outputs of a router."""
+    """Return the logits [T, E] and the choices [T, k] that are among the outputs of a router.
+
+    Under route replay, `own` selects the choices that the router would make itself, instead of the replayed ones.
+    """
     tensors = [each for each in output if isinstance(each, Tensor)] if isinstance(output, tuple) else []
     choices = [each for each in tensors if not each.dtype.is_floating_point and each.dtype != torch.bool]
     logits = [each for each in tensors if each.dtype.is_floating_point and each.shape[-1] == num_experts]

@@ -2,7 +2,7 @@
 
     hidden [n, D]  ->  score.weight [1, D]  ->  [n]
     reward model   the number at the last token of a conversation
-    critic         the number at every position: the expected return from this position on
+    critic         the number at every position: the sum of rewards expected from this position on
 
 These models are transformers' `...ForSequenceClassification` models with one label, so that
 `AutoModelForSequenceClassification` loads an export. Weights can come from a causal language model, whose head is
@@ -69,13 +69,19 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the `files` without the tensors of a language-model head, if `model` has no such head."""
+    """Return the file of each tensor without the tensors of other heads, such as a language-model head.
+
+    A head's tensors are kept if they are part of `model`.
+    """
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}
 
 
 def scalar_head_of(model: PreTrainedModel) -> Tensor:
-    """Return the current weight [1, D] of the head. Raises `UserError` if the head is more than one matrix."""
+    """Return the current weight [1, D] of the model's scalar head (one number per hidden state).
+
+    Raises `UserError` if the head is more than one matrix.
+    """
     head, base = getattr(model, HEAD, None), base_of(model)
     if model in _PLAIN_HEADS:
         assert isinstance(head, nn.Linear)

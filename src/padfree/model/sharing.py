@@ -25,8 +25,9 @@ OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:
-    """Return why a token in this model depends on more than the keys and values of earlier tokens, or None if it does
-    not.
+    """Return why a token in this model depends on more than the keys and values of earlier tokens of its sample.
+
+    Returns None if keys and values are all that a token depends on.
     """
     for name, module in model.named_modules():
         if installed(module) is not None:
@@ -40,7 +41,10 @@ def state_obstacle(model: PreTrainedModel) -> str | None:
 
 
 def sharing_obstacle(model: PreTrainedModel) -> str | None:
-    """Return the reason why samples cannot share prefixes exactly in this model, or None if they can."""
+    """Return the reason why samples cannot share prefixes in this model, or None if they can.
+
+    A prefix that samples share is computed once, which must give the same results as separate samples.
+    """
     state = state_obstacle(model)
     if state is not None:
         return f"{state}, so that samples cannot branch from a shared prefix"

@@ -117,8 +117,9 @@ LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_l
 
 
 def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
-    """Return a config of the same class with small sizes and `num_layers` layers, or one per kind if there are more
-    kinds.
+    """Return a config of the same class with small sizes and `num_layers` layers.
+
+    If the model has more kinds of layers than `num_layers`, the result has one layer of each kind.
     """
     real = {alias: config.attribute_map.get(alias, alias) for alias in (*SIZES, "num_hidden_layers")}
     values = {name: value for name, value in config.to_dict().items() if name not in DROPPED}
@@ -161,7 +162,10 @@ def shrink(config: PreTrainedConfig, num_layers: int = 2) -> PreTrainedConfig:
 
 
 def _fit_heads(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Set the sizes that follow from other sizes, such as a head size. Some config classes check that they match."""
+    """Adjust the sizes in `values` that follow from other sizes, such as the head size of Mamba.
+
+    Some config classes raise an error if the sizes do not match.
+    """
     width = NUM_HEADS * HEAD_DIM
     if _is_size(values.get("mamba_d_head")):
         heads = values.get("mamba_d_ssm") or values.get("mamba_expand", 1) * width  # total width of the heads
@@ -198,8 +202,7 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
     """Return the number of key heads of the small copy.
 
-    A copy of a model with multi-query attention also has multi-query attention, and likewise for grouped-query and
-    multi-head attention.
+    The copy has the same kind of attention as the model: multi-query (one key head), grouped-query or multi-head.
     """
     if num_key_heads == 1:
         return 1

@@ -1,4 +1,4 @@
-"""A float32 weight that is stored as its bfloat16 rounding and the bits that the rounding lacks.
+"""Store a float32 weight as its bfloat16 rounding plus the difference between weight and rounding, without loss.
 
     float32 weight     0x3f80c001      rounded to bfloat16, to nearest, ties to even
     rounded            0x3f81          what the model computes with
@@ -9,8 +9,8 @@ As integers, a finite float32 value and its rounding differ by at most 2^15. The
 value, because rounding carries into the exponent as integer addition does. This includes subnormal numbers and values
 that round to infinity.
 
-The difference of weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into 16
-bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
+The difference between weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into
+16 bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
 
     2 + 2 + 1/8 bytes per weight instead of 4 + 2       weight = rounded * 2^16 + rest + tie * 2^16, as integers
 
@@ -54,11 +54,11 @@ class SplitStorage:
         return self.rounded.device
 
     def join(self, start: int, stop: int) -> Tensor:
-        """Return the values [stop - start] in new memory. `start` is a multiple of 8."""
+        """Return the float32 values from index `start` to index `stop`, in new memory. `start` is a multiple of 8."""
         return _kernels(self.device).join(*self._range(start, stop))
 
     def split(self, values: Tensor, start: int) -> None:
-        """Store values [n], or of any shape with n elements, from `start` on. `start` is a multiple of 8."""
+        """Store float32 values of any shape in this storage, from index `start` on. `start` is a multiple of 8."""
         values = values.detach().reshape(-1)
         _kernels(self.device).split(values.contiguous(), *self._range(start, start + values.numel()))
 
@@ -69,7 +69,7 @@ class SplitStorage:
 
 
 def aligned(numbers: int) -> int:
-    """Return how many elements a weight of `numbers` elements takes up in a `SplitStorage`, including alignment."""
+    """Round `numbers`, the size of a weight in elements, up to the alignment of weights in a `SplitStorage`."""
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 
@@ -157,7 +157,7 @@ class SplitWeight(Tensor):
         return self.storage_.rounded[self.start : self.stop].view(self.whole)
 
     def joined(self) -> Tensor:
-        """Return the float32 values as a plain tensor in new memory."""
+        """Return the float32 values of this weight (or view of a weight) as a plain tensor in new memory."""
         found = self._whole()
         for view in self.views:
             found = view(found)
@@ -224,7 +224,10 @@ def _empty(weight: SplitWeight) -> Tensor:
 
 
 def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation whose results are views of its first argument."""
+    """Call an operation whose results are views of its first argument, a `SplitWeight`.
+
+    Each view is a `SplitWeight`, too.
+    """
     weight, *rest = args
     assert isinstance(weight, SplitWeight), f"{function} makes a view of an argument other than its first"
     found = function(weight._meta(), *rest, **kwargs)
@@ -242,7 +245,10 @@ def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _compute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation with plain float32 tensors, and split the tensors that it has written to."""
+    """Call an operation with plain float32 tensors in place of `SplitWeight` arguments.
+
+    Arguments that the operation has written to are split again into their storage.
+    """
     wholes: dict[tuple[int, int], tuple[SplitWeight, Tensor]] = {}  # several views of a weight share one joined tensor
     weights: dict[int, SplitWeight] = {}  # by the id of the plain tensor
 

@@ -17,7 +17,7 @@ from padfree.model.routers import routers_of
 
 
 def stacked_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules with stacked experts, in the order of the model's modules."""
+    """Return the modules that hold all experts of a layer as stacked weights, in the order of the model's modules."""
     return [module for module in model.modules() if _is_stacked(module)]
 
 

@@ -5,9 +5,10 @@
                                            experts.1.gate_proj.weight, ...
     experts.down_proj [E, D, I]            experts.0.down_proj.weight [D, I], experts.1.down_proj.weight, ...
 
-transformers describes how it merges the tensors of an architecture when it loads them. `stored_names` understands
-renamed tensors and experts that are stacked, and concatenated along their first dimension, as in the picture. For other
-descriptions it returns None, and `padfree.model.broadcast_weights` loads the files with transformers.
+For each architecture, transformers has a description of how it renames and merges tensors when it loads files.
+`stored_names` understands two kinds of descriptions: renamed tensors, and experts that are stacked and concatenated
+along their first dimension, as in the picture. For any other description `stored_names` returns None, and
+`padfree.model.broadcast_weights` loads the files with transformers.
 """
 
 from __future__ import annotations
@@ -79,10 +80,9 @@ def stored_names(model: PreTrainedModel, files: Iterable[str]) -> StoredNames | 
 
 
 def _pattern(part: str) -> re.Pattern[str]:
-    """Return a pattern for the names in files that `part` describes.
+    """Return a regular expression for tensor names that end in `part`, where `*` stands for the number of an expert.
 
-    For example, "mlp.experts.*.up_proj.weight" matches any name that ends so, in any layer, with an expert's number for
-    the star.
+    For example, "mlp.experts.*.up_proj.weight" matches this weight of any expert in any layer.
     """
     before, _, after = part.partition("*")
     return re.compile(f"(?P<prefix>.*?){re.escape(before)}(?P<expert>[0-9]+){re.escape(after)}")

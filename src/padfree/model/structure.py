@@ -126,7 +126,7 @@ def tower_blocks(model: PreTrainedModel) -> list[nn.Module]:
 def model_from_config(
     config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: ModelHead = "tokens"
 ) -> PreTrainedModel:
-    """Return the model of a config, on the current device, with the weights that transformers initialises."""
+    """Return a new model with this config, on torch's default device. transformers initialises its weights."""
     if head == "scalar":
         return scalar_model(config, dtype, trust_remote_code)
     auto = auto_class(config)
@@ -150,7 +150,10 @@ def model_from_config(
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the tensors that the architecture always keeps in float32 to float32, as `from_pretrained` does."""
+    """Convert tensors to float32 in place if the architecture always keeps them in float32, as `from_pretrained` does.
+
+    `dtype` is the dtype of the model's other tensors.
+    """
     for part, kept in model._get_dtype_plan(dtype).items():
         for name, tensor in named_tensors(model).items():
             if re.search(rf"(^|\.){re.escape(part)}(\.|$)", name):
@@ -158,7 +161,11 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def restored_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Compute the non-persistent buffers of `model`, which is on the meta device. Return CPU tensors by name."""
+    """Return the values of the non-persistent buffers (such as rotary frequencies) of a model on the meta device.
+
+    The result maps the names of the buffers to CPU tensors. Raises `UserError` if the model's `_init_weights` does not
+    compute a buffer.
+    """
     for tensor in named_tensors(model).values():
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
     runs: list[dict[str, Tensor]] = []

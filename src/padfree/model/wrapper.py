@@ -38,7 +38,7 @@ PROCESSOR_FILES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapper:
-    """The folder and the config of a multimodal model whose language model is trained."""
+    """The folder and the config of a whole multimodal model, of which only the language model is trained."""
 
     folder: Path
     config: PreTrainedConfig

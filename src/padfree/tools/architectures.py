@@ -85,7 +85,7 @@ PACK_KERNELS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
-    """One line of the table of architectures: a model class, and whether padfree can train it packed."""
+    """One line of the table of architectures: a model class, and whether padfree can train its models packed."""
 
     model_type: str
     class_name: str
@@ -126,7 +126,7 @@ def try_architecture(model_type: str) -> Architecture:
 
 
 def try_image_text(model_type: str) -> Architecture:
-    """Return the table's line for one image-text model that is trained with images."""
+    """Build one image-text model, prepare it for packed training with images, and return its line of the table."""
     class_name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
     try:
         reason = why_refused(getattr(transformers, class_name))
@@ -172,7 +172,9 @@ def _tried(model_type: str, class_name: str, *, with_images: bool = False) -> Ar
 
 
 def _too_long(*_: Any) -> None:
-    raise UserError("model", f"was not built and prepared within {PATIENCE} s", "raise PATIENCE")
+    raise UserError(
+        "model", f"was not built and prepared within {PATIENCE} s", "raise PATIENCE in padfree/tools/architectures.py"
+    )
 
 
 def _short(text: str) -> str:
@@ -220,13 +222,13 @@ and the gradients of language model, tower and projector with transformers, one 
 
 
 def try_all() -> list[Architecture]:
-    """Return the table's line for every causal language model of transformers. This takes some minutes."""
+    """Return a line of the table for every causal language model of transformers. This takes some minutes."""
     _silence()
     return [try_architecture(name) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
 
 
 def try_all_image_text() -> list[Architecture]:
-    """Return the table's line for every image-text model of transformers."""
+    """Return a line of the table for every image-text model of transformers."""
     _silence()
     return [try_image_text(name) for name in sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)]
 

@@ -34,7 +34,7 @@ SECTION_PAGES = {
 
 
 def quick_pages() -> dict[str, str]:
-    """Return the Markdown of every page except the architectures, by file name."""
+    """Return the Markdown of every reference page except that of the architectures, by file name."""
     return {
         "index.md": index_page(),
         "settings.md": settings_page(),
@@ -112,7 +112,7 @@ def _type_cell(entry: SettingEntry) -> str:
 
 
 def _name_pattern(entries: Sequence[SettingEntry]) -> re.Pattern[str]:
-    """Return a pattern that finds names of settings in a text, with or without a value, e.g. `rollout.filter=equal`."""
+    """Return a regular expression for names of settings, with or without a value, e.g. `rollout.filter=equal`."""
     names = sorted((entry.name for entry in entries if "." in entry.name), key=len, reverse=True)
     return re.compile(rf"(?<![\w.`/])(?:{'|'.join(map(re.escape, names))})(?![\w])(?:=[\w/.-]*\w)?")
 

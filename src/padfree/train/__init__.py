@@ -5,10 +5,10 @@ The modules of a training step, in the order in which a sample passes through th
 trainer         Trainer: the loop over batches, updates, metrics, evaluations and checkpoints
 batcher         forms global batches of whole data rows (SFT) or of whole groups of rollouts of one prompt (RL)
 batch_preparer  adds advantages and log-probabilities to the samples of a global batch
-global_batch    the samples of a batch, divided into updates; a checkpoint inside the batch stores both
+global_batch    the samples of a batch, divided into updates; a checkpoint between two of these updates stores both
 engine          one optimizer step: divides the samples into packs, computes gradients, updates the weights
 microbatch      builds this rank's packs (the micro-batches: samples laid end to end, without padding between them)
-router_balance  balances how many tokens the experts of a mixture-of-experts model receive
+router_balance  lets the experts of a mixture-of-experts model receive about equally many tokens
 step            the states of a step: prepared, pending, reported
 step_pipeline   finishes steps, and writes their metrics
 

@@ -38,7 +38,10 @@ from padfree.train.scorer import Scorer
 
 
 class BatchPreparer:
-    """Produces the global batches of a run, the same on every rank, one per call of `next`. Collective."""
+    """Produces the global batches of a run, the same on every rank, one per call of `next`.
+
+    All ranks must call each method together.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class BatchPreparer:
             self.rollouts.resume(self.batcher, self.engine.model, step, remaining=remaining)
 
     def after_updates(self) -> None:
-        """Refresh the reference model if it is due. Call this when all updates of a batch are done."""
+        """Refresh the reference model if `reference.refresh` asks for it. Call this after all updates of a batch."""
         if self.reference is not None:
             self.reference.after_batch(self.engine.model)
 
@@ -124,7 +127,9 @@ class BatchPreparer:
             check_weights(self.critic.engine.model, step, "the critic", "critic.lr")
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the collector and of the reference model for a checkpoint's `extra` dict. Collective.
+        """Return the state of the collector and of the reference model for a checkpoint's `extra` dict.
+
+        All ranks must call this.
 
         The position in the data is not included; `cursor` returns the position.
         """
@@ -132,9 +137,9 @@ class BatchPreparer:
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """Return what a checkpoint stores of the models besides the policy, under the keys `reference` and `critic`.
+        """Return the parts of the reference model and of the critic that a checkpoint stores.
 
-        The entry of a model that the run does not use is None.
+        The keys are `reference` and `critic`. The entry of a model that the run does not use is None.
         """
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
@@ -142,9 +147,9 @@ class BatchPreparer:
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """Return the models into which a checkpoint is loaded, besides the policy: `reference` and `critic`.
+        """Return the objects into which a checkpoint's reference model and critic are loaded.
 
-        The entry of a model that the run does not use is None.
+        The keys are `reference` and `critic`. The entry of a model that the run does not use is None.
         """
         return {
             "reference": None if self.reference is None else self.reference.tensors(),
@@ -155,7 +160,7 @@ class BatchPreparer:
         return None if self.critic is None else TrainedModel(self.critic.engine.model, self.critic.engine.optimizer)
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint, whose `extra` dict is given. Load the checkpoint's models before this call."""
+        """Continue from the state in a checkpoint's `extra` dict. Load the checkpoint's models before this call."""
         self.batcher.load_state_dict(extra["batcher"])
         if self.reference is not None and "reference" in extra:
             self.reference.load_state_dict(extra["reference"])
@@ -217,7 +222,9 @@ class BatchPreparer:
         )
 
     def _models(self, times: BatchTimes) -> Models:
-        """Return the run's models as functions of samples. The seconds of each call are added to `times`."""
+        """Return functions that compute results of the policy, the reference, the teacher and the critic for samples.
+
+        The seconds of each call are added to `times`. The function of a model that the run does not use is None."""
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
             policy=times.timed("old_logprobs", self.engine.scorer.logprobs),

@@ -78,7 +78,10 @@ class BatchTimes:
 
     @contextmanager
     def measure_rest(self, part: str) -> Iterator[None]:
-        """Context manager that adds the seconds of its block to phase `part`, except those measured as other phases."""
+        """Context manager that adds the seconds of its block to phase `part`.
+
+        Seconds of the block that are measured as other phases do not count.
+        """
         begin, known = time.perf_counter(), sum(self.seconds.values())
         yield
         rest = time.perf_counter() - begin - (sum(self.seconds.values()) - known)

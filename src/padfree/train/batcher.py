@@ -60,7 +60,7 @@ def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """Return [R+1]: for each of R data rows, the index of its first sample; the last entry is the number of samples.
+    """Return the index of the first sample of each of R data rows, and then the number of samples, as an array [R+1].
 
     A conversation row can hold several samples, a preference pair holds two, and in RL every sample is a row.
     """
@@ -72,7 +72,8 @@ def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indice
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
     """Return the number of data rows of each source of a mixture.
 
-    `starts`: the result of `row_starts`. `parts`: the number of samples of each source; empty if there is no mixture.
+    `starts`: the index of the first sample of each row, then the number of samples (see `row_starts`). `parts`: the
+    number of samples of each source; empty if there is no mixture.
     """
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
@@ -82,7 +83,7 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
 def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
     """Return the size and the weight of each source of a mixture, or None if the data is not a mixture.
 
-    `sizes`: for each source, the number of data rows or of rollout groups; the returned sizes are these numbers.
+    `sizes`: for each source, the number of data rows or of rollout groups, which is the size that is returned.
     """
     if not data.sources:
         return None
@@ -233,8 +234,8 @@ def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """Return the number of optimizer steps in all epochs of the data.
 
     With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. `enough`: the
-    caller needs no larger number. If the total number of tokens shows that there are at least `enough` steps, the
-    function returns `enough` without counting.
+    largest number that the caller needs. If the total number of tokens shows that there are at least `enough` steps,
+    the function returns `enough` without counting.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None
@@ -278,7 +279,7 @@ def planned_steps(config: Config, source: TrainingData) -> int | None:
 
 
 class _Lengths(Sequence[Any]):
-    """Stands for the samples while steps are counted: entry i has the length of sample i, but no token is read."""
+    """Stands in for the samples while steps are counted: entry i has the length of sample i, but no tokens."""
 
     def __init__(self, samples: Samples, starts: Indices) -> None:
         self._lengths, self.row_starts = lengths_of(samples), starts

@@ -29,7 +29,9 @@ TABLE_MARGIN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelLimits:
-    """A model accepts token ids below `vocabulary` and samples of up to `positions` tokens (None: no limit)."""
+    """The inputs that a model accepts: token ids below `vocabulary`, and samples of up to `positions` tokens.
+
+    If `positions` is None, the length of samples is not limited."""
 
     vocabulary: int
     positions: int | None
@@ -39,9 +41,8 @@ class ModelLimits:
     def of(model: PreTrainedModel) -> ModelLimits:
         """Read the limits from the modules of a model.
 
-        Besides the embedding of token ids, a model may have an embedding or a buffer with about
-        `max_position_embeddings` entries. It counts as a table of position embeddings. Only such a table limits the
-        length of a sample.
+        An embedding or a buffer with about `max_position_embeddings` entries, besides the embedding of token ids,
+        counts as a table of position embeddings. Only such a table limits the length of a sample.
         """
         embeddings = model.get_input_embeddings()
         language = language_part(model)
@@ -58,7 +59,7 @@ class ModelLimits:
         return ModelLimits(vocabulary=int(vocabulary), positions=positions, trained_positions=trained)
 
     def within(self, other: ModelLimits) -> ModelLimits:
-        """Return the stricter of both models' limits, for samples that both models read."""
+        """Return the limits for samples that two models read: the smaller vocabulary and number of positions."""
         limits = [limit for limit in (self.positions, other.positions) if limit is not None]
         return replace(
             self, vocabulary=min(self.vocabulary, other.vocabulary), positions=min(limits) if limits else None
@@ -268,7 +269,10 @@ def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
 
 
 def _check_rows(source: TrainingData, name: str | None) -> None:
-    """Call the reward function `name` on every row, if padfree has it, so that rows it cannot grade raise an error."""
+    """If `name` is one of padfree's own reward functions, call it on every row.
+
+    A row that the reward function cannot grade raises an error.
+    """
     if name not in BUILT_IN:
         return
     reward = load_reward(name)

@@ -43,7 +43,9 @@ class Critic:
         self._scorer = engine.scorer
 
     def add_advantages(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-        """Return copies of the samples with values, advantages and returns, and metrics of the values. Collective."""
+        """Return copies of the samples with values, advantages and returns, and metrics of the values.
+
+        All ranks must call this."""
         values = self._scorer.values(samples)
         found = with_gae(samples, values, self.settings)
         return found, {"critic/explained_variance": explained_variance(found)}

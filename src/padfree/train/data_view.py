@@ -81,7 +81,7 @@ class ShownSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRow:
-    """A row of a file and the samples made from it."""
+    """A row of a data file, and the samples that a run makes from this row."""
 
     place: str
     samples: tuple[ShownSample, ...]
@@ -115,7 +115,7 @@ def shown_rows(
 
 
 def _rows(source: TrainingData) -> list[tuple[str, list[int]]]:
-    """Return the rows that gave samples: `file:line` of each row, and the indices of its samples."""
+    """Return the data rows from which samples were made: `file:line` of each row, and the indices of its samples."""
     found: list[tuple[str, list[int]]] = []
     for index in range(len(source.samples)):
         place = _row_of(source.place(index))

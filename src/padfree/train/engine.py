@@ -174,7 +174,7 @@ class Engine:
         wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
-        """Start one optimizer step and return it. The device may still run the step; `finish` of the result waits.
+        """Start one optimizer step and return it. The device may still run the step; `PendingStep.finish` waits.
 
         `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, the
         new step changes no weights either. `wants_stop`: whether this rank wants the run to stop after the new step.

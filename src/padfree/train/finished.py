@@ -1,4 +1,4 @@
-"""What earlier starts left in the run folder: whether the run is finished, and whether it can continue.
+"""Determine from the run folder whether earlier starts have finished the run and, if not, whether it can continue.
 
 A run is finished if all of these conditions hold. Otherwise it resumes from its newest checkpoint and does the rest.
 
@@ -80,7 +80,10 @@ def write_end(folder: Path, extra: Mapping[str, Any]) -> None:
 
 
 def read_end(folder: Path, *, resume: bool) -> dict[str, Any] | None:
-    """Return the contents of `end.json`. Return None if there is no such file, or if `resume` is false."""
+    """Return the contents of `end.json`, which a run without checkpoints writes into its folder at its end.
+
+    Returns None if there is no such file, or if `resume` is false.
+    """
     return read_json(folder / END) if resume else None
 
 
@@ -99,7 +102,8 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
     """Raise a `UserError` if this start would have to continue a run that ended without a checkpoint.
 
-    `raised_steps_only`: raise the error only if `run.steps` was raised, because the data has not been read yet.
+    With `raised_steps_only`, only a larger `run.steps` raises the error. Callers pass this argument before the data has
+    been read, because they cannot know yet whether the data has changed.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)
@@ -147,7 +151,10 @@ def check_newest(config: Config) -> None:
 
 
 def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
-    """Return the checkpoint that the run would resume from, and its `extra` dict; (None, {}) for a new run."""
+    """Return the checkpoint that the run would resume from, and its `extra` dict; (None, {}) for a new run.
+
+    The `extra` dict holds everything besides models and optimizers, such as the position in the data.
+    """
     newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
     extra: dict[str, Any] = {}
     if newest is not None:
@@ -157,7 +164,10 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _last_extra(config: Config) -> dict[str, Any]:
-    """Return the record in `end.json` or, without that file, the newest checkpoint's `extra` dict; {} for a new run."""
+    """Return the record in `end.json`, which a run without checkpoints writes at its end.
+
+    If there is no such file, return the `extra` dict of the newest checkpoint; {} for a new run.
+    """
     return read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
 
 

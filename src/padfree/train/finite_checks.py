@@ -25,7 +25,10 @@ from padfree.sample import Sample
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient is NaN or infinite. The step changed no weights. `samples`: the samples of this step."""
+    """Raised if the loss or gradient of a step is NaN or infinite. The step has changed no weights.
+
+    `samples`: the samples of this step.
+    """
 
     def __init__(self, message: str, samples: Sequence[Sample] = ()) -> None:
         super().__init__(message)
@@ -33,7 +36,10 @@ class NonFiniteError(RuntimeError):
 
 
 def nonfinite_cause(model: nn.Module, step: int) -> str:
-    """Return the end of an error message about a non-finite loss: whether weights or data cause it. Collective."""
+    """Return the end of an error message about a non-finite loss: whether weights or data cause it.
+
+    All ranks must call this.
+    """
     name = _nonfinite_on_any_rank(model)
     if name is not None:
         return f"; the cause is in the weights: {name} is not finite; resume a checkpoint with a lower optimizer.lr"
@@ -43,7 +49,7 @@ def nonfinite_cause(model: nn.Module, step: int) -> str:
 
 
 def check_weights(model: nn.Module, step: int, name: str = "the model", lr: str = "optimizer.lr") -> None:
-    """Raise a `NonFiniteError` if updates have made a weight NaN or infinite. Call this before a save. Collective.
+    """Raise a `NonFiniteError` if updates have made a weight NaN or infinite. All ranks must call this before a save.
 
     `name`: what the error message calls the model. `lr`: the name of the setting for the model's learning rate.
     """

@@ -97,7 +97,7 @@ def measure_distances(
     """Measure how much float8 in each layer changes the gradients.
 
     `gradients` runs a forward and backward pass that leaves gradients in the parameters. `Float8Distance.alone` is
-    measured only if a distance `together` exceeds `budget`. Collective over `group`.
+    measured only if a distance `together` exceeds `budget`. All ranks of `group` must call this.
     """
 
     def compute(numbers: Iterable[int]) -> dict[int, list[Tensor]]:
@@ -155,7 +155,7 @@ def _distances(
 
 
 def _square_sum(tensors: list[Tensor], others: list[Tensor] | None = None) -> Tensor:
-    """Return the sum of squares of all elements, in float64; if `others` is given, of the differences to `others`."""
+    """Return the sum of the squares of all elements of `tensors`, or of `tensors` minus `others`, in float64."""
     parts = tensors if others is None else [a - b for a, b in zip(tensors, others, strict=True)]
     return torch.stack([part.double().square().sum() for part in parts]).sum()
 
@@ -184,7 +184,9 @@ class Float8Budget:
         return [each.layer for each in self.distances or () if each.exceeds(self.budget)]
 
     def choose(self, prepared: PreparedStep) -> bool:
-        """Choose the layers unless they are already chosen. Return whether this call has chosen them. Collective."""
+        """Choose the layers that multiply in float8, unless they are already chosen. All ranks must call this.
+
+        Return whether this call has chosen the layers."""
         if self.distances is not None or not len(prepared.packs):
             return False
         first = replace(prepared, packs=prepared.packs[:1])

@@ -61,7 +61,7 @@ def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int,
 
 
 class RunImages(NamedTuple):
-    """What a resumed batch needs to restore its images.
+    """The information with which a resumed run restores the images of a rollout batch.
 
     `of_prompts`: the images of the run's prompts, by digest. `settings`: how images are read; None for a text model.
     """
@@ -101,7 +101,9 @@ class GlobalBatch:
         return [self.samples[i] for i in self.parts[update]]
 
     def state(self) -> dict[str, Any]:
-        """Return the entries that store this batch in a checkpoint's `extra` dict: JSON values and tensors. Collective.
+        """Return the entries that store this batch in a checkpoint's `extra` dict: JSON values and tensors.
+
+        All ranks must call this.
 
         The field `raw_reward` of the samples is left out, because no update uses it.
         """
@@ -163,7 +165,8 @@ class GlobalBatch:
     ) -> GlobalBatch:
         """Restore the batch that `state` stored in `extra`.
 
-        `epochs`, `mini_batches`: must be as when the batch was stored. `images`: the images of the prompts.
+        `epochs` and `mini_batches` must have the values with which the batch was stored. `number`: the number of the
+        batch. `images`: the images of the prompts.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -211,9 +214,10 @@ class GlobalBatch:
 
 
 def _image_record(sample: Sample) -> dict[str, Any]:
-    """Return what a checkpoint's JSON stores of a sample's images; {} without images.
+    """Return the entries about a sample's images in a checkpoint's JSON; {} if the sample has no images.
 
-    For each image, these are its digest and the number of placeholder tokens that stand for it.
+    The entries are the digest of each image with the number of its placeholder tokens, and whether the sample has
+    rotary positions.
     """
     if not sample.images:
         return {}
@@ -222,7 +226,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 
 
 def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
-    """Return, by digest, the samples' images without a file of their own, such as those that an environment drew."""
+    """Return the images of the samples that are not in a file, such as those that an environment drew, by digest."""
     return {
         image.digest: image.load.read
         for sample in samples

@@ -166,7 +166,7 @@ class Packer:
         """Yield this rank's packs of a plan, each built when it is requested and not kept in memory afterwards.
 
         Each pack comes with the indices of its samples. `pack_settings`, if given, replace the packer's own settings.
-        `weights`: see `lay_out`.
+        `weights[i]` [n]: the token weights of sample i, i.e. the factors of its token losses in the batch loss.
         """
         here, slots = arrived(samples, plan.micro_batches), plan.packs_of(self.mesh.data.rank)
         settings, ahead = pack_settings or self.pack_settings, None

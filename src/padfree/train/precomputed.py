@@ -51,7 +51,7 @@ class ReferencedSamples(Sequence[Sample]):
 def with_reference(
     samples: StoredSamples, reference: ReferenceModel, fingerprint: str, mesh: Mesh, *, dtype: str, temperature: float
 ) -> ReferencedSamples:
-    """Return the samples with the log-probabilities of the reference. Collective.
+    """Return the samples with the log-probabilities of the reference model. All ranks must call this.
 
     `fingerprint`: a hash of the reference's weights, which is part of the cache key.
     """

@@ -73,7 +73,9 @@ from padfree.train.vocabulary import check_vocabularies
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preflight:
-    """What the checks of a run have loaded, and notes to show the user before the first step."""
+    """The result of the checks before a run: tokenizer, data and model without weights, which the run then uses, and
+    notes to show the user before the first step.
+    """
 
     tokenizer: Any
     source: TrainingData
@@ -91,7 +93,7 @@ def preflight(
     planned: bool = False,
     progress: Progress | None = None,
 ) -> Preflight:
-    """Raise a `UserError` if the run cannot work. Collective: if one process refuses the run, all processes raise.
+    """Raise a `UserError` if the run cannot work. All processes must call this; if one fails, all raise the error.
 
     `dry`: do not import user code, and accept a device type that this machine lacks. `planned`: the caller is `padfree
     plan`, so skip the checks of the run folder and of sample lengths.
@@ -179,12 +181,17 @@ def check_settings(config: Config, *, processes: int, device_type: str) -> None:
             "parallel.context",
             f"{context} × {replicate} (parallel.context × parallel.replicate) does not divide the {processes} "
             "processes",
-            "lower one of the two settings, or start a multiple of their product",
+            "lower one of the two settings, or start a number of processes that is a multiple of their product",
         )
     check_expert_ranks(config.parallel.expert, processes // replicate)
     requested = config.model.attention
     if requested != "auto" and requested not in BACKENDS:
-        raise UserError("model.attention", "", f"set it to auto, or to one of {', '.join(BACKENDS)}", value=requested)
+        raise UserError(
+            "model.attention",
+            "is not an attention backend",
+            f"set it to auto, or to one of {', '.join(BACKENDS)}",
+            value=requested,
+        )
     check_placement(config, device_type)
     if config.rollout.source is not None:
         for name in {config.rollout.reward, config.eval.reward} - {None}:

@@ -40,7 +40,10 @@ class RankImbalanceTimer:
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:
-        """Return the timer of a model; None with one data rank, compiled layers or expert parallelism."""
+        """Return a timer for a model, or None if its layers are not timed.
+
+        Layers are not timed if there is only one data rank, if they are compiled, or with expert parallelism.
+        """
         if mesh.data.size == 1 or mesh.experts is not None:
             return None
         if any(layer._compiled_call_impl is not None for layer in layers_of(model)):

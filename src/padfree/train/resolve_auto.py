@@ -81,7 +81,7 @@ class ResolvedAuto:
     reasons: dict[str, str]  # the reason for each resolved setting, by name
 
     def fields(self) -> dict[str, str]:
-        """Return two entries per resolved setting NAME: `NAME` has its value, `NAME because` the value's reason."""
+        """Return two entries per resolved setting NAME: its value under `NAME`, and the reason under `NAME because`."""
         found: dict[str, str] = {}
         for name, reason in self.reasons.items():
             found |= {name: _shown(self.config, name), f"{name} because": reason}
@@ -159,7 +159,7 @@ def resolve_auto(
 
 
 def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
-    """Replace each `auto` in the settings by a value for the devices of this run. Collective.
+    """Replace each `auto` in the settings by a value for the devices of this run. All ranks must call this.
 
     All ranks use the memory of the smallest device. `facts`: arguments of `estimate_memory` that describe the data.
     """

@@ -77,8 +77,9 @@ def made_with(
 ) -> dict[str, Any]:
     """Return the record of settings, model and data that every checkpoint of a run stores.
 
-    `model`: the model's config. `data`: see `data_record`. `reference`: fields and fingerprint of the reference model.
-    `teacher`: a fingerprint of the teacher's weights.
+    `model`: the model's config. `data`: a digest and the size of the data (see `data_record`). `reference`: the config
+    fields of the reference model, and a fingerprint (hash) of its weights. `teacher`: a fingerprint of the teacher's
+    weights.
     """
     return {
         "settings": flat_settings(config),
@@ -140,7 +141,10 @@ def _parts(sample: Sample | Prompt) -> Iterator[bytes]:
 
 
 def check_ranks_agree(record: Mapping[str, Any], group: ProcessGroup) -> None:
-    """Raise a `UserError` if the settings, model or data of a rank differ from those of rank 0. Collective."""
+    """Raise a `UserError` if the settings, model or data of a rank differ from those of rank 0.
+
+    All ranks of `group` must call this, each with its own `record`.
+    """
     own = {part: hash_of(record[part]) for part in ("settings", "model", "data")}
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, own, group=group)
@@ -214,8 +218,9 @@ def check_made_with(
 ) -> dict[str, tuple[Any, Any]]:
     """Compare this run with the checkpoint at `path`. Return the changed settings, each as (old value, new value).
 
-    Raise an error if the model, the data, or a setting that must not change differs. `there`: the checkpoint's record
-    (see `made_with`). `here`: this run's record. `inside`: see `check_settings`.
+    Raise an error if the model, the data, or a setting that must not change differs. `there`: the record of settings,
+    model and data in the checkpoint. `here`: this run's record. `inside`: whether the checkpoint was saved between two
+    updates of a rollout batch.
     """
     changed = check_settings(path, there["settings"], config, inside=inside)
     start_over = "give another run.folder, or start over with checkpoint.resume=false"
@@ -277,7 +282,10 @@ def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Map
 
 
 def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return the note that a resumed run prints about changed settings. `changed`: see `changed_settings`."""
+    """Return the note that a resumed run prints about changed settings.
+
+    `changed`: the old value and the new value of each changed setting.
+    """
     parts = [f"{name} {json.dumps(now)} (was {json.dumps(before)})" for name, (before, now) in changed.items()]
     return f"resuming {path} with changed settings: {', '.join(parts)}"
 

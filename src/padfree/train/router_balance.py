@@ -139,7 +139,8 @@ class RouterBalance:
         """Return what a micro-batch on this rank adds to E · Σ_e f_e · p_e, the loss without its coefficient.
 
         E: number of experts. f_e: how many times the routers choose expert e in the global batch. p_e: the sum of the
-        router probabilities of expert e over the tokens of `batch`. Both are divided by N (see the module docstring).
+        router probabilities of expert e over the tokens of `batch`. Both are divided by N, the number of sample tokens
+        in the global batch times the number of layers with experts.
         """
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)

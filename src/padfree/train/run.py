@@ -126,7 +126,7 @@ def train(
 
 
 def _finished(config: Config, mesh: Mesh, preflight_result: Preflight) -> int | None:
-    """Call `finished_step` on rank 0, and return its result on every rank. Collective."""
+    """Return the number of steps of the run if it is finished, or None. All ranks must call this; rank 0 checks."""
     gathered: list[int | None] = [None] * mesh.loss.size
     found = finished_step(config, preflight_result.source) if mesh.loss.rank == 0 else None
     dist.all_gather_object(gathered, found, group=mesh.loss.group)
@@ -239,7 +239,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate the model at `model.path` as `[eval]` configures, and return the metrics by name.
 
-    Nothing is trained or written. The callbacks are those of `train`.
+    Nothing is trained or written. The callbacks report progress, as in `train`.
     """
     config = config.with_held_out_data()
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
@@ -282,7 +282,7 @@ def _pair_reference(config: Config, reference: ReferenceModel | None) -> Referen
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """Return the samples with the reference's log-probabilities. The reference can be freed afterwards."""
+    """Return the samples with the log-probabilities of the reference model, which the caller can free afterwards."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
@@ -327,7 +327,9 @@ def _collector(
 
 
 def _prompt_images(samples: Samples) -> Iterator[Image]:
-    """Yield the images of the prompts, from which a rollout batch that a checkpoint restores takes its images."""
+    """Yield the images of the prompts. A rollout batch that is restored from a checkpoint needs them, because the
+    checkpoint does not store them.
+    """
     if not isinstance(samples, StoredSamples):
         for sample in samples:
             yield from sample.images

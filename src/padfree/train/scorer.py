@@ -184,10 +184,10 @@ class ScalarScorer(Scorer):
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return, for each of the e predictions of a pack on this rank, the index of the predicted token, [e].
+    """Return the index of the predicted token for each of the e predictions of a pack on this rank, [e].
 
-    The index counts the tokens of all samples of the batch, not only those of this pack. `starts`: the index of the
-    first token of each sample. `indices`: the samples of the pack.
+    The index counts tokens in the concatenation of all samples of the global batch, not only of this pack. `starts`:
+    the index of each sample's first token in this concatenation. `indices`: the samples of the pack.
     """
     entries, local = batch.packed.entries, batch.local.entries
     assert entries is not None

@@ -211,7 +211,7 @@ def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) ->
 def export(
     config: Config, model: PreTrainedModel, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None
 ) -> Path:
-    """Write the trained model, or its adapters if `lora.export` says so, to `folder`. Collective.
+    """Write the trained model, or its adapters if `lora.export` says so, to `folder`. All ranks must call this.
 
     `dtype`: the dtype of the written weights.
     """
@@ -221,7 +221,7 @@ def export(
 
 
 def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
-    """Write the critic as a reward model, which `AutoModelForSequenceClassification` loads. Collective.
+    """Write the critic as a reward model, which `AutoModelForSequenceClassification` loads. All ranks must call this.
 
     The score of a text is the value at its last token: the expected reward of a response that begins with this text.
     """
@@ -230,7 +230,10 @@ def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype:
 
 
 def export_dtype(config: Config, path: str | None = None) -> torch.dtype:
-    """Return the dtype in which a model loaded from `path` (None: `model.path`) is exported. Collective."""
+    """Return the dtype in which a model loaded from `path` (None: `model.path`) is exported.
+
+    All ranks must call this.
+    """
     if config.checkpoint.export_dtype != "base":
         chosen: torch.dtype = getattr(torch, config.checkpoint.export_dtype)
         return chosen
@@ -286,7 +289,10 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager in which an error about a model names `setting`, the setting that holds the model's path."""
+    """Context manager: an error about a model in its block becomes an error about the setting with the model's path.
+
+    `setting`: the name of this setting.
+    """
     try:
         yield
     except UserError as error:

@@ -181,8 +181,8 @@ def _restore(
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
 
-    `changed`: the settings that differ from the checkpoint's. If a setting of the section `[eval]` has changed, the
-    position asks for a new evaluation. `images`: the images of the prompts.
+    `changed`: the settings that differ from the checkpoint's. If a setting of the section `[eval]` is among them, the
+    returned position does not count this step as evaluated. `images`: the images of the prompts.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(

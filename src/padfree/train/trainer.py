@@ -91,7 +91,7 @@ class Best:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunPosition:
-    """Where this start of the run begins: at step 0, or at a checkpoint."""
+    """The position at which a started or resumed run begins: step 0, or a checkpoint."""
 
     step: int = 0
     saved: Path | None = None  # the checkpoint
@@ -101,7 +101,7 @@ class RunPosition:
 
 
 class Trainer:
-    """Trains an engine on batches, starting from the newest checkpoint of the run folder if there is one."""
+    """Trains the model of an engine on batches, from the newest checkpoint of the run folder if there is one."""
 
     def __init__(
         self,
@@ -407,7 +407,7 @@ class Trainer:
 
 
 def any_rank_wants(wanted: bool, mesh: Mesh) -> bool:
-    """Return whether `wanted` is true on any rank. Collective.
+    """Return whether `wanted` is true on any rank. All ranks must call this.
 
     A signal reaches the ranks at different times. With this function, all ranks stop after the same step.
     """

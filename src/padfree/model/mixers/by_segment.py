@@ -1,11 +1,11 @@
-"""Run a mixer's own module on each segment separately. The result is correct by definition.
+"""Run a mixer (a recurrence or convolution) on each segment of a pack separately, so that segments cannot mix.
 
     pack       | 5 tokens | 3 | 5 | 3 | pad of 2 |             [1, T, D]
     calls      [2, 5, D]  and  [2, 3, D]                        segments of equal length form the batch of one call
     result     | 5 tokens | 3 | 5 | 3 | zeros    |             in the original order
 
-The module must treat the samples of a batch independently, and need not know about packing. No kernel and no extra
-package are needed. Padding tokens are not computed.
+The mixer's forward needs no support for packing. It must only treat the entries of a batch independently. No kernel and
+no extra package are needed. Padding tokens are not computed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 
 def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Apply `call` to all segments.
+    """Apply `call` to every segment of a pack, in one call for all segments of the same length.
 
-    `values` are tensors [t, ...] with one entry per token, t = sum(lengths). Returns [t, D'].
+    `values` are tensors [t, ...] with one entry per token, t = sum(lengths). Returns [t, D'], where D' is the output
+    width.
 
-    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D'], where D' is the output
-    width. If there are no tokens, `call` gets one token of zeros and its result is multiplied by 0, because all ranks
-    of a sharded model must use the same parameters.
+    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D']. If there are no tokens,
+    `call` gets one token of zeros and its result is multiplied by 0, because all ranks of a sharded model must use the
+    same parameters.
     """
     members: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):

@@ -50,8 +50,8 @@ class _MixerCall:
 def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
     """Find the modules of a model that mix tokens without attention.
 
-    Returns up to two alternatives: the innermost such modules, then the outermost. Each has one `Mixer` per module
-    class. The list is empty if no module mixes tokens.
+    Returns up to two alternatives: the innermost such modules, then the outermost. Each alternative has one `Mixer` per
+    module class. The list is empty if no module mixes tokens.
     """
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)

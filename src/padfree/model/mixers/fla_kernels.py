@@ -116,10 +116,9 @@ def mamba2_scan(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Compute the recurrence of Mamba-2: linear attention with keys B, queries C, values dt · x and the decay exp(dt ·
-    A).
+    """Compute the recurrence of Mamba-2 as linear attention: keys B, queries C, values dt · x and decay exp(dt · A).
 
-    `hidden_states` x is [1, T, H, P] for T tokens and H heads of size P. Returns [1, T, H, P].
+    x is the argument `hidden_states` [1, T, H, P] for T tokens and H heads of size P. Returns [1, T, H, P].
     """
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
     steps = functional.softplus(steps) if dt_softplus else steps

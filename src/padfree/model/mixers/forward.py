@@ -48,8 +48,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerState:
-    """What padfree knows about a module whose forward was replaced by `packed_forward`. Nothing here depends on a
-    batch.
+    """The information that `packed_forward` needs about a module (a mixer) whose forward it replaces. No field depends
+    on a batch.
     """
 
     mixer: Mixer
@@ -106,11 +106,10 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Choose, before the first batch on a device, how each mixer runs. A forward pre-hook of a model with mixers.
+    """Choose, before the first batch on a device, how each mixer of the model runs. This is a forward pre-hook.
 
-    The hook tests whether a mixer gives right results if it runs on all segments at once (the fast forward).
-
-    A mixer that fails the test runs segment by segment.
+    The hook tests whether a mixer gives correct results if it runs on all segments of a pack at once. A mixer that
+    fails this test runs segment by segment, which is slower.
     """
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
@@ -144,7 +143,7 @@ def installed(module: nn.Module) -> Mixer | None:
 def hand_context(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pass the `AttnContext` in place of the attention mask. A forward pre-hook.
+    """Forward pre-hook that passes the `AttnContext` (the samples of the pack) in place of the attention mask.
 
     The hook is for modules that pass a mask to their submodules but drop other keyword arguments, such as
     `attn_context`.
@@ -156,7 +155,10 @@ def hand_context(
 
 
 def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a mixer on a pack: apply the mixer's own forward to each segment, or to all segments at once."""
+    """Run a mixer (a recurrence or convolution) on a pack, segment by segment or on all segments at once.
+
+    This function replaces the forward of the mixer. A segment holds the tokens of one sample.
+    """
     state = module.__dict__[STATE]
     if not is_attached(state.config):
         return type(module).forward(module, *args, **kwargs)
@@ -195,8 +197,10 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
-    """Run a mixer on the whole segments that this context rank receives, all at once (the fast forward), and move
-    results back.
+    """Run a mixer on a pack whose tokens are divided over context ranks.
+
+    Each rank receives some segments as a whole, runs the mixer on all of them in one call, and sends the results back
+    to the ranks that hold the tokens.
     """
     states, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None
@@ -224,7 +228,7 @@ def _mixed(module: nn.Module, state: MixerState, arguments: dict[str, Any], cont
         raise UserError(
             "attn_context",
             f"is for {needed} tokens, but {name} has {len(values_of_tokens[0])}",
-            "take both from the same LocalBatch",
+            "take all arguments of the model from the same LocalBatch",
         )
     # Tensor arguments that the module ignores are not split into segments, so None is passed instead of them.
     rest = {argument: None if _holds_tensors(value) else value for argument, value in arguments.items()}
@@ -249,10 +253,11 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """Apply `call` to whole segments, also if the pack is divided over context ranks.
+    """Apply `call` to each segment of a pack as a whole, even if the pack's tokens are divided over context ranks.
 
-    Each tensor in `tokens` holds one value per token of this rank, [T/world, ...]. Returns [T/world, D'] with zeros for
-    padding tokens. If `order` is given, index i of the pack holds token order[i].
+    A pack of T tokens is divided over `world` context ranks. Each tensor in `tokens` holds one value per token of this
+    rank, [T/world, ...]. Returns [T/world, D'] with zeros for padding tokens; D' is the output width. If `order` is
+    given, index i of the pack holds token order[i].
     """
     segments = context.segments
     if context.layout is not None:

@@ -2,8 +2,8 @@
 
     S_t = exp(g_t) · S_{t-1} + k_t (beta_t · (v_t - S_{t-1}ᵀ k_t))ᵀ        o_t = S_tᵀ q_t       S is [d_k, d_v] per head
 
-In these formulas, g_t is the log decay and beta_t the learning rate of token t. A short convolution on q, k and v comes
-before the recurrence.
+For token t, S_t is the recurrent state, q_t, k_t and v_t are query, key and value, g_t is the log decay, beta_t the
+learning rate and o_t the output. A short convolution on q, k and v comes before the recurrence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has a decay per head and convolutions, but not the skip connection `D` of Mamba."""
+    """Return whether a mixer uses the gated delta rule: it has a decay per head and convolutions, but unlike Mamba no
+    skip connection `D`.
+    """
     return decay_of(module) is not None and not hasattr(module, "D") and bool(depthwise_convolutions(module))
 
 
@@ -55,8 +57,8 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """Return the number of values per token saved for backward: q, k, v before and after the convolution, and the
-    ungated output.
+    """Return the number of values per token saved for backward: q, k and v before the convolution, the same three after
+    it, and the output before the gate.
     """
     heads, _, d_v = _head_sizes(module)
     return 2 * convolution_width(module) + heads * d_v

@@ -2,7 +2,9 @@
 
     S_t = exp(dt_t · A) ∘ S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t         A and S are [channels, N]
 
-A short convolution on x comes before the recurrence. N is the state size per channel.
+For token t, S_t is the recurrent state, x_t the input, y_t the output and dt_t the step size; B_t and C_t [N] are
+computed from the input. N is the state size per channel, and ∘ the elementwise product. A short convolution on x comes
+before the recurrence.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has a decay for each element of the state, and a skip connection `D`."""
+    """Return whether a mixer is Mamba: it has a decay for each element of the state, and a skip connection `D`."""
     decay = decay_of(module)
     return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 

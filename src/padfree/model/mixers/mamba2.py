@@ -2,8 +2,9 @@
 
     S_t = exp(dt_t · A) · S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t
 
-Each head has a state S [N, P] and a scalar A. N is the state size and P the head size. A short convolution on x, B and
-C comes before the recurrence.
+For token t, x_t [P] is the input of a head, y_t its output and dt_t its step size; B_t and C_t [N] are computed from
+the layer's input. Each head has a state S [N, P], a scalar A and a skip weight D. N is the state size and P the head
+size. A short convolution on x, B and C comes before the recurrence.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has one decay per head, a skip connection `D` and a convolution."""
+    """Return whether a mixer is Mamba-2: it has one decay per head, a skip connection `D` and a convolution."""
     decay = decay_of(module)
     return decay is not None and decay.ndim == 1 and hasattr(module, "D") and bool(depthwise_convolutions(module))
 

@@ -25,7 +25,9 @@ pass on the mask.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """The arguments with which the modules of one class of mixers are called."""
+    """Describes how the modules of one class of mixers are called: which arguments hold hidden states, values per token
+    and the `AttnContext`. A mixer mixes tokens without softmax attention.
+    """
 
     class_name: str  # from `qualified_name`
     kind: str
@@ -38,7 +40,9 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerKind:
-    """A kind of mixer: how to recognise it, how many FLOPs it takes, and how many activations it saves."""
+    """A kind of mixer (e.g. Mamba-2): how to recognise such a mixer, how many FLOPs it takes, and how many activations
+    it saves.
+    """
 
     name: str
     matches: Callable[[nn.Module], bool]
@@ -59,7 +63,10 @@ def qualified_name(cls: type) -> str:
 
 
 def decay_of(module: nn.Module) -> Tensor | None:
-    """Return the parameter `A_log` of a module or its submodules: the log decay of a recurrence, in every model."""
+    """Return the log decay of a recurrence: the parameter `A_log` of the module or of one of its submodules.
+
+    Returns None if there is no such parameter. All models use this name.
+    """
     return next((tensor for name, tensor in module.named_parameters() if name.split(".")[-1] == "A_log"), None)
 
 

@@ -43,7 +43,10 @@ def with_functions(forward: FunctionType, functions: Mapping[str, Function]) -> 
 
 @cache
 def reference_forward(module_class: type[nn.Module]) -> Function | None:
-    """Return the forward of a class with plain PyTorch functions instead of kernels, or None if it calls no kernels."""
+    """Return a copy of a class's forward that calls plain PyTorch functions in place of kernels.
+
+    Returns None if the forward calls no kernels.
+    """
     if not isinstance(inspect.unwrap(module_class.forward), FunctionType):
         return None
     forward = code_of(module_class)

@@ -2,8 +2,8 @@
 
     y_t = C_t ∘ Σ_i w_i ∘ (B ∘ x)_{t-i}        i = 0, 1, 2
 
-In this formula, x is the input, B and C are the gates, w_i are the weights of the convolution, and ∘ is the elementwise
-product.
+For token t, x_t is the input, B_t and C_t are the gates, and y_t is the output. w_i are the weights of the convolution,
+and ∘ is the elementwise product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from padfree.model.mixers.mixer import (
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether the module has a convolution along the sequence and no recurrence."""
+    """Return whether a mixer is a short convolution: it has a convolution along the sequence and no recurrence."""
     return bool(depthwise_convolutions(module)) and decay_of(module) is None
 
 
@@ -42,8 +42,8 @@ def functions(device: torch.device) -> dict[str, Callable[..., Any]] | str:
 
 
 def dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that short convolutions support: all floating dtypes, with the usual one on this device
-    first.
+    """Return the dtypes that short convolutions support. The first is the usual training dtype on this device: bfloat16
+    on a GPU, float32 on a CPU.
     """
     first = torch.bfloat16 if device.type == "cuda" else torch.float32
     return first, torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -1,12 +1,13 @@
-"""Run mixers on a whole pack at once: their own forward, with functions that respect the segment boundaries.
+"""Run a mixer (a recurrence or convolution) on all segments of a pack at once: its own forward, in which functions that
+respect segment boundaries replace those of transformers.
 
     per segment    [n, L, D] for each length L        always correct, slow
     fast           [1, T, D], Segments                functions of the mixer's kind replace functions of transformers
 
-Each kind of mixer provides functions for a device. Before they are used, they are tested on this machine, on a mixer
-with random weights and the real sizes. The outputs and all gradients are compared with those of the mixer's plain
-PyTorch code, run on each segment in float32. The allowed difference is a few times the rounding error of the plain code
-in the tested dtype.
+Each kind of mixer provides such functions for a device. Before padfree uses the functions, it tests them on this
+machine, on a mixer with random weights and the real sizes. The outputs and all gradients are compared with those of the
+mixer's plain PyTorch code, run on each segment in float32. The allowed difference is a few times the rounding error of
+the plain code in the tested dtype.
 
 If the test fails or a package is missing, the mixer runs segment by segment, and the reason is reported once. In that
 case transformers may call kernels of other packages. These kernels are tested in the same way, because some versions
@@ -45,7 +46,7 @@ PyTorch code in the tested dtype and in float32. If the tested dtype is float32,
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VarlenKernel:
-    """The function that mixers of one class call instead of their forward."""
+    """A function that replaces the forward of all mixers of one class, and processes all segments of a pack at once."""
 
     forward: Function
     boundaries: str  # the argument that takes the Segments
@@ -53,9 +54,10 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """Return a forward that runs mixers of this class on all segments of a pack at once, not yet tested on this device.
+    """Return a forward that runs mixers of this class on all segments of a pack at once.
 
-    If there is no such forward, the result is the reason as a string.
+    If there is no such forward, return the reason as a string.
+    The forward is not yet tested on this device.
     """
     kind = KINDS[mixer.kind]
     if kind.functions is None:
@@ -78,9 +80,10 @@ def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.dev
 def tested_kernel(
     module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device
 ) -> VarlenKernel | None:
-    """Return the forward for all segments at once, or None if there is none or its test on this machine fails.
+    """Return the forward that runs the mixer `module` on all segments of a pack at once.
 
-    On a GPU, None comes with a warning, because the mixer is then slow.
+    Returns None if there is no such forward or if its test on this machine fails. On a GPU, padfree then also warns,
+    because the mixer is slow segment by segment.
     """
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
@@ -100,7 +103,7 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Return whether the module's own forward gives right results with the kernels that transformers chooses.
+    """Return whether the mixer's own forward gives correct results with the kernels that transformers chooses.
 
     The forward is tested segment by segment, against the mixer's plain PyTorch code.
     """
@@ -217,7 +220,10 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _outcome(
     call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Run `call` forward and backward. Returns the output and all gradients by name, in float32."""
+    """Run `call` on `hidden` forward, and backward from the output gradient `weights`.
+
+    Returns the output and all gradients by name, in float32.
+    """
     module.zero_grad(set_to_none=True)
     hidden = hidden.detach().requires_grad_()
     output = call(module, hidden, segments)

@@ -86,14 +86,20 @@ def _patch_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _tile(config: PreTrainedConfig) -> Tensor:
-    """Return one tile of ones for a filler image. Idefics3 and SmolVLM would drop a tile of zeros."""
+    """Return one tile for a filler image (the input of the tower if a pack has no images).
+
+    The tile is filled with ones, because Idefics3 and SmolVLM drop a tile of zeros.
+    """
     size = config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return torch.ones(1, 3, height, width)
 
 
 def _cut_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return the smallest image for towers that cut off padding: two image tokens, because Mistral 3 fails with one."""
+    """Return the filler image (the input of the tower if a pack has no images) for towers that cut off padding.
+
+    The image has two placeholder tokens, because Mistral 3 fails with one.
+    """
     side = config.vision_config.patch_size * config.spatial_merge_size
     return {"pixel_values": torch.ones(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
 
@@ -103,9 +109,10 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return an image as large as one tile, for towers that read an image both as a whole and in parts.
+    """Return the filler image (the input of the tower if a pack has no images) for towers that read an image both as a
+    whole and in tiles.
 
-    The tower gets two tiles: the whole image, and the only part of the image.
+    The image is as large as one tile, so the tower gets two tiles: the whole image, and its only part.
     """
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
@@ -209,8 +216,9 @@ def why_refused(model_class: type) -> str | None:
 
 
 def _base_class(model_class: type) -> Any:
-    """Return the class without a head that belongs to a class with a language-model head, or the class itself if it has
-    no such head.
+    """Return the class of the base model (the model without its language-model head) for a model class.
+
+    A class that has no such head is returned unchanged.
     """
     module = sys.modules[model_class.__module__]
     return getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
@@ -220,8 +228,8 @@ def family_of(model: nn.Module) -> VisionFamily | None:
     """Return the `VisionFamily` of a model or of its base model, or None if it is not a supported vision-language
     model.
 
-    The class must be one of transformers, because a subclass may compute something else. The subclass that FSDP2 makes
-    of a sharded model counts as the class of the model.
+    The class of the model must be one of transformers' own classes, because a subclass may compute something else. The
+    subclass that FSDP2 creates when it shards a model counts as the class of the model.
     """
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     name = own.__name__

@@ -52,7 +52,8 @@ def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: Loc
 
 
 def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImages | None) -> dict[str, Any]:
-    """Return the inputs of the language model for tokens [T]: embeddings [1, T, D], and further features of the tower.
+    """Return the inputs of the language model for tokens [T]: the embeddings [1, T, D], and for some models (Qwen3-VL)
+    further features of the vision tower for the first layers.
 
     Only the placeholders of `images` get features. Another token with the id of the placeholder, which a policy may
     sample, keeps its embedding, as when transformers generates text.
@@ -96,7 +97,7 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImag
 
 
 def _joined(features: Any) -> Tensor:
-    """Join features to one tensor [F, D].
+    """Join the features that a vision tower returns to one tensor [F, D], where F is the number of features.
 
     `features` is a list with one tensor per image or sample, or one tensor [tiles, n, D].
     """
@@ -104,7 +105,10 @@ def _joined(features: Any) -> Tensor:
 
 
 def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
-    """Return the tower's features [m, D] and then its further features, for the m placeholder tokens of this rank."""
+    """Return the features [m, D] of the vision tower for the m placeholder tokens of this rank.
+
+    Some towers also give features for the first layers of the language model. They follow as further tensors [m, D].
+    """
     found = output.pooler_output
     parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
     if images.inputs:

@@ -35,13 +35,14 @@ class TowerCost:
     quadratic: float
 
     def __call__(self, features: ArrayLike) -> NDArray[np.float64]:
-        """Return the FLOPs [n] of n images with the given numbers of features [n]."""
+        """Return the FLOPs [n] of encoding n images, where `features` [n] are the numbers of features per image."""
         counts = np.asarray(features, dtype=np.float64)
         return self.linear * counts + self.quadratic * counts**2
 
     def of_samples(self, images: Iterable[Iterable[Image]]) -> NDArray[np.float64]:
-        """Return the FLOPs of the images of each sample. The cost of an image is divided over the samples that
-        show it.
+        """Return, for each sample, the FLOPs of encoding its images.
+
+        An image that several samples show is encoded once, so each of them gets an equal share of its cost.
         """
         shown = [{image.digest: len(image.positions) for image in own} for own in images]
         times: dict[str, int] = {}
@@ -93,7 +94,7 @@ def tower_cost(model: PreTrainedModel) -> TowerCost | None:
 
 
 def patches_per_tile(config: PreTrainedConfig) -> float:
-    """Return the number of patches of a tile or of an image of fixed size."""
+    """Return the number of patches in one input of the tower: a tile, or an image of fixed size."""
     vision: Any = config.vision_config
     sides = (vision.image_size, vision.patch_size)
     image, patch = (side if isinstance(side, int) else side[0] for side in sides)

@@ -73,7 +73,7 @@ class HarnessAnswers:
         return packed_scores(self.model, found)
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Return the text that follows each context, up to a stop string or the largest number of tokens."""
+        """Generate a text after each context, up to a stop string or to the maximum number of new tokens."""
         plans = [generation_of(arguments) for _, arguments in requests]
         texts: dict[int, str] = {}
         kinds = sorted({(plan.temperature, plan.max_new_tokens) for plan in plans})
@@ -118,7 +118,7 @@ class HarnessAnswers:
         """Return one generated text per prompt, cut before its first stop string.
 
         `until` holds the stop strings of each prompt. Generation ends early as soon as every text contains one of its
-        stop strings.
+        stop strings. `first` is the index of the first prompt among all prompts; random numbers depend on the index.
         """
         written = [""] * len(prompts)
         waiting = set(range(len(prompts)))
@@ -139,7 +139,7 @@ class HarnessAnswers:
 
 
 class Generation:
-    """The generation settings that a task asks for."""
+    """The settings with which a task wants text to be generated: stop strings, number of new tokens, temperature."""
 
     def __init__(self, until: tuple[str, ...], max_new_tokens: int, temperature: float) -> None:
         self.until, self.max_new_tokens, self.temperature = until, max_new_tokens, temperature
@@ -173,7 +173,7 @@ def cut(text: str, stops: Sequence[str]) -> str:
 
 
 def context_length(model: PreTrainedModel, tokenizer: Any) -> int:
-    """Return the context length that a model's config states or, if it states none, that its tokenizer states."""
+    """Return the context length in tokens from the model's config or, if the config has none, from the tokenizer."""
     for config in (getattr(model.config, "text_config", None), model.config):
         for name in ("n_positions", "max_position_embeddings", "n_ctx"):
             found = getattr(config, name, None)

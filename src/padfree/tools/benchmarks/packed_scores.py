@@ -5,7 +5,8 @@ In this example, a pack of 13 tokens holds three texts, each a context (c) and i
     ids      c c c x x   c x x x x   c c x
     scored         ^ ^     ^ ^ ^ ^       ^
 
-The score of a text is the sum of the log-probabilities of its x tokens, and whether every x is the most likely token.
+The score of a text has two parts: the sum of the log-probabilities of its x tokens, and whether greedy decoding would
+generate them, that is, whether every x is the most likely token at its position.
 """
 
 from __future__ import annotations

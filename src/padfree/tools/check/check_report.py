@@ -44,9 +44,9 @@ class CheckResult:
 
     @property
     def limit(self) -> float:
-        """The largest difference that passes: the larger of the tolerance and `FACTOR` · noise.
+        """The largest difference that passes: the tolerance, or `FACTOR` times the noise if that is larger.
 
-        A noise that is not finite is ignored.
+        The noise is the rounding error of plain transformers code. A noise that is not finite is ignored.
         """
         noise = self.noise if self.noise is not None and math.isfinite(self.noise) else 0.0
         return max(self.tolerance, FACTOR * noise)
@@ -57,7 +57,7 @@ class CheckResult:
 
     @property
     def excess(self) -> float:
-        """The difference divided by the largest difference that passes; above 1, the comparison has failed."""
+        """The difference divided by the largest difference that passes. Above 1, the comparison has failed."""
         return self.difference / self.limit if self.limit else (math.inf if self.difference else 0.0)
 
     @property
@@ -68,7 +68,10 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:
-    """A variation of the main check that this model, backend or number of ranks does not support, and the reason."""
+    """A variation of the check (e.g. another layout) that was not run, and the reason.
+
+    The model, the attention backend or the number of ranks does not support this variation.
+    """
 
     check: str
     reason: str
@@ -137,7 +140,7 @@ class CheckReport:
         ]
 
     def shown_rows(self) -> list[CheckResult]:
-        """Return the results that the table shows: all results of the main check, and some of each variation.
+        """Return the results that the report's table shows: all results of the main check, and some of each variation.
 
         For each variation, the table shows the failed results or, if none failed, the result nearest to its limit.
         """
@@ -180,7 +183,7 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return one line that names the layers that a run with the checked float8 budget keeps in bfloat16."""
+        """Return a line of text: the layers that stay in bfloat16 if `parallel.float8_budget` has the checked value."""
         if self.float8_budget is None:
             return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]

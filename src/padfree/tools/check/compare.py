@@ -8,9 +8,10 @@
     gradients           for each part (a layer, the embeddings, the head, a norm): the    3.0e-07 in layers.0.mlp...
                         largest relative difference of a parameter's gradient
 
-The relative difference of a gradient is its largest difference, divided by its largest entry. Some gradients are zero
-except for rounding, e.g. the gradient of a key projection's bias. For them, this quotient would be large. The divisor
-is therefore at least a hundredth of the largest gradient entry in the same part of the model.
+The relative difference of a parameter's gradient is the largest difference of an entry, divided by the largest entry
+of the expected gradient. Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. For
+them, this quotient would be large. The divisor is therefore at least a hundredth of the largest gradient entry in the
+same part of the model.
 
 A non-finite number counts as an infinite difference.
 """
@@ -47,7 +48,7 @@ class Gap(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The largest difference of one parameter's gradient from the reference, and the reference's largest entry."""
+    """The largest difference between a parameter's gradient and its reference, and the reference's largest entry."""
 
     difference: float
     size: float
@@ -55,7 +56,10 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """For each quantity, the difference up to which a comparison passes, whatever the noise is."""
+    """For each quantity (such as the loss), the difference up to which a comparison passes in any case.
+
+    A larger difference passes only if the rounding noise is large, too.
+    """
 
     logprobs: float
     loss: float
@@ -72,7 +76,10 @@ normaliser's tolerance is low for both, because loss weights and sums are always
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:
-    """Return the largest difference of a token between two sets of log-probabilities, [n] for each sample."""
+    """Return the largest difference of a token's log-probability between two results, and the token that has it.
+
+    A result has one array [n] for each sample of n tokens.
+    """
     largest = Gap(0.0, "")
     for index, (ours, theirs, sample) in enumerate(zip(actual, expected, samples, strict=True)):
         if not len(sample):
@@ -118,8 +125,8 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
     """Return the largest relative gradient difference in each part of the model, in the order of the parts.
 
-    Both arguments map the name of a parameter: `extents` to the difference of its gradient, `parts` to its part of the
-    model.
+    `extents` maps the name of each parameter to the difference of its gradient, and `parts` maps this name to the part
+    of the model that the parameter belongs to.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():
@@ -164,7 +171,9 @@ def parts_of(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _vision_parts(model: PreTrainedModel) -> dict[str, str]:
-    """Return which parameters belong to the tower or the projector of a vision-language model."""
+    """Map the name of each parameter in the tower or the projector of a vision-language model to "tower" or
+    "projector".
+    """
     family = family_of(model)
     if family is None:
         return {}

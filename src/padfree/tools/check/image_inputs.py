@@ -5,8 +5,8 @@
     pixel_values     patches or tiles of a and b     one after another, as the model's processor returns them
     ...              what else the class reads: grids, sizes of images, types of tokens
 
-In training, padfree does not call the tower this way. A check with these arguments therefore also tests the image
-features of a pack.
+In training, padfree instead computes the image features of a whole pack (`padfree.model.vision.features`). A check that
+uses these arguments as the reference therefore also tests the image features of packs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def share_images(samples: Sequence[Sample]) -> bool:
 
 
 def image_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
-    """Return the arguments of the model's forward for the images of a sample. Empty if it has no images."""
+    """Return the arguments of the model's forward for the images of a sample; {} if the sample has no images."""
     if not sample.images:
         return {}
     config: Any = model.config
@@ -88,7 +88,7 @@ def _padded(loaded: Sequence[Mapping[str, NDArray[Any]]]) -> list[Mapping[str, N
 
 
 def with_other_images(sample: Sample) -> Sample:
-    """Return the sample with other images of the same sizes: the pixels change their order and their sign."""
+    """Return the sample with other images of the same sizes, whose pixels have another order and the opposite sign."""
     return replace(sample, images=tuple(_other(image) for image in sample.images))
 
 

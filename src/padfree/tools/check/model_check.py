@@ -9,8 +9,8 @@
     6  layouts       other micro-batches, another order, other context methods  reference
     7  float8        gradients with linear layers in float8, if requested       step 3
 
-HF code is plain Hugging Face code. "The dtype" is that of the check, float32 or bfloat16. Padded pairs are padded
-batches of two samples.
+In this table, HF code is plain Hugging Face code, the dtype is that of the check (float32 or bfloat16), and padded
+pairs are padded batches of two samples.
 
 Only the loss "nll" has log-probabilities to compare. For other losses (`plain_losses`), steps 1, 2, 3 and 6 run. To
 check such a model for leaks between samples and effects of padding, check it with "nll".
@@ -82,7 +82,10 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The results of the reference, on rank 0. On other ranks, only the samples and the parameter names are set."""
+    """The results of plain transformers code, with which packed training is compared (the reference), on rank 0.
+
+    On other ranks, only the samples and the parameter names are set.
+    """
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
     outcome: CheckOutcome
@@ -120,9 +123,9 @@ def check_model(
     - `origin`: the samples' origin, for the report.
     - `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU.
     - `layers`: number of layers to check, from the first; by default a few. `full` checks all layers.
-    - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the setting of a
-      run.
-    - `context`: number of processes of each data rank, under torchrun.
+    - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the value of
+      `parallel.float8_budget`; the report names the layers that stay in bfloat16 with this value.
+    - `context`: number of processes that divide each pack among them (context parallelism), under torchrun.
     - `vision`: check a whole vision-language model with samples that have images.
 
     Under torchrun the call is collective and returns the same report on every rank.
@@ -235,7 +238,7 @@ def _reference(
     teachers: list[PreTrainedModel] = []
 
     def load(kind: torch.dtype) -> PreTrainedModel:
-        """Load the model, and a teacher if the loss has one. Every rank must call this."""
+        """Load the model in the dtype `kind`, and a teacher if the loss has one. Every rank must call this."""
 
         def loaded(head: ModelHead) -> PreTrainedModel:
             model = load_model(
@@ -252,7 +255,8 @@ def _reference(
     def compute(
         model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
     ) -> tuple[list[Sample], CheckOutcome]:
-        """Return the samples with the extra inputs of the loss, and the results of plain Hugging Face code for them.
+        """Return the samples with the extra inputs of the loss (e.g. reference log-probabilities), and the results of
+        plain Hugging Face code for them.
 
         `given`: samples that already have the extra inputs. `padded`: whether to run padded batches of two.
         """
@@ -307,7 +311,7 @@ def _reference(
 
 
 class _Check:
-    """Runs packed training in all variations, and compares each with the reference.
+    """Runs packed training in all variations, and compares each with plain transformers code (the reference).
 
     Every rank takes part, but only rank 0 has the results.
     """
@@ -348,7 +352,9 @@ class _Check:
         return self.path.float8_distances(self.samples)
 
     def _compare(self, variation: Variation) -> Logprobs | None:
-        """Compare loss, gradients and (for "nll") log-probabilities of this variation with the reference."""
+        """Compare loss, gradients and (for "nll") log-probabilities of packed training in this variation with those of
+        plain transformers code (the reference).
+        """
         samples = list(reversed(self.samples)) if variation.reverse else self.samples
         logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
         if logprobs is not None and variation.reverse:
@@ -358,7 +364,7 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare `logprobs`, `loss` and the gradients in the parameters with the reference.
+        """Compare `logprobs`, `loss` and the gradients in the parameters with those of plain transformers code.
 
         Add one result per quantity to the report, under the name `check`.
         """
@@ -407,11 +413,12 @@ class _Check:
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """Add a result whose difference must be exactly 0 if two identical runs give the same bits.
+        """Add the result of a comparison of log-probabilities in which only other samples of a pack differ.
 
-        A matmul computes each token's result independently, so other tokens cannot change a sample's bits. There are
-        two exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts,
-        and the vision tower if samples share an image, because a replaced sample gets an image of its own.
+        The difference `gap` may be at most as large as that of two identical runs, which is usually 0: a matmul
+        computes each token's result independently, so other tokens cannot change a sample's bits. There are two
+        exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts, and
+        the vision tower if samples share an image, because a replaced sample gets an image of its own.
         """
         if not self.first:
             return

@@ -44,7 +44,7 @@ FEW_LAYERS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """The model to check. `source`: the argument of `load_model` that loads it."""
+    """The model to check. `source` is the argument with which `load_model` loads this model."""
 
     source: str | Path | PreTrainedConfig
     config: PreTrainedConfig  # the config with the kept layers only

@@ -44,7 +44,7 @@ class CheckOutcome:
 
 
 def one_at_a_time(model: PreTrainedModel, samples: Sequence[Sample]) -> CheckOutcome:
-    """Return loss and gradients of one sample at a time, with the attention that the model was loaded with."""
+    """Return loss and gradients of the samples, run one at a time with the attention that the model was loaded with."""
     return _outcome(model, [[index] for index in range(len(samples))], samples)
 
 

@@ -1,6 +1,7 @@
 """The code path of training, from samples to gradients, and variations of it that must not change the results.
 
-There is one path to gradients, and one to log-probabilities. (A plan says which samples form which pack.)
+Gradients and log-probabilities are computed by two paths, which share all steps up to the attached model. A plan says
+which samples form which pack.
 
     samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      by padfree.train.Engine
     samples -> plan -> packs -> attached model -> score -> log-probabilities                     by padfree.train.Scorer
@@ -155,7 +156,7 @@ class PackedPath:
         self._float8.use(())  # no layer uses float8, except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
-        """Use the layout of this variation in all later calls."""
+        """Arrange samples in packs as this variation says, in all later calls of the other methods."""
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
@@ -178,9 +179,9 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """Compare the gradients in the parameters with `reference`, by parameter name, then clear them.
+        """Compare the gradients in the parameters with the gradients `reference`, by parameter name.
 
-        Return the differences on rank 0, and {} on other ranks.
+        Return the differences on rank 0, and {} on other ranks. Afterwards the parameters have no gradients.
         """
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():
@@ -193,7 +194,10 @@ class PackedPath:
         return found
 
     def float8_distances(self, samples: Sequence[Sample]) -> tuple[Float8Distance, ...]:
-        """Return how much float8 in all layers, and in each layer alone, changes the gradients of decoder layers."""
+        """Measure how much float8 changes the gradients of the decoder layers.
+
+        The changes are measured with float8 in all layers, and then with float8 in one layer at a time.
+        """
         self._float8.use(self._float8.layers)
         found = measure_distances(self.model, self._float8, lambda: self.loss(samples), group=self.mesh.loss.group)
         self._float8.use(())

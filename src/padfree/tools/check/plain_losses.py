@@ -89,7 +89,10 @@ def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | 
 
 @torch.no_grad()
 def make_teacher(model: PreTrainedModel) -> None:
-    """Change the model, so that it can be the teacher: multiply norms and biases by random numbers from 0.5 to 1.5."""
+    """Turn `model`, a copy of the checked model, into a teacher with other outputs, in place.
+
+    Norms and biases are multiplied by random numbers from 0.5 to 1.5.
+    """
     for number, (_, tensor) in enumerate(sorted(named_tensors(model).items())):
         if tensor.ndim == 1 and tensor.is_floating_point():
             factors = 0.5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number))

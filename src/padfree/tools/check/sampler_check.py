@@ -133,7 +133,8 @@ def check_sampler(
     if obstacle is not None:
         raise UserError(
             "--sampler",
-            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ: {obstacle}",
+            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ from the trainer's: "
+            f"{obstacle}",
             "remove --sampler, and set rollout.exact=false",
         )
     model.train(False)
@@ -193,8 +194,8 @@ def _step_rows(
 ) -> tuple[Sequence[int], str | None]:
     """Return the sizes to which the batch of a decode step (a row per response) is padded, and a problem or None.
 
-    The sizes are those for which matmuls give the same bits as in training. The problem is the reason why no size
-    suits all matmuls.
+    With these sizes, matmuls give the same bits as in training. If no size does so for all matmuls, the problem is a
+    text that says why.
     """
     choice = trial(layers_of(model), num_slots, device, dtype)
     if choice.problem is None:
@@ -262,9 +263,11 @@ def _trainer_trace(model: PreTrainedModel, sample: Sample) -> Trace:
 
 
 def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored: int, rows: int) -> Trace:
-    """Record a prefill of `stored` tokens, and then a decode step for each further token but the last.
+    """Run the sampler on given tokens, and record the inputs and outputs of its modules.
 
-    The cache has the pages of the prompt first, then the pages of the response, then an unused page.
+    The sampler prefills the first `stored` tokens and runs a decode step for each further token but the last. A decode
+    step has `rows` rows, of which only the first holds the response. The KV cache holds the pages of the prompt, then
+    the pages of the response, then an unused page.
     """
     own = -(-stored // PAGE_SIZE) * PAGE_SIZE
     length = len(tokens) - 1
@@ -345,9 +348,10 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
 
 
 def _token_dim(value: Tensor, num_tokens: int) -> int | None:
-    """Return the dimension of `value` that counts the tokens, or None if none has the size `num_tokens`.
+    """Return the dimension of `value` that runs over tokens, or None if no such dimension has the size `num_tokens`.
 
-    This is dimension 1 or 2 after a batch dimension, or dimension 0 of a matrix, as around experts.
+    In a matrix, as experts get it, tokens are dimension 0. Other tensors begin with a batch dimension, and tokens are
+    dimension 1 or 2.
     """
     candidates = (0,) if value.ndim == 2 else (1, 2)
     return next((dim for dim in candidates if dim < value.ndim and value.shape[dim] == num_tokens), None)

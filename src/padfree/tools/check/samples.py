@@ -104,10 +104,10 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
-    """Sort the lengths and choose `count` at even distances, including the shortest and the longest.
+    """Sort the N lengths and choose `count` at even distances, including the shortest and the longest.
 
-    Return the indices of the chosen lengths in `lengths`, ascending. At least half of the chosen lengths are among
-    those that `preferred` [N] marks, if there are enough.
+    Return the indices of the chosen lengths in `lengths`, ascending. If `preferred` [N] marks enough of the lengths, at
+    least half of the chosen ones are marked.
     """
     if preferred is not None and preferred.any() and not preferred.all():
         kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]

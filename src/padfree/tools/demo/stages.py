@@ -73,7 +73,9 @@ def check(demo: Demo) -> Found:
     demo.say(report.verdict)
     if not report.passed:
         raise UserError(
-            "demo", "padfree check failed", "run padfree check to see which results differ, or install another torch"
+            "demo",
+            "padfree check failed",
+            "run padfree check to see which results differ, or install another version of torch",
         )
     gradients = max(result.difference for result in report.rows if result.quantity == "gradients")
     demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from one sample at a time")
@@ -179,7 +181,7 @@ def train_and_compare(demo: Demo, config: Config, padded: Found, *, set_up: int)
         raise UserError(
             "demo",
             f"packed and padded losses differ by {difference:.1e}",
-            "run padfree check, or install another torch",
+            "run padfree check, or install another version of torch",
         )
     faster = sum(padded["seconds"][set_up:]) / sum(step["seconds"] for step in steps[set_up:])
     return {"difference": difference, "faster": faster}

@@ -60,7 +60,9 @@ State = Literal["healthy", "explained", "unexplained"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Mean differences of log-probabilities that rounding causes, measured on the tokens of the evidence."""
+    """Mean differences of log-probabilities that rounding causes, measured on the tokens whose log-probabilities a
+    server or a rollout file gives (the evidence).
+    """
 
     float32: float
     bfloat16: float
@@ -68,13 +70,16 @@ class Noise:
     between: dict[torch.dtype, float]  # mean difference of padfree's packs from plain transformers, in the same dtype
 
     def of(self, dtype: torch.dtype) -> float:
-        """Return the mean difference that rounding causes in a healthy server that is meant to compute in `dtype`."""
+        """Return the mean difference of log-probabilities that rounding causes in a server that computes in `dtype`."""
         return {torch.bfloat16: self.bfloat16, torch.float16: self.float16}.get(dtype, self.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A proposal, and the mean and largest |observed - predicted| of the log-probabilities that it predicts."""
+    """A proposal (a possible fault of the server), and the mean and largest |observed - predicted|.
+
+    Observed are the log-probabilities that the server reports, predicted those that the proposal predicts.
+    """
 
     proposal: Proposal
     after: float
@@ -87,7 +92,9 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Finding:
-    """What one piece of evidence shows: whether the server is healthy or, if not, which proposals explain it."""
+    """The conclusion from one piece of evidence: whether the server is healthy, and if not, which proposals (possible
+    faults) explain the evidence.
+    """
 
     part: Part
     state: State
@@ -208,7 +215,9 @@ def _explains(each: Measured, before: float, case: Case, noise: Noise) -> bool:
 
 
 def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> bool:
-    """Return whether proposal `each` explains the evidence as well as `best` does, apart from chance and rounding."""
+    """Return whether proposal `each` fits the evidence about as well as `best`: chance or rounding could explain the
+    difference.
+    """
     covered = ~np.isnan(each.proposal.logprobs) & ~np.isnan(best.proposal.logprobs)
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])
@@ -217,7 +226,10 @@ def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> boo
 
 
 def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:
-    """Return the largest mean difference of a healthy server that is meant to compute in `dtype`."""
+    """Return the largest mean difference between the model's log-probabilities and those of a healthy server.
+
+    `dtype`: the dtype in which the server is meant to compute.
+    """
     return FACTOR * noise.of(dtype) + evidence.resolution
 
 

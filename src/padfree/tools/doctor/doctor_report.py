@@ -14,7 +14,7 @@ NAMES = {"prompts": "prompts", "responses": "responses"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextFinding:
-    """What was found out about the token ids that the server makes of texts or of chat messages."""
+    """The result of comparing the token ids that the server makes of texts or chat messages with the expected ids."""
 
     what: str  # "plain text" or "chat messages"
     cause: str | None  # None: the ids are right
@@ -25,7 +25,7 @@ class TextFinding:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DoctorReport:
-    """All that `padfree doctor` has found out about a server or a rollout file."""
+    """The results of `padfree doctor` for a server or a rollout file."""
 
     model: str
     subject: str  # the URL or the file

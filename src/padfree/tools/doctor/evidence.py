@@ -85,9 +85,9 @@ class Evidence:
 
     @property
     def resolution(self) -> float:
-        """Return the mean rounding error of log-probabilities that the server has rounded to decimals.
+        """Return the mean rounding error of log-probabilities that the server has rounded to at most four decimals.
 
-        The result is 0 if they have more than four decimals.
+        The result is 0 if the log-probabilities have more decimals.
         """
         for decimals in range(1, 5):
             if np.abs(self.observed - self.observed.round(decimals)).max() < FLOAT32_ERROR:
@@ -115,7 +115,7 @@ class Evidence:
 
 
 def evidence_of_rollouts(samples: Sequence[Sample], *, vocabulary: int, temperature: float) -> Evidence:
-    """Return evidence with the log-probabilities that rollouts record for their trained tokens."""
+    """Return evidence: the trained tokens of rollouts and the log-probabilities that the rollouts record for them."""
     rows: list[tuple[Any, int, Any, Any]] = []
     for sample in samples:
         assert sample.logprobs is not None

@@ -145,7 +145,10 @@ def _older(folder: str, model: PreTrainedModel, *, setting: str) -> OlderWeights
 
 
 class Examination:
-    """The stages of an examination, and their findings. The first stage measures the noise of rounding."""
+    """The stages in which a server or a rollout file is examined, and what they find.
+
+    The first stage measures the noise of rounding.
+    """
 
     def __init__(self, patient: Patient, say: Say) -> None:
         self.patient, self.say = patient, say
@@ -153,7 +156,10 @@ class Examination:
         self.findings: list[Finding] = []
 
     def stage(self, evidence: Evidence, model: PreTrainedModel, *, sampling: bool) -> tuple[Case, Finding]:
-        """Compare the evidence with `model`. With `sampling`, try only hypotheses about how the server samples."""
+        """Compare the evidence (log-probabilities that a server reports) with those of `model`, and find the cause.
+
+        With `sampling`, try only hypotheses about how the server samples.
+        """
         patient = self.patient
         if self.noise is None:
             self.say("measuring the noise of rounding")
@@ -268,8 +274,8 @@ def examine_server(
 class _TextReader:
     """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    If the server does not return the ids, they are inferred from its log-probabilities. For this,
-    `model` must give the same log-probabilities as the server. It is None if no such model is known.
+    If the server does not return the ids, they are inferred from its log-probabilities. For this, `model` must give the
+    same log-probabilities as the server. `model` is None if no such model is known.
     """
 
     def __init__(
@@ -339,9 +345,10 @@ class _TextReader:
         return self._by_scores(what, scored, self.model)
 
     def _by_scores(self, what: str, answers: Sequence[TextAnswer], model: PreTrainedModel) -> TextFinding:
-        """Infer, from the log-probabilities of the server's responses, which prompt ids the server read.
+        """Infer, from the log-probabilities of the server's responses, which prompt ids the server has read.
 
-        The responses are scored after the expected prompt ids and after those that known faults would give.
+        `model` scores the responses after the expected prompt ids. If these scores differ from the server's, `model`
+        scores the responses after the prompt ids that known faults would give.
         """
 
         def evidence_of(prompts: Sequence[Sequence[int]]) -> Evidence:

@@ -4,8 +4,9 @@
     Hypothesis  cause, propose(case) -> Proposal ...    each with the log-probabilities [E] that it predicts
                                      -> Untested        the reason why the evidence cannot show this cause
 
-A proposal may have values, such as a temperature, that were fitted to the evidence; `fitted` is their number. Of two
-proposals that explain the evidence equally well, the one with fewer fitted values is preferred.
+E is the number of tokens whose log-probabilities the evidence has. A proposal may have values, such as a temperature,
+that were fitted to the evidence; `fitted` is their number. Of two proposals that explain the evidence equally well, the
+one with fewer fitted values is preferred.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class OlderWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Case:
-    """One piece of evidence, the model, and the model's logits for the evidence: the input of hypotheses."""
+    """The input of hypotheses (possible causes): log-probabilities that a server reports (the evidence), the model that
+    it should serve, and this model's logits for the same tokens.
+    """
 
     model: PreTrainedModel  # attached, float32
     evidence: Evidence
@@ -56,7 +59,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proposal:
-    """A possible explanation. `logprobs`: the log-probabilities that it predicts, NaN for tokens without prediction."""
+    """A possible fault of a server. `logprobs`: the log-probabilities that the server would report with this fault.
+
+    They are NaN for tokens for which the fault predicts nothing.
+    """
 
     cause: str
     says: str
@@ -69,7 +75,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Untested:
-    """A cause that the evidence can neither confirm nor rule out."""
+    """A cause that the log-probabilities of a server (the evidence) can neither confirm nor rule out."""
 
     cause: str
     reason: str
@@ -87,7 +93,10 @@ class Hypothesis:
 
 
 def difference(observed: Floats, predicted: Floats) -> Floats:
-    """Return |observed - predicted| for each token with a prediction; infinite if its predicted probability is 0."""
+    """Return |observed - predicted| for each token whose prediction is not NaN.
+
+    The difference is infinite if the predicted probability of the token is 0.
+    """
     covered = ~np.isnan(predicted)
     with np.errstate(invalid="ignore"):
         gaps: Floats = np.abs(observed[covered] - predicted[covered])
@@ -95,6 +104,6 @@ def difference(observed: Floats, predicted: Floats) -> Floats:
 
 
 def residual(observed: Floats, predicted: Floats) -> float:
-    """Return the mean of `difference`; infinite if less than half of the tokens have a prediction."""
+    """Return the mean |observed - predicted|; infinite if the prediction is NaN for more than half of the tokens."""
     gaps = difference(observed, predicted)
     return float(gaps.mean()) if 2 * len(gaps) >= len(observed) else float("inf")

@@ -59,7 +59,7 @@ class RejectedError(UserError):
 
 @dataclass(slots=True)
 class ServerProbe:
-    """A connection to an OpenAI-compatible server. `missing`: what the server is known not to support."""
+    """A connection to an OpenAI-compatible server. `missing` lists the fields and routes that the server lacks."""
 
     url: str
     token_ids: Mapping[str, int]  # the id of each token by its text, for servers that return texts instead of ids
@@ -244,7 +244,7 @@ def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
 
 
 def unique_texts(tokenizer: Any, vocabulary: int) -> dict[str, int]:
-    """Return the id of each token by its text, without the texts that several tokens have."""
+    """Map the text of each token to its id. Texts that several tokens have in common are left out."""
     found: dict[str, int] = {}
     repeated = set()
     for token in range(min(vocabulary, len(tokenizer))):

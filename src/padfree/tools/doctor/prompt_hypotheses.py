@@ -50,7 +50,10 @@ class Candidate:
 
 
 def special_token_candidates(tokenizer: Any, ids: Sequence[int]) -> Iterator[Candidate]:
-    """Yield candidates whose ids begin with the bos token twice, or that lack it, or that have it by mistake."""
+    """Yield the token ids that a faulty server may read in place of `ids`.
+
+    These ids begin with the bos token twice, or lack it, or have a bos token that `ids` do not have.
+    """
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         return
@@ -72,7 +75,7 @@ def chat_ids(
 def chat_candidates(
     tokenizer: Any, chat: ChatRenderer, messages: Sequence[Any], template: str | None
 ) -> Iterator[Candidate]:
-    """Yield candidates for the ids that a server makes of messages. `template`: the text of the chat template."""
+    """Yield the token ids that a faulty server may make of `messages`. `template`: the text of the chat template."""
     expected = chat_ids(tokenizer, chat, messages)
     yield from special_token_candidates(tokenizer, expected)
     without = chat_ids(tokenizer, chat, messages, generation_prompt=False)

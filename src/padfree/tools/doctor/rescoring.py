@@ -37,7 +37,10 @@ FLOAT8 = {"fp8 (e4m3)": torch.float8_e4m3fn, "fp8 (e5m2)": torch.float8_e5m2}
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the logits [E, V] that predict each scored token of the evidence, in float32 on the CPU."""
+    """Return the model's logits [E, V] for the E tokens whose log-probabilities are in the evidence.
+
+    The logits are in float32 on the CPU.
+    """
     found: list[Tensor] = []
     for numbers in _packs(evidence.sequences):
         samples = [Sample(tokens=evidence.sequences[number]) for number in numbers]
@@ -71,7 +74,10 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the same as `logits_of`, but computed by the plain transformers model, one sequence at a time."""
+    """Return the logits [E, V] of the evidence's tokens, computed by the plain transformers model.
+
+    In contrast to `logits_of`, the model runs on one sequence at a time.
+    """
     found = []
     for number, sequence in enumerate(evidence.sequences):
         rows = torch.from_numpy(evidence.positions[evidence.sequence == number] - 1).to(model.device)
@@ -81,7 +87,7 @@ def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def chosen(log_p: Tensor, evidence: Evidence) -> Floats:
-    """Return the log-probability of each scored token: [E, V] -> [E]."""
+    """Return the log-probabilities [E] of the evidence's tokens, from those of all V token ids, `log_p` [E, V]."""
     found: Floats = log_p.gather(1, torch.from_numpy(evidence.tokens)[:, None])[:, 0].double().numpy()
     return found
 
@@ -141,7 +147,10 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype, *, attached: bool = Tru
 
 
 def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
-    """Return log-probabilities by plain transformers code in float64; None if memory or a kernel does not allow it."""
+    """Return the log-probabilities of the evidence's tokens, computed by plain transformers code in float64.
+
+    Returns None if there is not enough memory, or if a kernel of the model does not support float64.
+    """
     samples = [Sample(tokens=sequence) for sequence in evidence.sequences]
     if model.device.type == "mps" or float64_bytes(model, samples) > USABLE * free_memory(model.device):
         return None
@@ -226,7 +235,10 @@ class NarrowRouters(TorchFunctionMode):
 
 
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
-    """Return the log-probabilities [E], and the chosen experts [tokens x layers, k], sorted within each row."""
+    """Return the log-probabilities [E] of the evidence, and the experts that the routers choose.
+
+    The experts are [tokens x layers, k]: one row per token and layer, which lists the k experts in ascending order.
+    """
     recorder = RouterRecorder(routers_of(model))
     recorder.record(True)
     scores = rescored(model, evidence)

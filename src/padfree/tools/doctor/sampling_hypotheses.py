@@ -1,6 +1,7 @@
 """Hypotheses about how a server samples and what it then reports: temperature, truncation, penalties.
 
-These hypotheses need no new forward pass, because each is a function of the model's logits [E, V]:
+These hypotheses need no new forward pass, because each is a function of the model's logits [E, V] for E tokens and a
+vocabulary of V token ids:
 
     temperature   A server at temperature t reports log softmax(logits / t). The proposal is the t that fits best, or
                   the one that the server ignored.
@@ -77,7 +78,10 @@ def temperature(case: Case) -> Proposals:
 
 
 def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
-    """Return the log-probabilities [E, V] after truncation, -inf for dropped tokens. `scaled`: logits / temperature."""
+    """Return the log-probabilities [E, V] after truncation by top-k, top-p and min-p; -inf for dropped tokens.
+
+    `scaled` are the logits [E, V], divided by the temperature.
+    """
     log_p, order = scaled.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     p = log_p.exp()
     number = torch.arange(p.shape[1])
@@ -93,7 +97,7 @@ def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: floa
 
 
 def agreeing(low: Floats, high: Floats) -> float | None:
-    """Return a value that lies in as many of the intervals (low, high] as possible; None without intervals."""
+    """Return a value that lies in as many of the intervals (low, high] as possible; None if there are no intervals."""
     ends = sorted([(value, 1) for value in low.tolist()] + [(value, -1) for value in high.tolist()])
     count = most = 0
     found = None

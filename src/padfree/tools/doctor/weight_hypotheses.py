@@ -1,8 +1,9 @@
 """Find the tensors of a server that are stale, i.e. from older weights or from an adapter's base model.
 
-The search uses this approximation, in which a unit u is a tensor or, in a large model, a layer:
+The search uses the following approximation. Observed are the log-probabilities that the server reports, expected those
+of the model, and a unit u is a tensor or, in a large model, a layer:
 
-    observed - expected ≈ Σ x_u (scores with unit u replaced - expected)        x_u = 1 if unit u is stale
+    observed - expected ≈ Σ x_u (log-probabilities with unit u replaced - expected)        x_u = 1 if unit u is stale
 
 The search stops at the first of these steps that explains the evidence:
 1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
@@ -40,7 +41,7 @@ Names = frozenset[str]
 
 
 class Replacements:
-    """Scores of the evidence by models in which some tensors are replaced by older ones."""
+    """Computes log-probabilities of the evidence's tokens with models in which older tensors replace some tensors."""
 
     def __init__(self, case: Case, older: OlderWeights) -> None:
         self.case, self.older = case, older
@@ -111,14 +112,19 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """Return the units of the search: single tensors or, above `MOST_UNITS` tensors, whole layers and other tensors."""
+    """Return the units among which stale ones are searched: single tensors, if there are at most `MOST_UNITS`.
+
+    Otherwise the units are whole layers, and single tensors outside the layers.
+    """
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]
     return [members for label, members in groups.items() if not label.endswith(" of all layers")]
 
 
 def search(tried: Replacements, units: list[Names]) -> Names:
-    """Return the tensors that are probably stale, found by least squares and then by adding and removing units."""
+    """Return the tensors that are probably stale (older on the server than in the model).
+
+    They are found by least squares over `units` (sets of tensors), and then by adding and removing units."""
     expected = tried.score(frozenset())
     effects = np.stack([tried.score(unit) - expected for unit in units], axis=1)  # [E, units]
     shares = np.linalg.lstsq(effects, tried.case.observed - expected, rcond=None)[0]

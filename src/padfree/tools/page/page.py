@@ -47,7 +47,10 @@ BEGINNING = TEMPLATES.get_template("beginning.html").render()
 
 
 def refuse_foreign(path: Path, setting: str = "output") -> None:
-    """Raise a `UserError` if the file exists and is not a page of padfree. `setting`: the option with its path."""
+    """Raise a `UserError` if the file `path` exists and is not a page of padfree.
+
+    `setting`: the name of the option that holds the path, for the error message.
+    """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(len(BEGINNING))

@@ -2,7 +2,7 @@
 
 steps        the lengths of the samples in each optimizer step
 epoch        the packing plans of these steps: which samples form which micro-batch on which rank
-context      how evenly each layout divides packs among context ranks
+context      how evenly each layout divides packs among context ranks (ranks that share a pack)
 padding      the cost of the same epoch with padded batches
 memory_plan  the memory that a device needs, and the largest micro-batch that fits
 time_model   how long steps take, without communication

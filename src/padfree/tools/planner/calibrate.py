@@ -167,11 +167,11 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """Return how many layers the measured models have: all layers, or two smaller numbers for an extrapolation.
+    """Return the numbers of layers of the models to measure: the whole model, or two smaller models for extrapolation.
 
-    All layers are measured if a token uses at most `whole` weights, or if the model has too few layers to extrapolate.
-    Otherwise there are two numbers. The smaller one covers the layers before the layer types begin to repeat, and one
-    period of p layers. The larger one has some more periods.
+    The whole model is measured if a token uses at most `whole` weights, or if the model has too few layers to
+    extrapolate. Otherwise the smaller model has the layers before the layer types begin to repeat, and one period of
+    the repetition. The larger model has some more periods.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers

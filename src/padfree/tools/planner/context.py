@@ -1,4 +1,5 @@
-"""Compute how evenly each layout divides packs among the context ranks that share a pack.
+"""Compute how evenly each layout divides packs among the context ranks that share a pack. A layout says which tokens
+of a pack each rank holds.
 
 In this example, 4 ranks share a pack of 4 documents:
 
@@ -32,7 +33,7 @@ BALANCE_PACKS = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ContextBalance:
-    """The balance of one layout over some packs.
+    """How evenly one layout divides some packs among context ranks.
 
     The imbalance of a pack is the cost of its slowest rank, divided by the mean cost of its ranks.
     """

@@ -93,12 +93,14 @@ class EpochPlan:
 
     @property
     def imbalances(self) -> list[float]:
-        """Return the imbalance of each of the P planned steps (`StepPlan.imbalance`), [P]."""
+        """Return, for each of the P planned steps, its cost divided by the cost with equally loaded ranks, [P]."""
         return [plan.imbalance for plan in self.plans]
 
     @property
     def imbalance(self) -> float:
-        """Return the cost of the planned steps, divided by their cost if no data rank had to wait for another."""
+        """Return the cost of the planned steps divided by the cost that they would have if all data ranks were equally
+        loaded, so that no rank waits for another.
+        """
         mean = sum(float(plan.cost.sum()) / plan.ranks for plan in self.plans)
         return sum(plan.step_cost for plan in self.plans) / mean if mean else 1.0
 
@@ -119,7 +121,9 @@ class EpochPlan:
         return self.cost.quadratic * square / float(self.costs.sum())
 
     def time(self, context_imbalance: float = 1.0) -> float:
-        """Return the time of the whole epoch in the units of the cost model. Context ranks share the cost of a pack.
+        """Return the time of the whole epoch in the units of the cost model (e.g. seconds).
+
+        The context ranks of a pack share its cost.
 
         `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. It applies only to
         attention: all other work is divided evenly, because the context ranks of a pack have equally many tokens.

@@ -43,7 +43,10 @@ class DeviceMemory:
         return self.config.parallel.checkpointing
 
     def estimate(self, shape: PlanShape, *, checkpointing: str | None = None) -> MemoryEstimate:
-        """Return the memory that each of `shape.ranks` GPUs needs. `checkpointing` replaces the setting of the run."""
+        """Return the memory that each of `shape.ranks` GPUs needs.
+
+        `checkpointing`, if given, replaces the run's value of `parallel.checkpointing`.
+        """
         parallel = replace(
             self.config.parallel,
             context=shape.context,
@@ -59,7 +62,7 @@ class DeviceMemory:
     def most_tokens(self, shape: PlanShape, memory: float, *, checkpointing: str | None = None) -> int:
         """Return the largest number of tokens of a micro-batch that fits in `memory` bytes; 0 if not even one fits.
 
-        `checkpointing` replaces the setting of the run.
+        `checkpointing`, if given, replaces the run's value of `parallel.checkpointing`.
         """
 
         def fits(tokens: int) -> bool:

@@ -26,7 +26,7 @@ USUAL_SIZE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Padded:
-    """The cost of an epoch if micro-batches of `size` samples are padded."""
+    """The cost of an epoch with padded micro-batches of `size` samples, instead of packs."""
 
     size: int
     grouped: bool  # samples are sorted by length inside each step

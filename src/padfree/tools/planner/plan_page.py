@@ -160,7 +160,7 @@ def fill_figure(plan: RunPlan) -> Figure:
 
 
 def packs_figure(plan: RunPlan) -> Figure:
-    """Plot the packs of the first planned step, up to `PACKS` packs and `DOCUMENTS` documents."""
+    """Plot which samples each pack of the first planned step holds, up to `PACKS` packs and `DOCUMENTS` samples."""
     step = plan.epoch.plans[0]
     bases: list[int] = []
     widths: list[int] = []
@@ -250,7 +250,7 @@ def ranks_figure(balances: Sequence[ContextBalance]) -> Figure:
 
 
 def contexts_figure(plan: RunPlan) -> Figure:
-    """Plot the imbalance (slowest rank over the mean) of each layout for 2, 4 and 8 context ranks."""
+    """Plot the imbalance (cost of the slowest rank over the mean) of each layout for 2, 4 and 8 context ranks."""
     worlds = [f"{world} ranks" for world in plan.long_pack_balances]
     kinds = [each.kind for each in next(iter(plan.long_pack_balances.values()))]
     bars = [

@@ -61,7 +61,10 @@ class RunPlan:
 
     @property
     def sharing(self) -> float | None:
-        """Return by what factor shared prefixes reduce the number of computed tokens; None if it is unknown."""
+        """Return the number of tokens divided by the number that is computed if samples share prefixes.
+
+        The result is None if the lengths do not tell which samples share prefixes.
+        """
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
     @property
@@ -71,9 +74,10 @@ class RunPlan:
 
     @property
     def context_imbalance(self) -> float:
-        """Return the cost of the slowest context rank divided by the mean cost, with the layout of this plan.
+        """Return how unevenly this plan's layout loads the context ranks (the ranks that share a pack).
 
-        The result is 1 if a pack is on a single rank.
+        The result is the cost of the slowest context rank divided by the mean cost. It is 1 if a single rank has the
+        whole pack.
         """
         return next((each.mean for each in self.balances if each.kind == self.layout), 1.0)
 

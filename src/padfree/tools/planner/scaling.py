@@ -328,7 +328,7 @@ def _step_time(
 def _context_seconds(
     plan: StepPlan, placement: Placement, parallel: ParallelConfig, need: DeviceMemory, links: Links, size: int
 ) -> Any:
-    """Return [J]: the seconds that each of J micro-batches spends sending keys and values.
+    """Return, for each of J micro-batches, the seconds that context ranks spend sending keys and values: an array [J].
 
     The seconds are estimated from the first `CONTEXT_PACKS` packs of a micro-batch. `size`: bytes of an element.
     """
@@ -348,9 +348,9 @@ def _context_seconds(
 
 
 def _seconds(sent: Traffic, links: Links) -> float:
-    """Return the larger of two times in seconds: of the traffic inside hosts, and of the traffic between hosts.
+    """Return the seconds that the traffic takes: inside hosts or between hosts, whichever takes longer.
 
-    All devices of a host share the bandwidth of this host to other hosts.
+    All devices of a host share its bandwidth to other hosts.
     """
     placement = sent.placement
     inside = float(sum(sent.inside.values(), np.zeros(placement.ranks)).max())

@@ -141,7 +141,8 @@ def sft_steps(lengths: Lengths, config: Config) -> StepLengths:
 
 
 def _row_batches(tokens: Lengths, config: Config, sizes: Sequence[int]) -> tuple[list[Lengths], int]:
-    """Return the data rows of each step of the first epoch, and the number of rows longer than `batch.tokens`.
+    """Return the indices of the data rows in each step of the first epoch, and the number of rows that are longer than
+    `batch.tokens`.
 
     `tokens` [R]: tokens of each data row. `sizes`: number of rows of each source.
     """
@@ -250,9 +251,10 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 
 
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
-    """Return the units of the first epoch in the order of the data: data rows, or groups of responses to a prompt.
+    """Return the data rows, or the groups of responses to a prompt, that the first epoch uses, in file order.
 
-    `parts`: number of samples of each source of a mixture.
+    A row or group that the epoch repeats is in the list several times. `parts`: number of samples of each source of a
+    mixture.
     """
     groups, sizes = groups_of(config, samples, parts)
     return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]

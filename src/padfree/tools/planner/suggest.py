@@ -1,6 +1,6 @@
 """Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-Each suggestion follows from what is known:
+Each suggestion (right) follows from the facts on the left:
 
 memory of a device    ->  the maximum number of tokens that a device can hold
 longest sample        ->  the smallest number of context ranks whose devices can hold this sample together
@@ -114,7 +114,7 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 
 
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
-    """Return plans for a few values of max_tokens, the largest value first.
+    """Plan the steps with a few values of `batch.max_tokens`. Return one plan per value, the largest value first.
 
     The largest value is limited by memory (`most` tokens) and by the tokens of a step. The smallest value is large
     enough for the longest sample (`longest` tokens), if memory allows it.
@@ -127,7 +127,10 @@ def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, mos
 
 
 def _fastest(tried: Sequence[_Tried]) -> _Tried:
-    """Return the largest max_tokens, with its plan, among those that are about as fast as the fastest."""
+    """Return the plan with the largest `batch.max_tokens` among those that are about as fast as the fastest plan.
+
+    These plans take at most `SAME_FACTOR` times the shortest time.
+    """
     least = min(each.time for each in tried)
     return next(each for each in tried if each.time <= least * SAME_FACTOR)
 

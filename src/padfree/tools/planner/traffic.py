@@ -174,7 +174,9 @@ class Traffic:
         return inside, between
 
     def table(self) -> dict[str, tuple[float, float]]:
-        """Return, for each kind of traffic, the most bytes that any host sends inside itself and to other hosts."""
+        """Return two numbers of bytes for each kind of traffic: the most that a host sends between its own processes,
+        and the most that a host sends to other hosts.
+        """
         hosts = self.placement.host(np.arange(self.placement.ranks))
 
         def busiest(sent: Floats) -> float:
@@ -342,7 +344,7 @@ def _heads(sizes: ModelSizes, attention: AttentionSizes) -> dict[str, int]:
 def step_traffic(
     parallel: ParallelConfig, dtype: str, model: PreTrainedModel, plan: StepPlan, placement: Placement, backend: Backend
 ) -> Traffic:  # fmt: skip
-    """Return the bytes that ranks send in one training step with this plan. No setting may be "auto".
+    """Return the bytes that ranks send in one training step with this plan. No setting in `parallel` may be "auto".
 
     `model` can be a skeleton, i.e. without weights.
     """

@@ -121,7 +121,7 @@ TOGETHER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A figure before it is drawn. `metrics`: the label of each metric. `unit`: the label of the axis."""
+    """A figure before it is drawn. `metrics` maps each metric to its label; `unit` is the label of the axis."""
 
     title: str
     unit: str
@@ -157,7 +157,10 @@ def _panel(figure: str, metrics: Mapping[str, str]) -> Panel:
 
 
 def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
-    """Return the name of the figure in which a metric is drawn, and the label of its line. `names`: all metrics."""
+    """Return the name of the figure in which the metric `name` is drawn, and the label of its line.
+
+    `names` are the names of all metrics of the runs.
+    """
     prefix, _, rest = name.rpartition("/")
     if prefix == "seconds" and rest in PARTS:
         return "seconds/", _words(name)
@@ -171,9 +174,10 @@ def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
 
 
 def _position(name: str) -> tuple[int, int, str]:
-    """Return the position of a metric on the page, as a sort key. Metrics that match no heading come last.
+    """Return a sort key that gives the position of a metric on the page. Metrics that match no heading come last.
 
-    The key consists of the index of the matching heading, the index of the matching pattern, and the metric's name.
+    The key consists of the index of the matching heading, the index of the matching pattern under this heading, and,
+    for a metric that matches no heading, the prefix of its name.
     """
     for number, patterns in enumerate(HEADINGS.values()):
         for index, pattern in enumerate(patterns):

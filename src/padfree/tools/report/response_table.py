@@ -3,9 +3,9 @@
     lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a block of 4 lines per batch
     lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, including first and last
 
-In this example, the table shows every second block. A page shows at most `MOST_ROWS` responses with `MOST_LETTERS`
-characters in all; the middle of long texts is cut out. The page says how many responses it omits. The file is read line
-by line, because it can be larger than memory.
+In this example, the table shows every second block. A page shows at most `MOST_ROWS` responses, whose texts have
+`MOST_LETTERS` characters in total; the middle of long texts is cut out. The page says how many responses it omits. The
+file is read line by line, because it can be larger than memory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list
 
 
 def common_beginning(rows: Sequence[Record]) -> str:
-    """Return the lines with which all prompts begin, e.g. the system message in a chat template."""
+    """Return the lines of text with which all prompts begin, e.g. the system message; "" if there are none."""
     prompts: list[str] = [row["prompt"] for row in rows if isinstance(row.get("prompt"), str)]
     if len(set(prompts)) < 2:
         return ""

@@ -22,7 +22,10 @@ MOST_POINTS = 1000
 
 
 def thinned(values: NDArray[np.float64], most: int = MOST_POINTS) -> NDArray[np.int64]:
-    """Return ascending indices of the values [N] to show, at most `most` of them. `most` must be 4 or more."""
+    """Return ascending indices of at most `most` of the N values, chosen so that a plot of them keeps all spikes.
+
+    `most` must be 4 or more.
+    """
     assert most >= 4
     if len(values) <= most:
         return np.arange(len(values))
@@ -43,7 +46,7 @@ def mean_window(count: int) -> int:
 
 
 def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int) -> NDArray[np.float64]:
-    """Return [len(at)]: for each index in `at`, the mean of the finite values in a window around it.
+    """Return the mean of the finite values in a window around each index in `at`, as an array [len(at)].
 
     At the ends of the series the window is smaller. Each window is summed separately, because with differences of
     cumulative sums the rounding error of one huge value would spoil all later means.
@@ -55,7 +58,7 @@ def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int
 
 
 def stretch_means(values: NDArray[Any], stretch: int) -> NDArray[np.float64]:
-    """Return [ceil(N / stretch)]: the mean of each `stretch` consecutive values.
+    """Return the mean of each `stretch` consecutive values out of N, as an array [ceil(N / stretch)].
 
     The last mean is over the values that remain, which can be fewer than `stretch`.
     """

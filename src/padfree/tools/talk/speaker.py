@@ -94,7 +94,7 @@ class Speaker:
     ) -> None:
         """`chat` renders the chat template. If it is None, prompts are plain text.
 
-        `decodes`: whether padfree's `Decoder` generates the tokens, as for `InProcessSampler`.
+        `decodes`: whether padfree's `Decoder` (with a KV cache) generates the tokens; None: `InProcessSampler` decides.
         """
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
@@ -117,7 +117,10 @@ class Speaker:
         return self.limits.positions or self.limits.trained_positions
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Return messages as text, with the generation prompt. Raise a `UserError` if the template drops a message."""
+        """Render messages as text with the chat template, and add the generation prompt (the start of an answer).
+
+        Raise a `UserError` if the template drops a message.
+        """
         assert self.chat_tokenizer.chat is not None
         for message in messages:
             check_encodable(message["content"], message["role"])
@@ -328,7 +331,7 @@ def _renderer(tokenizer: Any, template: str | None, arguments: Mapping[str, Any]
     text = None if template is None else read_template(template, "--chat-template")
     source = text if text is not None else str(tokenizer.chat_template)
     for name in arguments or ():
-        need(name in source, "--template-arguments", name, "give names that the chat template uses")
+        need(name in source, "--template-arguments", name, "remove this name: the chat template does not use it")
     return ChatRenderer(tokenizer, text, arguments)
 
 

@@ -38,10 +38,10 @@ from padfree.train.scorer import Scorer
 
 
 class ReferenceModel(ABC):
-    """Base class: computes the reference's log-probabilities of samples.
+    """Base class of the reference models for the KL term, which compute log-probabilities of samples.
 
-    `every`: the reference takes over the weights of the policy each time that this number of rollout batches has been
-    trained; None: never.
+    `every`: the reference takes over the weights of the policy each time after this number of rollout batches; None:
+    never.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:
@@ -55,7 +55,7 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def refresh(self, model: PreTrainedModel) -> None:
-        """Copy the current weights or adapters of `model`, the policy. Collective."""
+        """Copy the current weights or adapters of `model`, the policy, into the reference. All ranks must call this."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -78,7 +78,10 @@ class ReferenceModel(ABC):
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of finished batches, and whether a refresh was made. The checkpointer restores tensors."""
+        """Restore the number of finished batches, and whether a refresh was made.
+
+        The tensors of the reference are restored separately, by the checkpointer.
+        """
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 
 

@@ -29,7 +29,7 @@ from padfree.train.scorer import ScalarScorer
 
 
 class ModelReward:
-    """Scores responses with a reward model on all ranks together. Collective; each rank passes its own responses."""
+    """Scores responses with a reward model on all ranks together. Every rank must call it, with its own responses."""
 
     def __init__(self, scorer: ScalarScorer, tokenizer: Any, data: DataConfig) -> None:
         settings = SFTDataSettings(prompt_format=data.prompt_format, append_eos=data.append_eos)

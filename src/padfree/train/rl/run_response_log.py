@@ -56,7 +56,10 @@ def settings_digest(made_with: Mapping[str, Any]) -> str:
 
 
 class RunResponseLog:
-    """The response log of a run: responses sampled since the last checkpoint, on disk. All methods are collective."""
+    """The response log of a run: responses sampled since the last checkpoint, on disk.
+
+    All ranks must call each method.
+    """
 
     def __init__(
         self,

@@ -17,7 +17,9 @@ AGREED = "sampler and trainer agree to the bit"
 
 
 class SamplerAgreement:
-    """Compares log-probabilities of each batch, and reports the first batch that agrees and the first that differs."""
+    """Compares the log-probabilities of sampler and trainer in each batch, and reports the first batch in which they
+    agree and the first in which they differ.
+    """
 
     def __init__(self, on_step: OnStep | None, on_note: Callable[[str], None] | None) -> None:
         self._on_step, self._on_note = on_step, on_note
