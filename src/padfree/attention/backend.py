@@ -105,7 +105,7 @@ class Capabilities:
 
 
 class AttentionBackend(Protocol):
-    """Base class of the attention backends. A subclass sets `name` and `capabilities`."""
+    """Base class of the attention backends, such as `torch` or `flex`. A subclass sets `name` and `capabilities`."""
 
     name: str
     capabilities: Capabilities
@@ -155,9 +155,7 @@ class AttentionBackend(Protocol):
         ...
 
     def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Return whether the backend reads the keys of these queries in pages, so that callers should use
-        `paged_forward`.
-        """
+        """Return whether callers should use `paged_forward` for these queries: the backend reads keys in pages."""
         return False
 
     def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
@@ -171,7 +169,7 @@ class AttentionBackend(Protocol):
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same as `forward`, with the keys and values in n pages: k [n, PAGE_SIZE, Hkv, d], v [n,
+        """Compute the same attention as `forward`, from keys and values in n pages: k [n, PAGE_SIZE, Hkv, d], v [n,
         PAGE_SIZE, Hkv, dv].
 
         `pages` says which pages each segment reads. This default implementation gathers the keys and calls `forward`.

@@ -43,7 +43,9 @@ def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64
 def copies_to_device(
     device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
-    """Copy the three index arrays of a gather to the device as `Copies`, without synchronising with the device."""
+    """Copy the three index arrays of `Copies` (which element each copy comes from) to the device, without
+    synchronising.
+    """
 
     def moved(array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -5,8 +5,8 @@
     keys that its pieces read    X[0, a),   Y[0, end)   and Z: selected from the pool, one segment per piece
 
 A piece [a, b) of a document reads the keys [0, b) of the document. With a window of W it reads only the keys [a - W +
-1, b). If the backend has a `key_block`, the first key is rounded down to a multiple of it, counted from the first key
-of the sample. So the backend divides the keys into the same blocks as without context parallelism.
+1, b). Some backends process keys in blocks of `key_block` keys. For them, the first key is rounded down to the start of
+a block, counted from the first key of the sample, so that the blocks are the same as without context parallelism.
 
 The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key once, even
 if several of its pieces read it.
@@ -120,9 +120,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
         return PathRanges(every, pieces.document_start, pieces.document_end)
 
     def first_visible(position: Indices) -> Indices:
-        """Return the position in its sample of the first key that a piece reads, if its first query is at
-        `position`.
-        """
+        """Return the position in the sample of the first key that a piece reads. Its first query is at `position`."""
         if window is None:
             return np.zeros_like(position)
         return np.maximum(position - window + 1, 0) // key_block * key_block
@@ -145,9 +143,9 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) of keys at the borders of pieces, because each piece is on one rank.
+    """Cut ranges [begin, end) of keys at the borders of pieces, so that one rank owns each part.
 
-    Returns four arrays with an element for each part: the index of its range, its piece, its begin and its end.
+    Returns four arrays with an element for each part: the index of the part's range, its piece, its begin and its end.
     """
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]

@@ -45,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model (student or teacher), and the softmax sums that turn logits into
+    """The stored logits of R tokens of one model (student or teacher), and the sums that turn them into
     log-probabilities.
     """
 
@@ -109,7 +109,7 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """Return the teacher's k-th largest logit minus its largest logit, for each of R tokens."""
+    """Return, for each of R tokens, the teacher's k-th largest logit minus its largest logit."""
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):

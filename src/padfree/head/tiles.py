@@ -33,7 +33,7 @@ LEAST_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoringTask:
-    """M labelled tokens to score, and everything needed to score them."""
+    """M labelled tokens to score: their hidden states, the head and the settings of the scores."""
 
     hidden: Tensor  # [N, D]
     index: Tensor | None  # [M] the scored tokens of hidden; None: all
@@ -50,7 +50,7 @@ class ScoringTask:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Return the dtype of logits and of sums over them."""
+        """Return the dtype in which logits and sums over logits are computed."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     @property
@@ -249,10 +249,10 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute the same as `matmul`, with bits of a row that do not depend on the number of rows.
+    """Compute the same as `matmul`, so that the bits of a matrix row do not depend on the number of matrix rows.
 
-    On a CPU, few rows are padded with zeros, because a library may use another kernel for few rows, which sums in
-    another order.
+    On a CPU, a matrix with few rows is padded with zeros, because a library may use another kernel for it, which sums
+    in another order.
     """
     missing = LEAST_ROWS - len(left)
     if missing <= 0 or left.device.type != "cpu":

@@ -89,8 +89,9 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """Return the derivative of the soft cap. It is also finite for ids outside a token's kept set (ids that sampling
-    could not choose), whose gradient is 0.
+    """Return the derivative of the soft cap, made finite for every logit.
+
+    Ids outside a token's kept set (ids that sampling could not choose) have the lowest logit. Their gradient is 0.
     """
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)

@@ -44,7 +44,9 @@ class ActivationOffload:
         layers_per_copy: float = LAYERS_PER_COPY,
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
-        """Choose the layers to offload: those in `offloaded`, or the first `fraction` of all layers if it is None."""
+        """Choose the layers whose saved tensors are offloaded: those in `offloaded`, or the first `fraction` of all
+        layers if `offloaded` is None.
+        """
         self.min_bytes = min_bytes
         self.offloaded = set(range(math.ceil(fraction * num_layers)) if offloaded is None else offloaded)
         # For each layer, the earlier layers whose device memory is freed when the forward pass reaches it.
@@ -101,7 +103,9 @@ class _OffloadedTensor:
 
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
-    """What autograd stores for a saved tensor: the tensor itself, or a view of an offloaded tensor."""
+    """The object that autograd stores instead of a saved tensor: it holds the tensor, or describes a view of an
+    offloaded tensor.
+    """
 
     call: _LayerCall
     tensor: Tensor | None
@@ -124,8 +128,8 @@ class _LayerCall:
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
-        """Take a tensor that autograd saves for backward. Starts the copy to the host if the tensor is to be
-        offloaded.
+        """Return the object that autograd stores for `tensor`. If the tensor is to be offloaded, start its copy to the
+        host.
         """
         # Tensors of `vmap`, which flex attention uses for its masks, are not offloaded.
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -150,7 +154,7 @@ class _LayerCall:
                 offloaded.on_device = None
 
     def prefetch(self) -> None:
-        """Start to copy this layer's tensors that are only in host memory back to the device."""
+        """Start to copy back to the device those tensors of this layer that are only in host memory."""
         if not self.on_host:
             return
         pairs = []

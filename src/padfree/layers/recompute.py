@@ -1,4 +1,4 @@
-"""Choose which activations a layer saves for backward. The others are recomputed.
+"""Choose which activations a layer saves for backward. All other activations are recomputed.
 
     x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 
@@ -46,9 +46,7 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
-    """Make layers that are not compiled recompute activations in backward. `mode` says which activations are saved
-    instead.
-    """
+    """Make layers that are not compiled recompute activations in backward. `mode` says which activations are saved."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)

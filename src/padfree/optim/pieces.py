@@ -44,7 +44,7 @@ class ParameterPiece(NamedTuple):
 def update_pieces(
     parameters: Sequence[Tensor], state: State, update: Callable[[list[ParameterPiece]], None], most: int
 ) -> None:
-    """Call `update` with all parameters as plain tensors.
+    """Call `update` with pieces of all parameters as plain tensors, instead of DTensors or split weights.
 
     Split weights (float32 weights stored in two parts) are joined to float32 first, in blocks of at most `most`
     elements; `update` is called once for each block.
@@ -67,7 +67,9 @@ def update_pieces(
 
 
 class _SplitPiece(NamedTuple):
-    """Some matrix rows of a split weight (a float32 weight stored in two parts), not joined to float32 yet."""
+    """Some matrix rows of a split weight (a float32 weight stored in two parts), before the parts are joined to
+    float32.
+    """
 
     storage: SplitStorage
     start: int  # in the storage

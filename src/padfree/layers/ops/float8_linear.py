@@ -216,8 +216,8 @@ def _output(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y = x · weightᵀ + bias, and the largest absolute values of the columns of x and of the weight.
 
-    `output` says whether the matmul is computed in float8. `by_column` says for x and the weight whether the largest
-    values are needed; they are empty otherwise.
+    `output` says whether the matmul is computed in float8. `by_column` says for x and for the weight whether the
+    largest values are computed; otherwise an empty tensor is returned.
     """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)

@@ -29,7 +29,10 @@ USER_OBJECTIVE = UserFunction(
 
 @cache
 def load_objective(path: str) -> UserObjective:
-    """Load the objective from a path `module:function`. The module is installed or in the current folder."""
+    """Load the user's objective from a path `module:function`.
+
+    The module must be installed, or a file in the current folder.
+    """
     return UserObjective(path=path, function=USER_OBJECTIVE.load(path))
 
 
