@@ -11,7 +11,7 @@ denominator.
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
     sequence TIS    clamp(exp(Σ d), low, high); with `geometric`, mean d replaces Σ d
     IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
-    sequence mask 1 if the sequence's ratio is in [low, high], else 0. The ratio is exp(mean d) with `mean` and
+    sequence mask   1 if the sequence's ratio is in [low, high], else 0. The ratio is exp(mean d) with `mean` and
                     exp(Σ d) with `sum`; with `token`, every single exp(d) must be in the range
     OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1. In off-policy sequence masking, π is
                     the policy being trained, so the mean also grows if earlier updates on the batch moved the policy
