@@ -181,7 +181,9 @@ def _check_vision_options(settings: argparse.Namespace) -> None:
 
 
 def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, target: Path | None) -> None:
-    """Compare the sampler with the trainer. The first half of each sample is the prompt."""
+    """Compare the log-probabilities of the sampler with those of the trainer. The first half of each sample is the
+    prompt.
+    """
     import torch
 
     from padfree.tools.check import check_sampler_of
@@ -253,7 +255,7 @@ def context_ranks(layout: str | None, processes: int) -> int:
 
 
 def show(report: CheckReport) -> None:
-    """Print the table of the report, with the verdict as the last line."""
+    """Print the table of a check report, with the verdict as the last line."""
     from padfree.tools.check.check_report import FLOAT8_HEADER, HEADER
 
     clear_status()
@@ -272,7 +274,7 @@ def show(report: CheckReport) -> None:
 
 
 def _print_table(table: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> None:
-    """Print rows of cells in columns. The columns `right` are aligned to the right."""
+    """Print the rows of a table in columns. The columns with the indices `right` are aligned to the right."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [

@@ -135,7 +135,7 @@ class Launch:
         )
 
     def order(self) -> dict[str, Any]:
-        """Return the first message to a host: the command, the folder and the environment variables."""
+        """Return the first message that is sent to a host: the command, the folder and the environment variables."""
         return {
             "words": self.words,
             "folder": self.folder,
@@ -219,7 +219,8 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
-    """Wait until every host has reported its versions, recipe and GPUs. Return these answers by host.
+    """Wait until every host has reported its versions, its recipe's digest and its number of GPUs. Return these answers
+    by host.
 
     Raise a `UserError` if a host reports an error or cannot be reached, or if the versions of the hosts differ.
     """

@@ -97,7 +97,7 @@ class PackedCollator:
 
 
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
-    """Return the sequences of one feature as samples. `index` names the feature in error messages."""
+    """Return the sequences of one feature as samples. `index` is the index of the feature, for error messages."""
     if "input_ids" not in feature:
         raise UserError(
             "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"

@@ -181,7 +181,9 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a mask to a tensor; a mask that is a tensor stays on its device. Error messages call it `name`."""
+    """Convert a loss mask to a tensor. A mask that is a tensor already stays on its device. Error messages call the
+    mask `name`.
+    """
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))

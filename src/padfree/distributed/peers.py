@@ -1,4 +1,4 @@
-"""End all processes of a run, with a clear message, when one of them fails, exits or stops responding.
+"""End all processes of a run, with a clear message, if one of them fails, exits or stops responding.
 
     watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
     raise_together       if any rank has found an error, raise it on all ranks
@@ -74,7 +74,7 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Return whether this error of gloo or NCCL means that a peer is gone."""
+    """Return whether an error of gloo or NCCL means that another process is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
 
