@@ -24,7 +24,7 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Image:
-    """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
+    """One image of a sample. `load` is called when a pack needs the image, and the arrays that it returns are not kept.
 
     `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images: a pack
     concatenates its images along this axis.
@@ -64,7 +64,11 @@ def check_images(
             raise UserError("images", f"of {name} hold a {type(image).__name__}", "give padfree.Image objects")
     positions = np.concatenate([image.positions for image in images])
     if (np.diff(positions) <= 0).any():
-        raise UserError("images", f"of {name} are not in the order of their placeholder tokens", "sort them")
+        raise UserError(
+            "images",
+            f"of {name} are not in the order of their placeholder tokens",
+            "sort the images by their positions",
+        )
     if positions[-1] >= len(tokens):
         raise UserError(
             "images",

@@ -59,7 +59,7 @@ class KeptSets:
 
     @staticmethod
     def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
-        """Build kept sets from lists that a user or a file gives: `lists[j]` has the kept token ids of token j.
+        """Make kept sets from lists that a user or a file gives: `lists[j]` has the kept token ids of token j.
 
         None and an empty list stand for the whole vocabulary. `name` is for error messages.
         """
@@ -77,12 +77,14 @@ class KeptSets:
 
     @staticmethod
     def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
-        """Build kept sets from one array of ids per token, stored as in `ids`."""
+        """Make kept sets from one array per token, which has the kept ids, or -1 - id for each excluded id."""
         ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
         return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
 
     def lists(self) -> list[list[int]]:
-        """Return one list of ids per token, as files store it."""
+        """Return one list of numbers per token, in the format of files: the kept ids, or -1 - id for each excluded
+        id.
+        """
         return [part.tolist() for part in self.arrays()]
 
     def arrays(self) -> list[NDArray[np.int32]]:

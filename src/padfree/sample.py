@@ -103,7 +103,7 @@ class Sample:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """Return `loss_mask`, which is always an array after construction."""
+        """Return `loss_mask` as an array; the constructor has replaced None."""
         assert self.loss_mask is not None
         return self.loss_mask
 
@@ -168,7 +168,9 @@ def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> 
 
 
 def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the rollout arrays that these samples have. Raise `UserError` unless all samples have the same arrays."""
+    """Return the names of the rollout arrays that the samples have. Raise `UserError` unless all samples have the same
+    arrays.
+    """
     present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
     for field, there in present.items():
         if any(there) and not all(there):

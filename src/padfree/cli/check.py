@@ -171,8 +171,8 @@ def _check_vision_options(settings: argparse.Namespace) -> None:
     for name, given, fix in (
         ("--sampler", settings.sampler, "leave one of them out"),
         ("--loss", loss, "choose nll, dpo, kto or distill: a model with a scalar head reads text"),
-        ("--layers", settings.layers, "leave it out: all layers of a vision-language model are checked"),
-        ("--tokenizer", settings.tokenizer, "leave it out: the model's own processor makes the tokens"),
+        ("--layers", settings.layers, "remove --layers: all layers of a vision-language model are checked"),
+        ("--tokenizer", settings.tokenizer, "remove --tokenizer: the model's own processor makes the tokens"),
     ):
         if given:
             raise UserError(
@@ -221,7 +221,7 @@ def data_settings(settings: argparse.Namespace) -> tuple[DataConfig | None, bool
         raise UserError("override", "", fix, value=other)
     if settings.data is None:
         if words:
-            raise UserError("--data", f"missing, but {words[0]!r} is given", "give --data and its files")
+            raise UserError("--data", f"missing, but {words[0]!r} is given", "name the data files with --data")
         return None, False
     # A `Config` needs these settings, but a check does not use them.
     unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]

@@ -279,13 +279,15 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     counts = {host: int(answer["gpus"]) for host, answer in answers.items()}
     fewest = min(counts, key=lambda host: counts[host])
     if not counts[fewest]:
-        raise UserError("--processes", f"{fewest} has no GPU that torch sees", "give the number of processes per host")
+        raise UserError(
+            "--processes", f"torch finds no GPU on {fewest}", "set --processes to the number of processes per host"
+        )
     most = max(counts, key=lambda host: counts[host])
     if counts[most] != counts[fewest]:
         raise UserError(
             "--processes",
-            f"{most} has {counts[most]} GPUs, but {fewest} has {counts[fewest]}",
-            f"give the number of processes per host, as in --processes {counts[fewest]}",
+            f"host {most} has {counts[most]} GPUs, but {fewest} has {counts[fewest]}",
+            f"set the number of processes per host, as in --processes {counts[fewest]}",
         )
     return counts[fewest]
 

@@ -396,7 +396,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
         from rich.console import Console
         from rich.progress import Progress
     except ModuleNotFoundError as error:
-        raise UserError("padfree", "the package rich is missing", "pip install rich") from error
+        raise UserError("padfree", "the package rich is missing", "install it with pip install rich") from error
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -227,7 +227,7 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ModuleNotFoundError as error:
-        raise UserError("padfree", "the package rich is missing", "pip install rich") from error
+        raise UserError("padfree", "the package rich is missing", "install it with pip install rich") from error
     console = Console()
     if not console.is_terminal:
         lines = Lines(shown=True)

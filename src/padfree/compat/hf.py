@@ -60,7 +60,9 @@ class PackedCollator:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(name, "is not a positive integer", "give an integer of 1 or more", value=value)
         if length is not None and length % multiple_of:
-            raise UserError("length", f"{length} is not a multiple of multiple_of={multiple_of}", "change either value")
+            raise UserError(
+                "length", f"{length} is not a multiple of multiple_of={multiple_of}", "change length or multiple_of"
+            )
         unwrapped: Any = model.get_base_model() if isinstance(model, Wrapped) else model
         check_stock_packing(unwrapped)
         self.length, self.multiple_of = length, multiple_of

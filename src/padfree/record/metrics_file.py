@@ -57,9 +57,9 @@ class MetricsFile:
 
 
 def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """Return the integer `field` of line `number` of the JSON Lines file `path`. `line` is its text.
+    """Return the integer `field` of line `number` of the JSON Lines file `path`. `line` is the text of this line.
 
-    Raise a `UserError` if the field is missing, because the file then was not written by a run of padfree.
+    Raise a `UserError` if the field is missing, because a run of padfree writes it to every line.
     """
     try:
         value = json.loads(line)[field]
