@@ -257,7 +257,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return the settings `values` with the defaults of a call without a recipe. `command` is the task, for example
+    """Add the defaults that apply to a call without a recipe to the settings `values`. `command` is the task, e.g.
     "sft".
     """
     batch = values.setdefault("batch", {})

@@ -26,8 +26,8 @@ from padfree.errors import UserError
 class Image:
     """One image of a sample. `load` is called when a pack needs the image, and the arrays that it returns are not kept.
 
-    `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images: a pack
-    concatenates its images along this axis.
+    `load()` returns the inputs of the vision tower by name. The first axis of each array counts patches, tiles or
+    images: a pack concatenates its images along this axis.
     """
 
     digest: str  # identifies the tower's inputs
@@ -54,7 +54,7 @@ def check_images(
     """Return the images as a tuple. Raise `UserError` unless they cover the placeholders of the sample, in order.
 
     The placeholder is the token at the first position of the first image. A token that a policy sampled (`sampled` [n])
-    may have this id without an image. `name` names the sample in messages.
+    may equal the placeholder without belonging to an image. `name` names the sample in messages.
     """
     images = tuple(images)
     if not images:
@@ -108,7 +108,7 @@ def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
 def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
     """Replace the placeholder ids [n] of each sample by negative numbers, one number for each distinct image.
 
-    Two samples have a common prefix as far as their keys are equal.
+    Two samples share a prefix as far as the returned numbers are equal.
     """
     numbers: dict[str, int] = {}
     keys: list[NDArray[Any]] = []

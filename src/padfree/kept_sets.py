@@ -125,7 +125,7 @@ class KeptSets:
 def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
     """Return the kept sets of a sample, given as `KeptSets`, a list of lists or None.
 
-    The sets are None if every token was sampled from the whole vocabulary.
+    Returns None if every token was sampled from the whole vocabulary.
     """
     if values is None:
         return None

@@ -114,7 +114,7 @@ class PathPages(NamedTuple):
     If a prefix ends inside a page, each path that continues it gets a copy of this page. Free slots of a path's last
     page repeat the path's last token.
 
-    Three nodes p, a and b, where p is the parent of a and b, in pages of two tokens:
+    In this example, the node p is the parent of the nodes a and b, and a page holds two tokens:
 
     nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2
     pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2        pages 0 to 6

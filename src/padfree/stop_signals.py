@@ -93,7 +93,8 @@ class StopSignals:
     def deferred(self, then: str) -> Iterator[None]:
         """Context manager: signals are recorded and do not interrupt its block.
 
-        `then` completes the message that is printed for a signal, "SIGTERM: the run ...".
+        `then` is the end of the message that is printed for a signal: with "saves a checkpoint" it is "SIGTERM: the run
+        saves a checkpoint".
         """
         if self.number is not None:
             raise StopRequested(self.number)

@@ -25,7 +25,7 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """Describe a gather of m copies: copy j is element `index[j]` of `count` elements."""
+    """Return the `Copies` that describe a gather: copy j is element `index[j]` of a tensor with `count` elements."""
     return copies_to_device(device, index, *group_copies(index, count))
 
 
@@ -55,7 +55,7 @@ def copies_to_device(
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    """Gather the copies of the elements of a tensor [n, ...]. Returns [m, ...]; differentiable."""
+    """Return `m` copies [m, ...] of the elements of a tensor [n, ...], as `copies` describes. Differentiable."""
     taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
     return taken
 

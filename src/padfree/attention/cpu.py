@@ -261,7 +261,8 @@ class _PieceTensors:
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
         """Write n ranges of `length` tokens, which begin at `starts`, into each tensor [Hkv, group, T, ...].
 
-        `pieces` has the values [Hkv · n, group, length, ...] for each tensor. If `add` is True, they are added instead.
+        `pieces` has the values [Hkv · n, group, length, ...] for each tensor. If `add` is True, the values are added to
+        those in the tensors.
         """
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):

@@ -198,7 +198,8 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention in which each query sees the keys of its path in the prefix tree, up to its own token.
+    """Compute attention in a pack with shared prefixes: each query sees the keys on its path in the prefix tree, up to
+    its own.
 
     q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree, and `keys` comes
     from `prepare_prefix_keys`. Differentiable once.

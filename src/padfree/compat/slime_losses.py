@@ -159,7 +159,9 @@ def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: K
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Autograd function: concatenates the chunks of all ranks. Backward returns the gradient of this rank's chunk."""
+    """Autograd function that concatenates the chunks of a sequence from all ranks. Backward returns the gradient of
+    this rank's chunk.
+    """
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:

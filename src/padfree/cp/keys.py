@@ -120,7 +120,9 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
         return PathRanges(every, pieces.document_start, pieces.document_end)
 
     def first_visible(position: Indices) -> Indices:
-        """Return the position in the sample of the first key that a piece reads. Its first query is at `position`."""
+        """Return the first key that a piece reads if its first query is at `position`. Both are positions in the
+        sample.
+        """
         if window is None:
             return np.zeros_like(position)
         return np.maximum(position - window + 1, 0) // key_block * key_block
@@ -179,7 +181,7 @@ class _Needs(NamedTuple):
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """Return the index that each key gets if all key ranges are concatenated. `keys` are indices in the pack."""
+        """Return the index of each key in the concatenation of all key ranges. `keys` are indices in the pack."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

@@ -84,7 +84,7 @@ def modelled_cost(layout: Layout, segments: Segments) -> Indices:
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """Return the index of the segment that holds each token. `tokens` are indices in the pack."""
+    """Return the index of the document (segment) that holds each token. `tokens` are indices in the pack."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 

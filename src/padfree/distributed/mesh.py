@@ -251,11 +251,13 @@ class Groups:
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """Return the group of all processes whose mesh coordinates equal this process's in all other dimensions."""
+        """Return the group of the processes that differ from this process only in the mesh dimensions `dimensions`."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create one process group for each row of ranks in `groups`, and return the group of this process."""
+        """Create one process group for each row of the array `groups` of ranks, and return the group of this
+        process.
+        """
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:

@@ -159,8 +159,8 @@ def sigterm_ignored() -> Iterator[None]:
 class _Listener(threading.Thread):
     """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
 
-    The thread exits the process if the main thread is still inside the `failing_together` block PATIENCE seconds after
-    this message.
+    The thread ends the process if the main thread is still inside the `failing_together` block PATIENCE seconds after
+    the thread has read the message.
     """
 
     def __init__(self, store: Any, key: str) -> None:

@@ -388,8 +388,8 @@ def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts,
     """Return the peak of temporary memory in bytes, beyond the activations of all layers, over the phases in `parts`.
 
     `kept`: the bytes of activations that each layer keeps on the device. `offloaded`: the bytes of activations that an
-    offloaded layer copies to the host. In the backward pass of such a layer, its copied activations and those of the
-    layer below are on the device again.
+    offloaded layer copies to the host. In the backward pass of an offloaded layer, its copied activations and those of
+    the layer before it are on the device again.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):

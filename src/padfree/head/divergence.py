@@ -66,7 +66,7 @@ class StoredLogits:
         """Return the logits [R, W] of the columns [start, end), minus the largest logit of each token over the
         vocabulary.
 
-        The columns must lie inside one block.
+        The columns must lie inside one block of the vocabulary.
         """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
@@ -184,7 +184,8 @@ def divergence_gradient(
 ) -> None:
     """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
 
-    The gradient is with respect to the student's raw logits. `out` may be the memory of the stored logits.
+    The gradient is with respect to the student's raw logits (before bias, scale, cap and temperature). `out` may be the
+    memory of the stored logits.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]

@@ -284,7 +284,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits of a tile into `out` [R, W].
+    """Write the gradient of the raw logits (hidden @ weight.T) of a tile into `out` [R, W].
 
     The tile holds the columns [first, first + W) of the vocabulary. Overwrites `raw_logits` [R, W].
     """
@@ -302,7 +302,8 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits into `out` [R, V], computed from the logits that `reduce_tile` stored.
+    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, V], computed from the logits that
+    `reduce_tile` stored.
 
     `peak` [R, K] has the largest logit of each token in each of the K blocks, also from `reduce_tile`. `out` may be the
     memory of `stored`.

@@ -38,7 +38,9 @@ TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedLoss:
-    """The differentiable loss, and the detached log-probabilities and entropies."""
+    """The result of `fused_loss`: the differentiable loss, and the detached log-probabilities and entropies of the
+    tokens.
+    """
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label

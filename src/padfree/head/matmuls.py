@@ -84,7 +84,8 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Compute the logits of `hidden` [R, D] block by block, and write each block's largest logit and sums into `sums`.
+    """Compute the logits of `hidden` [R, D], and write the largest logit and the sums of each vocabulary block into
+    `sums`.
 
     If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it as float16, each
     minus the largest logit of its token and block. Values below the range of float16 become -inf. The matrix rows of

@@ -107,7 +107,9 @@ class ScoringTask:
 
 
 class TiledMatmuls:
-    """A matmul followed by elementwise work, one tile of logits at a time."""
+    """Computes logits tile by tile: a matmul, followed by elementwise work (softmax sums or gradients) on its
+    result.
+    """
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         self.task = task
@@ -117,8 +119,8 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile, and write each block's largest logit and sums into
-        `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write the largest logit and the sums of each
+        vocabulary block into `sums`.
 
         If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it, each minus
         the largest logit of its token and block. `kept` is a multiple of the block size, or the vocabulary size.

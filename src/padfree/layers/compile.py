@@ -71,7 +71,7 @@ def compile_layers(
 
     `backend` is a backend of `torch.compile`, and `kept` says which activations are saved for backward. If `operators`
     is True, layers use the operators of `padfree.layers.ops` where these save time. If `exact` is True, all layers on a
-    GPU use them, so that a token gets the same bits in every call.
+    GPU use these operators, so that a token gets the same bits in every call.
     """
     layers = list(layers)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
@@ -178,7 +178,7 @@ def _compiled(
 
 
 class InductorPass(CustomGraphPass):
-    """All graph passes of one stage, joined into one callable with a cache key for Inductor."""
+    """All graph passes of one stage of the compilation, joined into one callable with a cache key for Inductor."""
 
     def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [

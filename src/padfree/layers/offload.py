@@ -33,7 +33,7 @@ MIN_OFFLOADED_BYTES = 8 << 20
 
 
 class ActivationOffload:
-    """Offloads the tensors that the layers of a model save for backward."""
+    """Moves tensors that the layers of a model save for backward to host memory."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Wait for this layer's tensors, and prefetch those of the layer below. Called when backward reaches this
-        layer.
+        """Wait for this layer's tensors, and prefetch those of the next layer in backward. Called when backward reaches
+        this layer.
         """
         self.prefetch()
         self._wait()

@@ -90,7 +90,9 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """Return the first matmul on every path that begins at a node in `start` and follows `neighbours`."""
+    """Return the first matmul on every path of nodes that begins in `start`. `neighbours` gives the next nodes of a
+    path.
+    """
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

@@ -21,7 +21,8 @@ from padfree.optim.state_format import new_state, state_bytes
 
 
 class AdamW:
-    """The AdamW update rule. The options of its groups are `betas`, `eps`, `weight_decay`, `state` and `fused`.
+    """The AdamW update rule. The options of its parameter groups are `betas`, `eps`, `weight_decay`, `state` and
+    `fused`.
 
     `fused` makes torch keep the step counter on the device when it loads the optimizer state.
     """

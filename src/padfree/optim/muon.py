@@ -44,7 +44,8 @@ if matrices are sharded.
 class Muon:
     """The Muon update rule for hidden matrices.
 
-    The options of its groups are `momentum`, `nesterov`, `newton_schulz_steps`, `weight_decay` and `update_rms`.
+    The options of its parameter groups are `momentum`, `nesterov`, `newton_schulz_steps`, `weight_decay` and
+    `update_rms`.
     """
 
     remembers = "Muon's momentum"

@@ -87,7 +87,7 @@ def _piece(parameter: Tensor, state: State) -> ParameterPiece:
 def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
     """Divide split weights into blocks of at most `most` elements, but of at least `ROWS` matrix rows.
 
-    A block is one range of the storage.
+    A block is one contiguous range of the memory that holds the split weights.
     """
     block: list[_SplitPiece] = []
     for parameter in sorted(parameters, key=lambda each: (id(each.storage_), each.start)):

@@ -139,6 +139,7 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
 def mix(x: Tensor) -> Tensor:
     """Hash 32-bit numbers (stored as int64) by a bijection whose results look random."""
     x = x ^ (x >> 16)
+    # No product exceeds 63 bits.
     x = x * MULTIPLIERS[0] & MASK
     x = x ^ (x >> 15)
     x = x * (MULTIPLIERS[1] - (1 << 32)) & MASK

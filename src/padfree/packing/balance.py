@@ -226,7 +226,7 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
 
 
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
-    """Swap samples between parts until the costliest part is near the mean, or at most `goal`.
+    """Swap samples between parts until the cost of the costliest part is near the mean, or at most `goal`.
 
     The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on. A part is one
     matrix row of `slots` [k, m]: its samples, then at least one empty slot. A swap with an empty slot moves a sample.

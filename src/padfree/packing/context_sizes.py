@@ -60,7 +60,8 @@ def context_sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class WidePlan:
-    """A plan of a step: the packs that each rank runs, one in each of J waves.
+    """A plan of a step: the packs that each rank runs, one in each of J waves (micro-batches that all ranks run
+    together).
 
     A pack that several ranks share appears in the list of each of these ranks.
     """
@@ -79,7 +80,8 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """Assign the samples with the indices `candidates` to packs, ranks and waves.
+    """Assign the samples with the indices `candidates` to packs, ranks and waves (micro-batches that all ranks run
+    together).
 
     `length`, `cost` [n] describe all n samples.
 
@@ -183,7 +185,8 @@ def _fill_wide(
 
 
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Assign packs to waves and ranks. Packs that most ranks share are assigned first.
+    """Assign packs to ranks and to waves (micro-batches that all ranks run together). Packs that most ranks share come
+    first.
 
     Because of this order, the number of free ranks in a wave is always a multiple of the ranks that the next pack
     needs.

@@ -169,9 +169,9 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     """Return the bin of each sample, in the order of falling sample length.
 
-    A queue holds bins with the same number of free tokens, and a slot is an index in a queue (see the module
-    docstring). Here all queues are concatenated, the queue of new bins first. Each slot points to the slot where its
-    bin was before. The pointers of a bin end at slot i of the queue of new bins, where i is the number of the bin.
+    The `steps` of best-fit decreasing move bins between queues, one queue for each number of free tokens. `sizes` says
+    how many bins were put into each queue. Each bin is followed back through the queues to the queue of new bins, where
+    its index is its number.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)
@@ -179,6 +179,7 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
     per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)
 
+    # `origin` points from each place in a queue to the place where the bin was before. Bin i begins at index i.
     used = concatenated_ranges(source, num_bins)
     origin = np.arange(sum(sizes.values()))
     origin[concatenated_ranges(target, num_bins)] = used

@@ -188,7 +188,8 @@ class _Batcher(Generic[T]):
 
 
 class TokenBudgetBatcher(_Batcher[T]):
-    """Yields batches: lists of samples with at most `budget` tokens in total, by the rule in the module docstring.
+    """Yields batches: lists of samples with at most `budget` tokens in total. They are taken from a buffer, oldest
+    samples first.
 
     source        anything with `len` and `[i]`, or any iterable (then without shuffle, and epochs = 1)
     shuffle       a different order in each epoch, which depends only on `seed` and is the same on every machine

@@ -99,7 +99,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor by which values are multiplied before the cast to float8, and the scale, which is 1 / factor.
 
-    `largest` is the largest absolute value that shares a scale.
+    `largest` is the largest absolute value among the values that share a scale.
     """
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()

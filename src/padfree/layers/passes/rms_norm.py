@@ -89,7 +89,7 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication of the normalised x by the weight, and return the RMSNorm, or None."""
+    """Return the RMSNorm if the node `scaled` (the normalised x) is multiplied by a weight, or None."""
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):
