@@ -1,8 +1,8 @@
 """The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
 A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
-shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. If a segment does
-not fill its last tile, the tile is padded with zeros.
+shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Elements of a tile
+that no query or key fills are 0.
 
     segment of 300 keys      queries of the last 40 keys          a single query at key 299
     blocks of keys           0..127   128..255   256..299 0 0     the same

@@ -6,8 +6,8 @@ The reference computes in float32, or in float64 if its inputs are float64.
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
 A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward pass computes the
-gradients for one block of the keys, given `out` and `lse` over all blocks. The gradients of q that the blocks give add
-up to the exact gradient of q.
+gradients for one block of the keys, given `out` and `lse` over all blocks. The sum of these gradients of q over all
+blocks is the exact gradient of q.
 
 The reference stores all scores [H, Lq, Lk] of one segment at a time. Use it to check results, not to train.
 """

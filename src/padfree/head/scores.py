@@ -6,9 +6,8 @@
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
 Training needs one log-probability per token, but a token has V logits: with autograd, 37 GiB for 16,384 tokens and V =
-151,936. So `score` computes a tile of logits, reduces it and discards it, and computes it again for the gradient. So
-`score` needs four matmuls. `fused_loss` needs only three, but the loss of a token may depend only on the scores of this
-token.
+151,936. So `score` computes a tile of logits, reduces it and discards it, and computes it again for the gradient. This
+takes four matmuls. `fused_loss` needs only three, but the loss of a token may depend only on the scores of this token.
 
 N is the number of tokens, D the hidden size and V the vocabulary size.
 

@@ -91,7 +91,8 @@ def _cap_slope(logits, inverse_temperature, softcap):
 def _finite_cap_slope(logits, inverse_temperature, softcap):
     """Return the derivative of the soft cap, made finite for every logit.
 
-    Ids outside a token's kept set (ids that sampling could not choose) have the lowest logit. Their gradient is 0.
+    Logits of ids outside a token's kept set (ids that sampling could not choose) are set to a very low number. Their
+    gradient is 0.
     """
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)

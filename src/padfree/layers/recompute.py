@@ -1,4 +1,5 @@
-"""Choose which activations a layer saves for backward. All other activations are recomputed.
+"""Choose which activations a layer saves for backward. All other activations are recomputed. x is the input of the
+layer.
 
     x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 

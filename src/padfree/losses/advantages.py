@@ -1,4 +1,5 @@
 """Compute advantages from rewards.
+
     by group, [B] advantages. r: a reward; m, s: mean, standard deviation (divisor n - 1) of the n rewards of its group
         grpo_advantages              (r - m) / (s + eps); r - m with std=False (Dr. GRPO)
         rloo_advantages              r - mean of the group's other rewards = (r - m) · n / (n - 1)

@@ -1,4 +1,6 @@
-"""The interface of an update rule, which updates the parameters of a group and defines their optimizer state."""
+"""The interface of an update rule, such as AdamW or Muon: it updates the parameters of a group and defines their
+optimizer state.
+"""
 
 from __future__ import annotations
 

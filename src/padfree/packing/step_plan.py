@@ -6,6 +6,7 @@
 
 Ranks wait for each other in every micro-batch, so the cost of a step is Σⱼ maxᵣ cost[r][j], over ranks r and
 micro-batches j. The plan consists of slots, one for each (rank, j). It is made in three steps:
+
 1. Use as few slots as the samples need at `max_tokens`, rounded up to a multiple of the ranks, so that every rank has
    the same number of micro-batches.
 2. Spread the samples over the slots with `balance`: nearly equal cost in each, never more than `max_tokens`.

@@ -3,7 +3,7 @@
 Before autograd, `rms_norm_pass`:
 
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
-    a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
+    a + b -> the same, and another node also reads a + b                                   becomes   add_rms_norm
 
 A norm is replaced if a matmul reads its result. The compiler handles a norm whose result is read by an add, because it
 can fuse the two. T is the number of tokens and D the hidden size.
