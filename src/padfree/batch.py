@@ -124,7 +124,8 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """For a pack whose samples share prefixes: which position of the pack predicts which token of which sample.
+    """The predictions of a pack whose samples share prefixes: which position of the pack predicts which token of which
+    sample.
 
     E is the number of entries: one for each scored token of each sample, ordered by sample. The arrays stay on the
     host.

@@ -61,25 +61,25 @@ def check_images(
         return images
     for image in images:
         if not isinstance(image, Image):
-            raise UserError("images", f"of {name} hold a {type(image).__name__}", "give padfree.Image objects")
+            raise UserError("images", f"{name} has a {type(image).__name__} as an image", "give padfree.Image objects")
     positions = np.concatenate([image.positions for image in images])
     if (np.diff(positions) <= 0).any():
         raise UserError(
             "images",
-            f"of {name} are not in the order of their placeholder tokens",
+            f"the images of {name} are not in the order of their placeholder tokens",
             "sort the images by their positions",
         )
     if positions[-1] >= len(tokens):
         raise UserError(
             "images",
-            f"of {name} have a placeholder at index {positions[-1]}, but there are only {len(tokens)} tokens",
+            f"an image of {name} has a placeholder at index {positions[-1]}, but there are only {len(tokens)} tokens",
             "remove images whose placeholders were cut off",
         )
     placeholder = tokens[positions[0]]
     if (tokens[positions] != placeholder).any() or without_image(images, tokens, sampled, placeholder).any():
         raise UserError(
             "images",
-            f"of {name} do not cover exactly the tokens with id {placeholder}",
+            f"the images of {name} do not cover exactly the tokens with id {placeholder}",
             "give each image the indices of its placeholder tokens",
         )
     return images

@@ -131,5 +131,5 @@ def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
         return None
     found = values if isinstance(values, KeptSets) else KeptSets.of_lists(values, f"kept of {name}")
     if len(found) != length:
-        raise UserError("kept", f"of {name} has {len(found)} sets for {length} tokens", "give one list per token")
+        raise UserError("kept", f"{name} has {len(found)} sets for {length} tokens", "give one list per token")
     return found if len(found.ids) else None

@@ -44,7 +44,9 @@ def unknown_in(dtype: np.dtype[Any]) -> int:
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return unknown routes [length, R, k] for `length` tokens, with the dtype, R and k of the routes `like`."""
+    """Return routes [length, R, k] that mark the experts of `length` tokens as unknown, with the dtype, R and k of
+    `like`.
+    """
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 
 

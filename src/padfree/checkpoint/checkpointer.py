@@ -295,8 +295,8 @@ class Checkpointer:
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """Return, on every rank, the newest complete checkpoint that rank 0 finds. Ranks may see different states of
-        the folder.
+        """Return on every rank the newest complete checkpoint that rank 0 finds, because ranks may see different states
+        of the folder.
         """
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path

@@ -121,7 +121,7 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
         if (labels[trained] != tokens[trained]).any():
             raise UserError(
                 "labels",
-                f"of feature {index} differ from its input_ids",
+                f"the labels of feature {index} differ from its input_ids",
                 "give labels that are not shifted, and -100 for untrained tokens",
             )
         mask &= trained

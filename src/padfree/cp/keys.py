@@ -114,7 +114,9 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None, key_block: in
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int = 1) -> PathRanges:
-    """Return the keys that each piece reads, as ranges of the pack. Keys of ancestors in the prefix tree come first."""
+    """Return the keys that each piece (range of a document) reads, as ranges of the pack. Keys of ancestors in the
+    prefix tree come first.
+    """
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)

@@ -385,7 +385,8 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
-    """Return the peak of temporary memory in bytes, beyond the activations of all layers, over the phases in `parts`.
+    """Return the most bytes that a phase of a micro-batch (the head, or the backward pass of a layer) needs in addition
+    to the activations of all layers.
 
     `kept`: the bytes of activations that each layer keeps on the device. `offloaded`: the bytes of activations that an
     offloaded layer copies to the host. In the backward pass of an offloaded layer, its copied activations and those of

@@ -109,7 +109,9 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """Return, for each of R tokens, the teacher's k-th largest logit minus its largest logit."""
+    """Return the threshold of the teacher's top k entries for each of R tokens: the k-th largest logit minus the
+    largest.
+    """
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):

@@ -11,8 +11,8 @@ logit of a token in a block. The elementwise work reads a tile of logits from re
 never written to memory. A block has 128 or 256 columns.
 
 As many programs run as the GPU can run at once, and each processes several tiles. Tensor descriptors (TMA) load the
-next tile while the program finishes the current one. The order of tiles keeps `hidden` and the weights in use in the L2
-cache.
+next tile while the program finishes the current one. Tiles are processed in an order that keeps `hidden` and the
+weights in use in the L2 cache. In this picture of the tiles, the numbers are this order:
 
     band of 2 row tiles       0  2  4  6
                               1  3  5  7

@@ -132,7 +132,9 @@ def weight_divisor(
         return float(constant)
     if constant is not None:
         raise UserError(
-            "constant", f"{constant} has no effect with weights {mode!r}", "leave it out, or use weights 'constant'"
+            "constant",
+            f"{constant} has no effect with weights {mode!r}",
+            "leave out constant, or use weights 'constant'",
         )
     if mode == "sum-of-sample-mean":
         return 1.0

@@ -205,7 +205,7 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 
 
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
-    """Move one sample to each empty part, while some part has at least two samples.
+    """Move one sample to each empty part, as long as some part has at least two samples.
 
     The costliest part with at least two samples gives its cheapest sample.
     """

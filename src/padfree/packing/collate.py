@@ -386,7 +386,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
     if len(placeholders) > 1:
         raise UserError(
             "images",
-            f"of one pack have different placeholder tokens: {', '.join(map(str, sorted(placeholders)))}",
+            f"the images of one pack have different placeholder tokens: {', '.join(map(str, sorted(placeholders)))}",
             "prepare all samples for the same model",
         )
     (placeholder,) = placeholders
@@ -408,14 +408,14 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
         if "pixel_values" not in inputs or inputs.keys() != names:
             raise UserError(
                 "images",
-                f"of one pack have the tower inputs ({', '.join(sorted(names))}) and ({', '.join(sorted(inputs))})",
+                f"two images of a pack have the inputs ({', '.join(sorted(names))}) and ({', '.join(sorted(inputs))})",
                 "give each image pixel_values, and give all images the same inputs",
             )
         for name in names:
             if inputs[name].shape[1:] != loaded[0][name].shape[1:]:
                 raise UserError(
                     "images",
-                    f"of one pack have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
+                    f"two images of a pack have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
                     "prepare all images of a data set to the same size of patch or tile",
                 )
     return PackedImages(

@@ -185,8 +185,8 @@ def _fill_wide(
 
 
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Assign packs to ranks and to waves (micro-batches that all ranks run together). Packs that most ranks share come
-    first.
+    """Assign packs to ranks and to waves (micro-batches that all ranks run together). Packs that need the most ranks
+    come first.
 
     Because of this order, the number of free ranks in a wave is always a multiple of the ranks that the next pack
     needs.

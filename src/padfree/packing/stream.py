@@ -297,7 +297,10 @@ class TokenBudgetBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
+        """Continue the stream after the batch at which `state_dict` returned `state`.
+
+        The settings and the data must be the same as then.
+        """
         _check_settings(state, self._settings())
         samples = self._reader.restore(state["position"], state["buffer"])
         admitted = [self._admitted(position, sample, again=True) for position, sample in samples]
@@ -375,7 +378,10 @@ class FixedSizeBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
+        """Continue the stream after the batch at which `state_dict` returned `state`.
+
+        The settings and the data must be the same as then.
+        """
         _check_settings(state, self._settings())
         self._reader.restore(state["position"], [])
         self._batch, self.indices = [], []

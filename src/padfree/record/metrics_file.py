@@ -67,7 +67,9 @@ def line_number(path: Path, number: int, line: str, field: str) -> int:
         value = None
     if not isinstance(value, int):
         raise UserError(
-            "run.folder", f"line {number} of {path} has no {field!r}, so no run wrote it", "move the file away"
+            "run.folder",
+            f"line {number} of {path} has no {field!r}, so padfree did not write this file",
+            "move the file away",
         )
     return value
 

@@ -59,7 +59,7 @@ def require_trackers(config: TrackConfig) -> None:
 
 
 class Trackers:
-    """The trackers that the settings name. Ranks other than 0 have no trackers."""
+    """The metric trackers (TensorBoard, W&B, trackio, MLflow) that the settings name. Only rank 0 has trackers."""
 
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
