@@ -138,7 +138,8 @@ SYSTEM_FIXES = {
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:
-    """Convert a system error to a `UserError` about `setting` or, if `setting` is None, about the file of the error.
+    """Convert a system error to a `UserError` about `setting` or, if `setting` is None, about the file that the error
+    names.
 
     Returns None if the error may be a bug.
     """

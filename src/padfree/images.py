@@ -88,8 +88,8 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy `sampled` [n] are never
-    marked.
+    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy sampled (`sampled` [n]) are
+    not marked.
     """
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:

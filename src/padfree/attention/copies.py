@@ -55,7 +55,7 @@ def copies_to_device(
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    """Return `m` copies [m, ...] of the elements of a tensor [n, ...], as `copies` describes. Differentiable."""
+    """Return the m copies [m, ...] of elements of a tensor [n, ...] that `copies` describes. Differentiable."""
     taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
     return taken
 

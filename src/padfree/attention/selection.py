@@ -160,6 +160,7 @@ def _short(dtype: torch.dtype) -> str:
 def key_block(requested: str) -> int:
     """Return the number of keys in a block of the backend `requested`, if its results depend on how keys are divided.
 
-    Returns 1 if they do not depend on it. `auto` never chooses a backend whose results depend on blocks of keys.
+    Returns 1 for all other backends, and for `auto`, which never chooses a backend whose results depend on blocks of
+    keys.
     """
     return BACKENDS[requested].key_block if requested in BACKENDS else 1

@@ -58,7 +58,8 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Return this host's answer to the launcher: its versions, the recipe's digest and number of GPUs, or an error.
+    """Return this host's answer to the launcher: its versions, its number of GPUs and the digest of the recipe, or an
+    error.
 
     `order`: the first message of the launcher, which holds the command, the folder and the environment variables.
     """

@@ -287,7 +287,7 @@ class Groups:
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
 
     def experts(self, device_type: str, expert: int) -> DeviceMesh:
-        """Return a mesh for the weights of experts, in which each `expert` neighbouring ranks hold different
+        """Return a mesh for the weights of experts, in which groups of `expert` neighbouring ranks divide the
         experts.
         """
         table = self.ranks.reshape(len(self.ranks), -1, expert)
@@ -329,7 +329,8 @@ def make_mesh(
 ) -> Mesh:
     """Make the process groups of a run.
 
-    If `expert` is above 1, every `expert` neighbouring processes divide the experts of a model among them.
+    If `expert` is above 1, each group of `expert` neighbouring processes divides the experts of a model among its
+    processes.
 
     `contexts` lists further sizes of context groups, each a divisor of the number of processes.
 

@@ -60,7 +60,7 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """Return the memory budget in bytes, raised to the size of the gradient of the hidden states if it is smaller.
+    """Return the memory budget in bytes, or the size of the gradient of the hidden states if that is larger.
 
     This gradient has `num_rows` x `hidden` elements of `sum_bytes` each. With less memory, tiles would be too small to
     be fast.

@@ -177,7 +177,9 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free the device memory of the offloaded tensors of all lower layers except the one directly below."""
+        """Free the device memory of the offloaded tensors of all earlier layers except the one directly before this
+        layer.
+        """
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()

@@ -109,7 +109,7 @@ def collate(
     share_prefixes: SharePrefixes = False,
     cost: CostModel | None = None,
 ) -> PackedBatch:
-    """Lay all samples end to end in one pack, without a cap.
+    """Lay all samples end to end in one pack, without a limit on its tokens.
 
     `share_prefixes`: whether a prefix that several samples have in common is stored only once (`Entries`). "auto"
     compares samples of the same `group`, and shares a prefix if this is cheaper according to `cost`. True shares every

@@ -1,7 +1,7 @@
 """Every metric that a run writes: its name, its unit and its meaning.
 
-docs/reference/metrics.md is generated from METRIC_GROUPS, which tests compare with the metrics of runs. A word in
-capitals stands for a name: `source/NAME/loss` is written once for each source of a mixture.
+docs/reference/metrics.md is generated from METRIC_GROUPS. Tests compare METRIC_GROUPS with the metrics of runs. A word
+in capitals stands for a name: `source/NAME/loss` is written once for each source of a mixture.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ __all__ = ["ObjectiveInputs", "ObjectiveOutput", "Traits", "load_objective", "ob
 
 
 def traits(settings: Objective) -> Traits:
-    """Return what the objective that `settings` select declares about itself, e.g. whether it is elementwise."""
+    """Return the traits that the objective selected by `settings` declares about itself, e.g. whether it is
+    elementwise.
+    """
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path).traits
     return traits_of(_built_in(settings.kind))
