@@ -70,7 +70,7 @@ class KeptSets:
                 raise UserError(
                     f"{name}[{index}]",
                     "is not a kept set",
-                    "give the kept token ids, each once, or for every excluded id the number -1 - id",
+                    "give each kept token id once, or -1 - id for each excluded id",
                     value=row[:8].tolist(),
                 )
         return KeptSets.of_arrays(rows)

@@ -201,7 +201,7 @@ def _without_batch_dim(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     if logits.dim() != 2 or tokens.dim() != 1:
         raise UserError(
             "logits",
-            f"has shape {tuple(logits.shape)} and the tokens {tuple(tokens.shape)}",
+            f"has shape {tuple(logits.shape)}, and the tokens have shape {tuple(tokens.shape)}",
             "give logits [T, V] and tokens [T]",
         )
     return logits, tokens.to(logits.device)

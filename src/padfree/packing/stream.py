@@ -52,9 +52,9 @@ class EpochReader(Generic[T]):
         if self.length is None and (shuffle or epochs != 1):
             raise UserError(
                 "source",
-                "is an iterable without len and [i], which is read only once and in order, "
+                "is an iterable without len and [i], so it is read only once and in order, "
                 f"but shuffle={shuffle} and epochs={epochs}",
-                "give a sequence, or shuffle and repeat the iterable itself",
+                "give a sequence, or an iterable that is shuffled and repeated already",
             )
         if epochs is not None:
             need_whole("epochs", epochs, 1, "give 1 or more, or None for an endless stream")

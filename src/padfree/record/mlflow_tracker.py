@@ -69,7 +69,7 @@ class MlflowTracker:
             raise UserError(
                 "track.mlflow",
                 f"cannot be used ({' '.join(str(error).split())})",
-                "set MLFLOW_TRACKING_URI to a server or database; a database needs pip install 'padfree[mlflow]'",
+                "set MLFLOW_TRACKING_URI to a server, or to a database (needs pip install 'padfree[mlflow]')",
                 value=experiment,
             ) from error
         self._changed = threading.Condition()

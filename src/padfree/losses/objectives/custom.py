@@ -94,6 +94,6 @@ class UserObjective:
         if names != self._names:
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned values of {', '.join(names)}, but {', '.join(self._names)} in an earlier call",
+                f"{self.path} returned {', '.join(names)}, but an earlier call returned {', '.join(self._names)}",
                 "return the same fields and statistics in every call",
             )
