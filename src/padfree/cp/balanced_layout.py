@@ -123,7 +123,8 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle of pieces in two: a window for one half of the circle's ranks, the remainder for the other half.
+    """Cut each circle (cyclic order of pieces) in two: a window (range of tokens) for one half of the circle's ranks,
+    and the remainder for the other half.
 
     Each rank gets `share` tokens. The rank's work, in (query, key) pairs, is near `mean_work` and at most `most_work`.
     `last` is True if every new circle belongs to one rank, so that it is not cut again.

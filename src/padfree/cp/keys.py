@@ -49,8 +49,8 @@ class KeyPlan:
 
     @property
     def pool_tokens(self) -> Tensor:
-        """Return the pack indices [N] of the keys that this rank owns or receives, so that one process can simulate a
-        rank.
+        """Return the pack indices [N] of the keys that this rank owns or receives. With them, one process can simulate
+        a rank.
         """
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
