@@ -63,7 +63,9 @@ SAMPLES, MAX_TOKENS = 64, 16384
 
 
 class Sections(TypedDict, total=False):
-    """The keywords of every call: the sections of a recipe, each a dictionary or the value of its main setting."""
+    """The keywords of `padfree.sft`, `padfree.rl` and so on: the sections of a recipe. Each is a dictionary or the
+    value of the section's main setting.
+    """
 
     model: Any
     data: Any
@@ -137,7 +139,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluate a model on held-out data and return the metrics by name. Nothing is trained or written to a run folder.
 
-    `eval` selects the data. With `rollout`, the model answers held-out prompts; otherwise, held-out samples are scored.
+    `eval` selects the data. If `rollout` is given, the model answers held-out prompts. Otherwise, it scores held-out
+    samples.
     """
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
@@ -168,7 +171,7 @@ def _trained(
         raise UserError(
             "loss.kind",
             f"does not belong to padfree.{command}",
-            f"call padfree.{config.loss.command} for it",
+            f"call padfree.{config.loss.command} for this loss",
             value=config.loss.kind,
         )
     check_inputs(config)
@@ -208,7 +211,7 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """Context manager that restores the random state at its end.
+    """Context manager that restores the state of the random number generators at its end.
 
     If the block raises an exception that is a bug in padfree, the exception gets a note that says so.
     """
@@ -254,7 +257,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Return the settings `values` with the defaults of a call without a recipe. `command` is the task, for example
+    """Add the defaults that apply to a call without a recipe to the settings `values`. `command` is the task, e.g.
     "sft".
     """
     batch = values.setdefault("batch", {})
@@ -266,7 +269,7 @@ def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """Convert a value to its form in a recipe: a path to a string, a function to `module:function`.
+    """Convert the value of a keyword to its form in a recipe: a path to a string, a function to `module:function`.
 
     `name` is the name of the setting, for error messages.
     """

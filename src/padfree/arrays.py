@@ -52,12 +52,14 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Concatenate the numbers of several ranges: starts [2, 0] and lengths [3, 2] give [2, 3, 4, 0, 1]."""
+    """Return the numbers of several ranges, concatenated: starts [2, 0] and lengths [3, 2] give [2, 3, 4, 0, 1]."""
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def need_whole(name: str, value: Any, least: int, cure: str) -> None:
-    """Raise `UserError` unless `value` is an integer of at least `least`. `cure` is the advice in the message."""
+    """Raise `UserError` unless `value` is an integer of at least `least`. `cure` is the last part of the message: what
+    to do.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise UserError(name, "", cure, value=value)
 
@@ -65,7 +67,7 @@ def need_whole(name: str, value: Any, least: int, cure: str) -> None:
 def need_number(name: str, value: Any, low: float, high: float, cure: str) -> None:
     """Raise `UserError` unless `value` is a number from `low` to `high`. NaN is refused, too.
 
-    `cure` is the advice in the message.
+    `cure` is the last part of the message: what to do.
     """
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:
@@ -143,7 +145,7 @@ SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 def splitmix64(states: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the outputs of the random number generator splitmix64 for these states.
 
-    No library is used, so that an update of a library cannot change shuffled orders.
+    The generator is implemented here, so that an update of a library cannot change shuffled orders.
     """
     increment, first, second = (np.uint64(number) for number in SPLITMIX64)
     values = states + increment

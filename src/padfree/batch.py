@@ -89,13 +89,13 @@ class Rollout:
     old_logprobs: Tensor | None = None  # [T]
 
     def map(self, function: Any) -> Rollout:
-        """Return the same fields with `function` applied to each tensor that is present."""
+        """Return a copy with `function` applied to each tensor that is not None."""
         return Rollout(**{f: None if (v := getattr(self, f)) is None else function(v) for f in TOKEN_ARRAYS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleInfo:
-    """What the host knows about a packed sample. `index` is the sample's index in the list that was packed."""
+    """Data about a packed sample that stay on the host. `index` is the sample's index in the list that was packed."""
 
     index: int
     length: int
@@ -124,7 +124,8 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """For a pack whose samples share prefixes: which position of the pack predicts which token of which sample.
+    """The predictions of a pack whose samples share prefixes: which position of the pack predicts which token of which
+    sample.
 
     E is the number of entries: one for each scored token of each sample, ordered by sample. The arrays stay on the
     host.
@@ -136,7 +137,7 @@ class Entries:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedImages:
-    """The distinct images of a pack, and which of their features belongs to each placeholder token.
+    """The distinct images of a pack, and which image feature belongs to each placeholder token.
 
     pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
     features   a0 a1 a2 b0 b1                         F = 5 features: the tower encodes a and b once
@@ -158,7 +159,7 @@ class PackedImages:
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """Return the number of patches or tiles of each distinct image: its rows in `pixel_values`."""
+        """Return the number of patches or tiles of each distinct image: the number of its rows in `pixel_values`."""
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
@@ -167,13 +168,15 @@ class PackedImages:
         return {name: torch.cat([part[image] for image in images]) for name, part in parts.items()}
 
     def map(self, function: Any) -> PackedImages:
-        """Return the same images with `function` applied to each input."""
+        """Return a copy of the images with `function` applied to each tensor that the vision tower reads."""
         return replace(self, inputs={name: function(tensor) for name, tensor in self.inputs.items()})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedKept:
-    """The kept sets of a pack's M labels: the token ids left by top-p, top-k and min-p. The sets stay on the host."""
+    """The kept sets of a pack's M labels: the token ids that sampling could choose after top-p, top-k and min-p. The
+    sets stay on the host.
+    """
 
     positions: NDArray[np.int64]  # [M] ascending indices of the labels in `PackedBatch.labels`
     sets: KeptSets  # [M]
@@ -415,7 +418,9 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The predictions (`Entries`) that the tokens of one context rank make, for a pack whose samples share prefixes."""
+    """The entries of one context rank (tokens that the positions on this rank predict), for a pack whose samples share
+    prefixes.
+    """
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack
     positions: Copies  # [e] gathers the hidden state of each entry from this rank's tokens

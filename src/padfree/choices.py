@@ -1,4 +1,6 @@
-"""The choices of every setting with a fixed list of values, and other fixed names that several packages use."""
+"""The allowed values of every setting that has a fixed list of values, and other fixed names that several packages
+use.
+"""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ class UserError(ValueError):
         self.setting, self.value, self.problem, self.fix = setting, value, problem, fix
 
     def at(self, setting: str, argument: str | None = None) -> UserError:
-        """Return the same error about another setting, as in `error.at("critic.path")`.
+        """Return a copy of the error that is about `setting`, as in `error.at("critic.path")`.
 
-        `argument` is what the called code calls `setting`. For example, `error.at("critic.path", "model")` turns an
-        error about `model` into one about `critic.path`. If the error is about another name, the new error has the old
-        name in its problem text.
+        `argument` is the name of `setting` in the code that raised the error. For example, `error.at("critic.path",
+        "model")` turns an error about `model` into one about `critic.path`. If the error is about any name other than
+        `argument`, the copy mentions this name in its problem text.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)
@@ -55,7 +55,7 @@ class UserError(ValueError):
 
     @staticmethod
     def of(line: str) -> UserError:
-        """Create a `UserError` from its message, which a thread, a process or a server sent."""
+        """Make a `UserError` from the message of a `UserError` that another thread, process or server has sent."""
         setting, colon, rest = line.partition(": ")
         problem, semicolon, fix = rest.rpartition("; ")
         return UserError(setting, problem, fix) if colon and semicolon else UserError("", line, "")
@@ -68,13 +68,17 @@ class UserError(ValueError):
         return " ".join(line.splitlines())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the value as text, because it may be too large or impossible to pickle."""
+        """Pickle the error with its `value` as text, because the value itself may be too large or impossible to
+        pickle.
+        """
         line = str(UserError(self.setting, self.problem, "", self.value))
         return type(self), (self.setting, line.removeprefix(f"{self.setting}: "), self.fix)
 
 
 def need(right: bool, setting: str, value: object, fix: str) -> None:
-    """Raise a `UserError` about the `value` of `setting` unless `right` is true."""
+    """Raise a `UserError` unless `right` is true. The message shows `setting`, its `value` and `fix`, which says what
+    to do.
+    """
     if not right:
         raise UserError(setting, "", fix, value)
 
@@ -86,7 +90,9 @@ def check_choice(setting: str, value: object, choices: Any) -> None:
 
 
 def closest(value: str, names: Sequence[str]) -> str | None:
-    """Return the name that is most similar to `value`, for "did you mean", or None if no name is similar."""
+    """Return the name that is most similar to `value`, or None if no name is similar. Messages ask "did you mean" this
+    name.
+    """
     found = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
     return found[0] if found else None
 
@@ -132,7 +138,8 @@ SYSTEM_FIXES = {
 
 
 def system_error(error: OSError, setting: str | None = None) -> UserError | None:
-    """Convert a system error to a `UserError` about `setting` or, if `setting` is None, about the file of the error.
+    """Convert a system error to a `UserError` about `setting` or, if `setting` is None, about the file that the error
+    names.
 
     Returns None if the error may be a bug.
     """

@@ -1,7 +1,7 @@
 """Control when Python's garbage collector runs and which objects it scans.
 
-Importing torch, transformers and the compiler creates about a million objects that live until the process ends.
-Scanning them repeatedly takes a seventh of the import time.
+Importing torch, transformers and the compiler creates about a million objects that live until the process ends. The
+garbage collector scans them repeatedly, which takes a seventh of the import time.
 """
 
 from __future__ import annotations

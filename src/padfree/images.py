@@ -24,10 +24,10 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Image:
-    """One image of a sample. `load` is called when a pack needs the image; its arrays are not kept.
+    """One image of a sample. `load` is called when a pack needs the image, and the arrays that it returns are not kept.
 
-    `load()` returns the tower's inputs by name. The first axis of each array counts patches, tiles or images: a pack
-    concatenates its images along this axis.
+    `load()` returns the inputs of the vision tower by name. The first axis of each array counts patches, tiles or
+    images: a pack concatenates its images along this axis.
     """
 
     digest: str  # identifies the tower's inputs
@@ -54,28 +54,32 @@ def check_images(
     """Return the images as a tuple. Raise `UserError` unless they cover the placeholders of the sample, in order.
 
     The placeholder is the token at the first position of the first image. A token that a policy sampled (`sampled` [n])
-    may have this id without an image. `name` names the sample in messages.
+    may equal the placeholder without belonging to an image. `name` names the sample in messages.
     """
     images = tuple(images)
     if not images:
         return images
     for image in images:
         if not isinstance(image, Image):
-            raise UserError("images", f"of {name} hold a {type(image).__name__}", "give padfree.Image objects")
+            raise UserError("images", f"{name} has a {type(image).__name__} as an image", "give padfree.Image objects")
     positions = np.concatenate([image.positions for image in images])
     if (np.diff(positions) <= 0).any():
-        raise UserError("images", f"of {name} are not in the order of their placeholder tokens", "sort them")
+        raise UserError(
+            "images",
+            f"the images of {name} are not in the order of their placeholder tokens",
+            "sort the images by their positions",
+        )
     if positions[-1] >= len(tokens):
         raise UserError(
             "images",
-            f"of {name} have a placeholder at index {positions[-1]}, but there are only {len(tokens)} tokens",
+            f"an image of {name} has a placeholder at index {positions[-1]}, but there are only {len(tokens)} tokens",
             "remove images whose placeholders were cut off",
         )
     placeholder = tokens[positions[0]]
     if (tokens[positions] != placeholder).any() or without_image(images, tokens, sampled, placeholder).any():
         raise UserError(
             "images",
-            f"of {name} do not cover exactly the tokens with id {placeholder}",
+            f"the images of {name} do not cover exactly the tokens with id {placeholder}",
             "give each image the indices of its placeholder tokens",
         )
     return images
@@ -84,8 +88,8 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy `sampled` [n] are never
-    marked.
+    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy sampled (`sampled` [n]) are
+    not marked.
     """
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:
@@ -104,7 +108,7 @@ def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
 def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
     """Replace the placeholder ids [n] of each sample by negative numbers, one number for each distinct image.
 
-    Two samples have a common prefix as far as their keys are equal.
+    Two samples share a prefix as far as the returned numbers are equal.
     """
     numbers: dict[str, int] = {}
     keys: list[NDArray[Any]] = []

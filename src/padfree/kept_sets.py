@@ -59,7 +59,7 @@ class KeptSets:
 
     @staticmethod
     def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
-        """Build kept sets from lists that a user or a file gives: `lists[j]` has the kept token ids of token j.
+        """Make kept sets from lists that a user or a file gives: `lists[j]` has the kept token ids of token j.
 
         None and an empty list stand for the whole vocabulary. `name` is for error messages.
         """
@@ -70,19 +70,21 @@ class KeptSets:
                 raise UserError(
                     f"{name}[{index}]",
                     "is not a kept set",
-                    "give the kept token ids, each once, or for every excluded id the number -1 - id",
+                    "give each kept token id once, or -1 - id for each excluded id",
                     value=row[:8].tolist(),
                 )
         return KeptSets.of_arrays(rows)
 
     @staticmethod
     def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
-        """Build kept sets from one array of ids per token, stored as in `ids`."""
+        """Make kept sets from one array per token, which has the kept ids, or -1 - id for each excluded id."""
         ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
         return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
 
     def lists(self) -> list[list[int]]:
-        """Return one list of ids per token, as files store it."""
+        """Return one list of numbers per token, in the format of files: the kept ids, or -1 - id for each excluded
+        id.
+        """
         return [part.tolist() for part in self.arrays()]
 
     def arrays(self) -> list[NDArray[np.int32]]:
@@ -123,11 +125,11 @@ class KeptSets:
 def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
     """Return the kept sets of a sample, given as `KeptSets`, a list of lists or None.
 
-    The sets are None if every token was sampled from the whole vocabulary.
+    Returns None if every token was sampled from the whole vocabulary.
     """
     if values is None:
         return None
     found = values if isinstance(values, KeptSets) else KeptSets.of_lists(values, f"kept of {name}")
     if len(found) != length:
-        raise UserError("kept", f"of {name} has {len(found)} sets for {length} tokens", "give one list per token")
+        raise UserError("kept", f"{name} has {len(found)} sets for {length} tokens", "give one list per token")
     return found if len(found.ids) else None

@@ -26,7 +26,7 @@ Indices = NDArray[np.int64]
 
 
 class PathRanges(NamedTuple):
-    """The token ranges [begin, end) of a pack on each path of a prefix tree, from the root to the last node."""
+    """The path of each node of a prefix tree, from the root to the node, as token ranges [begin, end) of the pack."""
 
     number: Indices  # [m] index of the path, ascending
     begin: Indices  # [m]
@@ -87,7 +87,7 @@ def paths(parents: Indices) -> list[list[int]]:
 def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] = ()) -> PathRanges:
     """Return the keys that each node's queries see, as ranges of the pack: its ancestors' tokens, then its own.
 
-    Ancestors in `without` are left out.
+    The tokens of ancestors in `without` are left out.
     """
     chains = [[node for node in chain[:-1] if node not in without] + chain[-1:] for chain in paths(parents)]
     number = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
@@ -114,7 +114,7 @@ class PathPages(NamedTuple):
     If a prefix ends inside a page, each path that continues it gets a copy of this page. Free slots of a path's last
     page repeat the path's last token.
 
-    Three nodes p, a and b, where p is the parent of a and b, in pages of two tokens:
+    In this example, the node p is the parent of the nodes a and b, and a page holds two tokens:
 
     nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2
     pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2        pages 0 to 6
@@ -154,7 +154,7 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """For each token of the pack, return where it occurs in the concatenated paths of all nodes.
+    """Return, for each token of the pack, where the token occurs in the concatenated paths of all nodes.
 
     Example: the paths of the nodes p p p, a a and b b b are p p p | p p p a a | p p p b b b. Each token p occurs three
     times.

@@ -39,12 +39,14 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 def unknown_in(dtype: np.dtype[Any]) -> int:
-    """Return the number that marks an unknown route in this dtype."""
+    """Return the number that marks an unknown route in arrays of this dtype."""
     return 255 if dtype == np.uint8 else -1
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return unknown routes [length, R, k] for `length` tokens, with the dtype, R and k of the routes `like`."""
+    """Return routes [length, R, k] that mark the experts of `length` tokens as unknown, with the dtype, R and k of
+    `like`.
+    """
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 
 
@@ -78,7 +80,8 @@ def checked_routes(values: Any, length: int, name: str) -> Routes:
 
 
 def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
-    """Concatenate the routes of consecutive tokens. A part without routes has `lengths[i]` unknown routes.
+    """Concatenate the routes of consecutive parts of a sample. A part that is None gets unknown routes for its
+    `lengths[i]` tokens.
 
     The result is None if all parts lack routes.
     """
@@ -111,7 +114,8 @@ def as_int16(routes: Routes) -> Routes:
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
     """Return the routes of `length` tokens: those in `first` and, where a route is unknown there, those in `later`.
 
-    `first` and `later` may cover fewer tokens. A token that is an input of several turns keeps its first route.
+    `first` and `later` may cover fewer tokens. A token that is an input in several turns of a conversation keeps its
+    first route.
     """
     known, other = (
         None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)
@@ -124,8 +128,8 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Give each pair (token, route) of each sample a number: [n] integers. Equal pairs have equal numbers, in all
-    samples.
+    """Number all pairs (token, route) of the samples, and return the numbers [n] of each sample. Equal pairs have equal
+    numbers.
 
     Samples share a prefix only as far as their numbers are equal, because another route changes the hidden states.
     """
@@ -139,13 +143,15 @@ def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) 
 
 
 def encoded_routes(routes: Routes) -> dict[str, Any]:
-    """Return the routes as a JSON value. Inverse: `decoded_routes`."""
+    """Return the routes as a JSON value, from which `decoded_routes` restores them."""
     content = b64encode(np.ascontiguousarray(routes, dtype=routes.dtype.newbyteorder("<")).tobytes()).decode()
     return {"dtype": routes.dtype.name, "shape": list(routes.shape), "base64": content}
 
 
 def decoded_routes(value: Any) -> NDArray[Any]:
-    """Return routes from nested lists or from the result of `encoded_routes`; otherwise raise `UserError`."""
+    """Return routes that are given as nested lists or as a result of `encoded_routes`. Raise `UserError` for any other
+    value.
+    """
     if not isinstance(value, dict):
         return np.array(value)
     try:

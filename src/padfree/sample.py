@@ -79,7 +79,7 @@ class Sample:
             if positions.ndim != 2 or positions.shape[1] != len(tokens) or positions.dtype.kind not in "iu":
                 raise UserError(
                     "rotary_positions",
-                    f"of {name} is a {positions.dtype} array of shape {positions.shape} for {len(tokens)} tokens",
+                    f"{name} has a {positions.dtype} array of shape {positions.shape} for {len(tokens)} tokens",
                     f"give integers of shape [P, {len(tokens)}], with P position ids per token",
                 )
             object.__setattr__(self, "rotary_positions", positions.astype(np.int64, copy=False))
@@ -94,8 +94,8 @@ class Sample:
         if len(wrong):
             raise UserError(
                 "kept",
-                f"of {name} does not contain the trained token {self.tokens[wrong[0]]} at index {wrong[0]}",
-                "give the set from which the token was sampled, or set its loss_mask to 0",
+                f"the set at index {wrong[0]} of {name} does not contain the trained token {self.tokens[wrong[0]]}",
+                "give the set from which the token was sampled, or set the loss_mask of the token to 0",
             )
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Sample:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """Return `loss_mask`, which is always an array after construction."""
+        """Return `loss_mask` as an array. If no mask was given, the constructor has replaced None by an array."""
         assert self.loss_mask is not None
         return self.loss_mask
 
@@ -168,7 +168,9 @@ def with_arrays(samples: Sequence[Sample], **arrays: Sequence[NDArray[Any]]) -> 
 
 
 def common_fields(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the rollout arrays that these samples have. Raise `UserError` unless all samples have the same arrays."""
+    """Return the names of the rollout arrays that the samples have. Raise `UserError` unless all samples have the same
+    arrays.
+    """
     present: Mapping[str, list[bool]] = {f: [getattr(s, f) is not None for s in samples] for f in TOKEN_ARRAYS}
     for field, there in present.items():
         if any(there) and not all(there):

@@ -142,7 +142,7 @@ def _from_dict(values: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 class _SizeKey:
-    """A key of the cache of sizes. Configs with equal values have equal keys."""
+    """A key of the cache of model sizes. Configs with equal values have equal keys."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config, self._text = config, f"{type(config)}{config.to_json_string(use_diff=False)}"
@@ -311,7 +311,7 @@ def _language_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]
 
 
 def _met_weights(model: PreTrainedModel, met: float) -> float:
-    """Return the number of matmul weights that process one token.
+    """Return the number of weights in the matmuls that process one token.
 
     `met` is the fraction of the experts that a token is routed to: only this fraction of the weights of routed experts
     counts. The tower of a vision-language model does not count.

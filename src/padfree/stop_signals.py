@@ -91,9 +91,10 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, then: str) -> Iterator[None]:
-        """Context manager: signals do not interrupt its block but are recorded.
+        """Context manager: signals are recorded and do not interrupt its block.
 
-        `then` completes the message that is printed for a signal, "SIGTERM: the run ...".
+        `then` is the end of the message that is printed for a signal: with "saves a checkpoint" it is "SIGTERM: the run
+        saves a checkpoint".
         """
         if self.number is not None:
             raise StopRequested(self.number)
@@ -192,7 +193,9 @@ def _is_ours(number: signal.Signals) -> bool:
 
 
 def _forget_in_child() -> None:
-    """Reset the signal handlers in a forked process. The inherited handlers would write to the pipe of the parent."""
+    """Reset the signal handlers in a forked process, because the inherited handlers would write to the pipe of the
+    parent.
+    """
     if not _INSTALLED:
         return
     signal.set_wakeup_fd(-1)

@@ -77,7 +77,7 @@ def test_a_missing_tracker_is_said_before_anything_is_loaded(
     monkeypatch.setattr("padfree.record.trackers.find_spec", lambda name: None)
     changes = ["track.wandb=mine", "model.attention=fast"]
     assert main(["sft", str(RECIPES / "sft.toml"), *overrides["sft"], *changes]) == 1
-    assert "track.wandb: 'mine', but the package wandb is missing; pip install" in capsys.readouterr().err
+    assert "track.wandb: 'mine', but the package wandb is missing; install it with" in capsys.readouterr().err
 
 
 NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))

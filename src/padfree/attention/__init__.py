@@ -1,5 +1,5 @@
-"""Attention in which each token of a pack sees only its own segment, computed by the fastest kernel that supports the
-call.
+"""Attention over packs. A pack is several samples concatenated to one sequence, and each token sees only its own
+sample. Each call uses the fastest kernel that supports it.
 """
 
 from padfree.attention.backend import AttentionBackend, AttentionNeeds, Capabilities

@@ -39,8 +39,8 @@ PAGE_SIZE = 128
 
 
 class Pages(NamedTuple):
-    """The page table of an attention call. A page holds the keys of `PAGE_SIZE` tokens, and the table lists the pages
-    that each segment sees.
+    """The page table of an attention call. A page holds the keys of `PAGE_SIZE` tokens. The table lists, for each
+    segment, the pages that its queries read.
     """
 
     table: Tensor  # [S, m] int32: the pages of each segment, in order; entries after its last page are arbitrary
@@ -105,7 +105,7 @@ class Capabilities:
 
 
 class AttentionBackend(Protocol):
-    """Base class of the attention backends. A subclass sets `name` and `capabilities`."""
+    """Base class of the attention backends, such as `torch` or `flex`. A subclass sets `name` and `capabilities`."""
 
     name: str
     capabilities: Capabilities
@@ -130,7 +130,8 @@ class AttentionBackend(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, segments_k: Segments, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Return out [Tq, H, dv] and lse [Tq, H] for q [Tq, H, d], k [Tk, Hkv, d] and v [Tk, Hkv, dv].
+        """Compute attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv]. Returns the output `out` [Tq, H, dv]
+        and the log-sum-exp `lse` [Tq, H].
 
         For a query that sees no key, out is 0 and lse is -inf.
         """
@@ -148,16 +149,14 @@ class AttentionBackend(Protocol):
         segments_k: Segments,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv in the shapes and dtypes of q, k and v.
+        """Return the gradients dq, dk and dv, in the shapes and dtypes of q, k and v.
 
         `out` and `lse` are the results of the forward pass. k and v may be one block of the keys of that forward pass.
         """
         ...
 
     def reads_pages(self, q: Tensor, spec: AttentionSpec) -> bool:
-        """Return whether the backend reads the keys of these queries in pages, so that callers should use
-        `paged_forward`.
-        """
+        """Return whether the backend reads keys in pages for queries like `q`. If so, callers use `paged_forward`."""
         return False
 
     def has_decode_bits(self, q: Tensor, spec: AttentionSpec) -> bool:
@@ -171,7 +170,7 @@ class AttentionBackend(Protocol):
     def paged_forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, pages: Pages, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Compute the same as `forward`, with the keys and values in n pages: k [n, PAGE_SIZE, Hkv, d], v [n,
+        """Compute the same attention as `forward`, from keys and values in n pages: k [n, PAGE_SIZE, Hkv, d], v [n,
         PAGE_SIZE, Hkv, dv].
 
         `pages` says which pages each segment reads. This default implementation gathers the keys and calls `forward`.

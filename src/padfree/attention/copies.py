@@ -25,7 +25,7 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """Describe a gather of m copies: copy j is element `index[j]` of `count` elements."""
+    """Return the `Copies` that describe a gather: copy j is element `index[j]` of a tensor with `count` elements."""
     return copies_to_device(device, index, *group_copies(index, count))
 
 
@@ -43,7 +43,9 @@ def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64
 def copies_to_device(
     device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
-    """Copy the three index arrays of a gather to the device as `Copies`, without synchronising with the device."""
+    """Copy the three index arrays of `Copies` (which element each copy comes from) to the device, without
+    synchronising.
+    """
 
     def moved(array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -53,7 +55,7 @@ def copies_to_device(
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    """Gather the copies of the elements of a tensor [n, ...]. Returns [m, ...]; differentiable."""
+    """Return the m copies [m, ...] of elements of a tensor [n, ...] that `copies` describes. Differentiable."""
     taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
     return taken
 

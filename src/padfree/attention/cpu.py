@@ -9,9 +9,9 @@ The fused kernel computes the scores of 512 keys before it applies the mask. So 
 one without a mask. Cutting segments into pieces avoids most of this work: segments of 64 to 512 tokens took 18% less
 time than without pieces.
 
-Because each piece can have its own mask, windows and segments with fewer queries than keys work too. The causal flag of
-the kernel supports neither. Short pieces of the same shape share one kernel call, which halves the time for 32 segments
-of 16 tokens.
+Each piece can have its own mask. The backend therefore supports windows, and segments with fewer queries than keys. The
+causal flag of the kernel supports neither. Short pieces of the same shape share one kernel call, which halves the time
+for 32 segments of 16 tokens.
 
 bfloat16 inputs are computed in float32: on one core of an aarch64 server, the bfloat16 kernel took 190 times as long as
 the float32 kernel.
@@ -49,10 +49,11 @@ keys each.
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The shape of a piece, which determines the mask of the piece.
+    """The shape of a piece: the number of its queries and keys, and which keys each query sees.
 
-    `diagonal` is the index of the last key that the first query of the piece sees. This index is one higher for each
-    following query. If `diagonal` is None, every query sees all keys of the piece.
+    A piece is some queries of a segment and the keys they see. `diagonal` is the index of the last key that the first
+    query sees; the index grows by one for each following query. If `diagonal` is None, every query sees all keys of the
+    piece.
     """
 
     queries: int
@@ -236,19 +237,18 @@ def _grouped(x: Tensor, num_key_heads: int) -> Tensor:
 
 
 class _PieceTensors:
-    """Tensors [Hkv, group, T, ...], read and written in pieces.
+    """Tensors [Hkv, group, T, ...] whose token ranges ("pieces") are read and written.
 
-    Hkv is the number of key heads, and `group` the number of query heads per key head. A piece is a range of `length`
-    tokens.
+    Hkv is the number of key heads, `group` the number of query heads per key head, and T the number of tokens.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Read n token ranges, which begin at `starts`, from each tensor: [Hkv · n, group, length, ...].
+        """Return n ranges of `length` tokens, which begin at `starts`, from each tensor [Hkv, group, T, ...].
 
-        The results are views if n is 1.
+        The result for a tensor is [Hkv · n, group, length, ...]. It is a view if n is 1.
         """
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]
@@ -259,9 +259,10 @@ class _PieceTensors:
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
-        """Write n token ranges, which begin at `starts`, into each tensor, or add to them if `add` is True.
+        """Write n ranges of `length` tokens, which begin at `starts`, into each tensor [Hkv, group, T, ...].
 
-        `pieces` has one tensor [Hkv · n, group, length, ...] for each tensor that is written.
+        `pieces` has the values [Hkv · n, group, length, ...] for each tensor. If `add` is True, the values are added to
+        those in the tensors.
         """
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):
@@ -280,6 +281,8 @@ def _token_index(starts: list[int], length: int) -> Tensor:
 def _blocks(calls: list[_Call], spec: AttentionSpec) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the slice of queries, the slice of keys and the mask [queries, keys] of each piece, for attention with a
     soft cap.
+
+    A piece is some queries of a segment and the keys they see.
     """
     for shape, (query,), (key,) in calls:
         yield slice(query, query + shape.queries), slice(key, key + shape.keys), _visible(shape, spec)
@@ -290,7 +293,7 @@ def _visible(shape: _Shape, spec: AttentionSpec) -> Tensor:
 
 
 def _masking(shape: _Shape, spec: AttentionSpec, like: Tensor) -> tuple[bool, Tensor | None]:
-    """Return the kernel's arguments (causal flag, mask) for pieces of this shape.
+    """Return the kernel's arguments (causal flag, mask) for pieces (queries and their keys) of this shape.
 
     The flag is True if the kernel's own causal mask fits the piece; the mask is then None. Otherwise the flag is False,
     and the mask is a tensor [queries, keys] that is added to the scores, or None if every query sees every key.

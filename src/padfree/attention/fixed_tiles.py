@@ -1,8 +1,8 @@
 """The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
 A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
-shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Empty places of a
-tile are filled with 0.
+shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Elements of a tile
+that no query or key fills are 0.
 
     segment of 300 keys      queries of the last 40 keys          a single query at key 299
     blocks of keys           0..127   128..255   256..299 0 0     the same
@@ -109,7 +109,7 @@ class TiledAttention(AttentionBackend):
 class _Tiles:
     """The tiles of 16 queries of all segments, and the blocks of 128 keys that each tile sees.
 
-    A place of a tile or block holds the index of a token, or -1 if it is empty.
+    Each element of a tile or block is the index of a token in the pack, or -1 if the element is empty.
     """
 
     def __init__(self, segments_q: Segments, segments_k: Segments) -> None:
@@ -147,7 +147,7 @@ class _Tiles:
 
 
 def _padded(states: Tensor, places: NDArray[Any]) -> Tensor:
-    """Gather tokens of `states` [T, H, d] by their indices `places`. The index -1 gives zeros."""
+    """Gather tokens of `states` [T, H, d]. `places` are their indices; the index -1 gives zeros."""
     index = torch.from_numpy(places)
     return torch.where((index >= 0)[:, None, None], states[index.clamp(min=0)], 0)
 

@@ -19,9 +19,9 @@ def flash_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def window_left(spec: AttentionSpec, segments_k: Segments) -> int:
-    """Return how many keys before its own key a query sees.
+    """Return the left window size for the flash kernels: the number of keys before its own key that a query sees.
 
-    Returns -1 if the window limits nothing: there is no window, or no segment is longer than the window.
+    Returns -1 (no limit) if there is no window, or if no segment is longer than the window.
     """
     return -1 if spec.window is None or spec.window >= segments_k.max_seqlen else spec.window - 1
 

@@ -140,8 +140,9 @@ def _is_installed() -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, segments_q: Segments, spec: AttentionSpec, **keys: Any
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel and return (out, lse). `keys` are the kernel's arguments that describe the segments or pages of k
-    and v.
+    """Run the kernel of flash-attn-4 and return (out, lse).
+
+    `keys` are the kernel's keyword arguments that describe the segments or pages of k and v.
     """
     out, lse = _kernels()._flash_attn_fwd(
         q,

@@ -114,7 +114,9 @@ def _cached_mask(key: _MaskKey) -> Any:
 
 
 def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, device: torch.device) -> Any:
-    """Return the `BlockMask` for flex attention: each query sees the keys of its own segment that `spec` allows."""
+    """Return the `BlockMask` for PyTorch's flex attention: each query sees the keys of its own segment that `spec`
+    allows.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
     first, end = key_ranges(segments_q, segments_k, spec)
@@ -149,7 +151,7 @@ def block_table(
 
 
 def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blocks: int) -> NDArray[np.int64]:
-    """Count the queries that see a key block: for each query block and key block, an array [query blocks, key blocks].
+    """Return an array [query blocks, key blocks]: how many queries of each query block see each key block.
 
     Query t sees the key blocks `first[t] <= block < end[t]`.
     """
@@ -162,8 +164,10 @@ def _queries_per_block(first: NDArray[np.int64], end: NDArray[np.int64], num_blo
 
 
 def _ordered(table: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for each query block, the number of key blocks that `table` marks, and all key blocks with the marked
-    ones first.
+    """Return for each query block how many key blocks `table` marks, and the order of the key blocks: marked ones
+    first.
+
+    `table` is a mask [query blocks, key blocks].
     """
     counts = table.sum(axis=1, dtype=np.int32)
     order = np.argsort(~table, axis=1, kind="stable").astype(np.int32)

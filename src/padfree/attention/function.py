@@ -187,7 +187,7 @@ def varlen_backward(
             raise UserError(
                 argument,
                 f"has the wrong shape {tuple(tensor.shape)}",
-                f"give the shape {tuple(shape)} of the result of varlen_forward",
+                f"give shape {tuple(shape)}, which varlen_forward returns",
             )
     if dout.dtype != q.dtype:
         raise UserError("dout", f"is {dout.dtype} but q is {q.dtype}", "cast dout to the dtype of q")

@@ -63,7 +63,7 @@ def self_attention(
 
 
 class _AttentionCall(NamedTuple):
-    """What one attention call needs besides q, k, v and sinks: the backend, the segments and the parameters."""
+    """The arguments of an attention call other than q, k, v and sinks: the backend, the segments and the parameters."""
 
     backend: AttentionBackend
     segments: Segments
@@ -128,7 +128,10 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and dsinks (empty without sinks) by autograd, through a second call of `attend`."""
+    """Call the attention function `attend` again, and return dq, dk, dv and dsinks by autograd.
+
+    dsinks is an empty tensor if there are no sinks.
+    """
     with torch.enable_grad():
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         sinks = None if sinks is None else sinks.detach().requires_grad_()

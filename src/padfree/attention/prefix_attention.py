@@ -3,14 +3,14 @@
     nodes      p p p | a a | b b b                      queries, as they are in the pack
     keys       p p p | p p p a a | p p p b b b          for each node, the tokens of its path
 
-The samples form a tree. Here the node p is a prefix, the nodes a and b continue it, and the *path* of b is p, b. Each
-node attends to a copy of the keys of its path, so the usual kernels work unchanged, with windows, soft caps and sinks.
-The queries of a prefix are computed only once. The price is a copy of each key for every node below it, and a sum of
-the gradients of these copies.
+The samples form a tree, whose nodes are ranges of the pack. Here the node p is a prefix, the nodes a and b continue it,
+and the *path* of b is p, b. Each node attends to a copy of the keys of its path, so the usual kernels work unchanged,
+with windows, soft caps and sinks. The queries of a prefix are computed only once. The price is a copy of each key for
+every node below it, and a sum of the gradients of these copies.
 
-If many nodes continue a long node, its copies are expensive in the backward pass. Such a node becomes a *long prefix*:
-its keys are not copied, and one separate call computes the gradients between the long prefix and all queries below it.
-These queries are adjacent in the pack, so the call needs no copies.
+If many nodes continue a long node, the copies of its keys are expensive in the backward pass. Such a node becomes a
+*long prefix*: its keys are not copied, and one separate call computes the gradients between the long prefix and all
+queries below it. These queries are adjacent in the pack, so the call needs no copies.
 
     keys          p p p | a a | b b b                   p is a long prefix
     long prefix   a a b b b   see   p p p               without a mask
@@ -148,11 +148,10 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return the arrays that describe the path of each node (its tokens and those of its ancestors), and the longest
-    path's length.
+    """Return the arrays that describe the keys each node of a prefix tree sees, and the length of the longest path.
 
-    The first array is the cu_seqlens of the paths. The others are the arrays of `Copies` that gather the tokens of the
-    paths. The nodes in `without` are left out of the paths.
+    The path of a node is its tokens and those of its ancestors, without the nodes in `without`. The first array is the
+    cu_seqlens of the paths. The other arrays are those of `Copies`, which gather the tokens of the paths.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
@@ -182,9 +181,7 @@ def _concatenated(arrays: Sequence[Indices], device: torch.device) -> Tensor:
 
 
 def _array_starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each array of the given sizes starts in the tensor of `_concatenated`, and where the last array
-    ends.
-    """
+    """Return the start of each array in a concatenation of arrays with the given sizes, and the end of the last one."""
     return [0, *np.cumsum([-(-size // ALIGNED) * ALIGNED for size in sizes]).tolist()]
 
 
@@ -201,7 +198,8 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention in which each query sees the keys of its path in the prefix tree, up to its own token.
+    """Compute attention in a pack with shared prefixes: each query sees the keys on its path in the prefix tree, up to
+    its own.
 
     q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree, and `keys` comes
     from `prepare_prefix_keys`. Differentiable once.
@@ -223,7 +221,7 @@ class _LongPrefix(NamedTuple):
 
 
 class _Pack(NamedTuple):
-    """The arguments of an attention kernel that describe the pack, such as segments and key copies."""
+    """The arguments of an attention kernel that describe the pack, such as its segments and which keys are copied."""
 
     backend: AttentionBackend
     queries: Segments

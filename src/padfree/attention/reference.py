@@ -6,8 +6,8 @@ The reference computes in float32, or in float64 if its inputs are float64.
     lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
 
 A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward pass computes the
-gradients for one block of the keys, given `out` and `lse` over all blocks. The gradients of q that the blocks give add
-up to the exact gradient of q.
+gradients for one block of the keys, given `out` and `lse` over all blocks. The sum of these gradients of q over all
+blocks is the exact gradient of q.
 
 The reference stores all scores [H, Lq, Lk] of one segment at a time. Use it to check results, not to train.
 """
@@ -34,7 +34,8 @@ def visible_keys(
 ) -> Tensor:
     """Return the mask [num_queries, num_keys]: True if the query sees the key.
 
-    The first query is aligned with key `diagonal`. If `diagonal` is None, the last query is aligned with the last key.
+    With causal attention, the last key that the first query sees is key `diagonal`. If `diagonal` is None, the last
+    query sees all keys, unless a window limits them.
     """
     if not spec.causal:
         return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
@@ -131,7 +132,9 @@ def block_backward(
 
 
 def _per_query_head(keys: Tensor, q: Tensor) -> Tensor:
-    """Repeat each key head for the H query heads of q that share it: [Lk, Hkv, d] -> [Lk, H, d], in `compute_dtype`."""
+    """Repeat each of the Hkv key heads for the query heads that share it: [Lk, Hkv, d] -> [Lk, H, d]. q has H query
+    heads.
+    """
     return keys.to(compute_dtype(q.dtype)).repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
 
 

@@ -1,7 +1,7 @@
 """Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed. `auto` chooses the first backend that supports the call. On CUDA, `auto` chooses
-`reference` only for float64. On no device does `auto` choose `tiles`.
+`BACKENDS` is ordered by speed, and `auto` chooses the first backend that supports the call. There are two exceptions:
+on CUDA, `auto` chooses `reference` only for float64, and it never chooses `tiles`.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def key_block(requested: str) -> int:
-    """Return the `key_block` of the backend `requested`: its results depend on the division of keys into blocks of this
-    size.
+    """Return the number of keys in a block of the backend `requested`, if its results depend on how keys are divided.
 
-    Returns 1 for `auto`, because `auto` never chooses a backend whose results depend on blocks.
+    Returns 1 for all other backends, and for `auto`, which never chooses a backend whose results depend on blocks of
+    keys.
     """
     return BACKENDS[requested].key_block if requested in BACKENDS else 1

@@ -2,9 +2,9 @@
 
     lse' = log(exp(lse) + exp(sink))          out' = out · exp(lse - lse')
 
-Sinks are applied after attention, so kernels need no support for sinks. A kernel's backward gives the right gradients
-of q, k and v if it gets the output and the log-sum-exp lse' with the sink. The gradient of the sink is -Σ exp(sink -
-lse') · δ over the queries, where δ is the dot product of the output and its gradient.
+Sinks are applied after attention, so kernels need no support for sinks. The backward of a kernel gives the right
+gradients of q, k and v if it receives out' and lse'. The gradient of the sink is -Σ exp(sink - lse') · δ over the
+queries, where δ is the dot product of the output and its gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints that are always complete, and that any number of processes can read.
+"""Checkpoints of a training run. A checkpoint is never partly written, and any number of processes can load it.
 
 checkpointer       Checkpointer: collective save and load
 manifest           the contents of a checkpoint, and checks that it fits the model

@@ -42,7 +42,7 @@ class CheckpointError(UserError):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """Write and sync a safetensors file tensor by tensor, and return its size and its SHA-256."""
+    """Write a safetensors file tensor by tensor, sync it to disk, and return its size in bytes and its SHA-256."""
     header: dict[str, Any] = {}
     end = 0
     ordered = sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))  # keeps every tensor aligned
@@ -95,12 +95,12 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """Return a reader of the tensors whose keys start with `prefix`, under their keys without the prefix."""
+        """Return a reader for the tensors whose keys start with `prefix`. Its keys do not contain the prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
-        """Return all tensors whose keys start with `prefix`, by their keys without the prefix."""
+        """Read all tensors whose keys start with `prefix`. Returns them by key, with the prefix removed."""
         found = {}
         for key, about in self.tensors.items():
             if key.startswith(prefix):

@@ -87,7 +87,7 @@ NAME = re.compile(r"step-\d{8,}(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """The data that one rank contributes to one checkpoint."""
+    """The data that one rank writes to one checkpoint."""
 
     name: str
     tensors: dict[str, Tensor]  # the contents of this rank's file
@@ -202,7 +202,7 @@ class Checkpointer:
     def finishing(self) -> Iterator[None]:
         """Context manager that waits for an asynchronous save when its block ends.
 
-        If both the block and the save fail, the error of the block is raised.
+        If both the block and the save raise an error, the error of the block is raised.
         """
         try:
             yield
@@ -219,7 +219,7 @@ class Checkpointer:
             self._failure = failure
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Return whether this rank writes its part of the tensor.
+        """Return whether this rank writes the part of the tensor that it holds.
 
         If several ranks hold the same part, one of them writes it.
         """
@@ -295,12 +295,14 @@ class Checkpointer:
         return latest_in(self.folder)
 
     def agreed_latest(self) -> Path | None:
-        """Return on every rank what `latest` finds on rank 0, because ranks may see different states of the folder."""
+        """Return on every rank the newest complete checkpoint that rank 0 finds, because ranks may see different states
+        of the folder.
+        """
         path: Path | None = self._gather(self.latest() if self._rank == 0 else None)[0]
         return path
 
     def extra(self, path: str | Path) -> dict[str, Any]:
-        """Return the `extra` values that a checkpoint holds, without those that are tensors. No tensor is read."""
+        """Return the values given to `save` as `extra`, without those that are tensors. No tensor is read."""
         path, content = Path(path), {}
         cure = self._fix(path)
         with self._failing_together() as errors, _collecting_error(errors, path, f"cannot be read; {cure}"):
@@ -319,8 +321,8 @@ class Checkpointer:
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """Load the checkpoint in folder `path` into `model` and `optimizer`.
 
-        Return the values (`extra`, `rank_state`) that were saved. `rank_state` is None if another number of ranks
-        saved the checkpoint.
+        Returns (`extra`, `rank_state`) as given to `save`. `rank_state` is None if another number of ranks saved the
+        checkpoint.
 
         The tensors of a saved reference model are loaded into `reference`. If a `critic` is given, the checkpoint must
         hold one. The whole checkpoint is checked before anything is changed.
@@ -419,7 +421,7 @@ def complete_in(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """Return the number of steps that were done when the checkpoint was saved."""
+    """Return the training step at which the checkpoint in folder `path` was saved."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 

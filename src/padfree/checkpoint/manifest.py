@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: a list of what the checkpoint holds, and in which files.
+"""The manifest of a checkpoint: a file that lists the tensors and other values in the checkpoint, and the file of each.
 
 Before a checkpoint is loaded, its manifest is compared with the model.
 
@@ -65,7 +65,9 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Return the scale of the adapters and the fingerprint of the frozen weights; None for a model without adapters."""
+    """Return the manifest's entry about adapters: their scale and the fingerprint `base` of the frozen weights. None if
+    there are no adapters.
+    """
     if base is None:
         return None
     config = getattr(model, "peft_config")[ADAPTER]  # noqa: B009  nn.Module types attributes as tensors or modules
@@ -109,7 +111,7 @@ def class_name(model: nn.Module) -> str:
 def check_model(
     content: dict[str, Any], path: Path, model: nn.Module, optimizer: Optimizer | None, base: str | None = None
 ) -> None:
-    """Raise an error if the checkpoint does not fit the model or the optimizer.
+    """Raise a `CheckpointError` if the checkpoint does not fit the model or the optimizer.
 
     `content` is the manifest, `path` the folder of the checkpoint, and `base` the fingerprint of the model's frozen
     weights (None without adapters).
@@ -145,7 +147,7 @@ def check_model(
 
 
 def check_reference(content: dict[str, Any], path: Path, reference: Mapping[str, Tensor]) -> bool:
-    """Return whether the checkpoint holds a reference model; raise an error if it does not fit."""
+    """Return whether the checkpoint holds a reference model. Raise an error if its tensors do not fit `reference`."""
     if not any(key.startswith("reference/") for key in content["tensors"]):
         return False
     if differs := _first_difference(content["tensors"], "reference/", reference):
@@ -170,7 +172,8 @@ def check_critic(content: dict[str, Any], path: Path, critic: TrainedModel) -> N
 def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[str, Tensor]) -> str | None:
     """Describe the first tensor whose shape or dtype differs between checkpoint and model, or return None.
 
-    `tensors` are the entries of the manifest. Entries whose keys start with `prefix` are compared with `wanted`.
+    `tensors` are the entries of the manifest, and `wanted` the tensors of the model. Only entries whose keys start with
+    `prefix` are compared.
     """
     saved = {
         key.removeprefix(prefix): (about["shape"], about["dtype"])

@@ -25,7 +25,9 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the tensors of the optimizer state by `<kind>/<parameter name>`, such as `exp_avg/norm.weight`."""
+    """Return the tensors of the optimizer state. Their keys are `<kind>/<parameter name>`, such as
+    `exp_avg/norm.weight`.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in named_tensors(model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -107,7 +109,9 @@ def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, 
 
 
 def _like(value: Any, current: Any) -> Any:
-    """Convert an option that was read from JSON to the type of the optimizer's `current` value of this option."""
+    """Convert an optimizer option that was read from JSON to the type of its `current` value, e.g. a list to a
+    tuple.
+    """
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value

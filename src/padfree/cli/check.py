@@ -171,8 +171,8 @@ def _check_vision_options(settings: argparse.Namespace) -> None:
     for name, given, fix in (
         ("--sampler", settings.sampler, "leave one of them out"),
         ("--loss", loss, "choose nll, dpo, kto or distill: a model with a scalar head reads text"),
-        ("--layers", settings.layers, "leave it out: all layers of a vision-language model are checked"),
-        ("--tokenizer", settings.tokenizer, "leave it out: the model's own processor makes the tokens"),
+        ("--layers", settings.layers, "remove --layers: all layers of a vision-language model are checked"),
+        ("--tokenizer", settings.tokenizer, "remove --tokenizer: the model's own processor makes the tokens"),
     ):
         if given:
             raise UserError(
@@ -181,7 +181,9 @@ def _check_vision_options(settings: argparse.Namespace) -> None:
 
 
 def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, target: Path | None) -> None:
-    """Compare the sampler with the trainer. The first half of each sample is the prompt."""
+    """Compare the log-probabilities of the sampler with those of the trainer. The first half of each sample is the
+    prompt.
+    """
     import torch
 
     from padfree.tools.check import check_sampler_of
@@ -219,7 +221,7 @@ def data_settings(settings: argparse.Namespace) -> tuple[DataConfig | None, bool
         raise UserError("override", "", fix, value=other)
     if settings.data is None:
         if words:
-            raise UserError("--data", f"missing, but {words[0]!r} is given", "give --data and its files")
+            raise UserError("--data", f"missing, but {words[0]!r} is given", "name the data files with --data")
         return None, False
     # A `Config` needs these settings, but a check does not use them.
     unused = ["model.path=unused", "batch.samples=1", "batch.max_tokens=1", "run.folder=unused"]
@@ -253,7 +255,7 @@ def context_ranks(layout: str | None, processes: int) -> int:
 
 
 def show(report: CheckReport) -> None:
-    """Print the table of the report, with the verdict as the last line."""
+    """Print the table of a check report, with the verdict as the last line."""
     from padfree.tools.check.check_report import FLOAT8_HEADER, HEADER
 
     clear_status()
@@ -272,7 +274,7 @@ def show(report: CheckReport) -> None:
 
 
 def _print_table(table: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> None:
-    """Print rows of cells in columns. The columns `right` are aligned to the right."""
+    """Print the rows of a table in columns. The columns with the indices `right` are aligned to the right."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [

@@ -85,7 +85,9 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def lines(rows: list[ShownRow], *, coloured: bool) -> Iterator[str]:
-    """Yield rows as lines of text, with the trained part in colour (`coloured`) or in brackets."""
+    """Yield data rows as lines of text. The part that is trained is in colour if `coloured` is True, otherwise in
+    brackets.
+    """
     begin, end = COLOURS if coloured else MARKS
     for row in rows:
         for sample in row.samples:

@@ -55,7 +55,7 @@ def run(settings: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Return facts about the installation, by name. A value is a string or a list of strings."""
+    """Return the versions, devices and packages of this machine, by name. A value is a string or a list of strings."""
     import torch
 
     found: dict[str, Any] = {

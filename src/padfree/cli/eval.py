@@ -105,7 +105,7 @@ def _run_tasks(settings: argparse.Namespace) -> None:
         not settings.overrides,
         "--tasks",
         settings.overrides,
-        "leave out the settings: with --tasks, the model is the only argument",
+        "remove these settings: with --tasks, the model is the only argument",
     )
     for option, least in (("num_fewshot", 0), ("limit", 1), ("seed", 0)):
         value = getattr(settings, option)
@@ -114,7 +114,12 @@ def _run_tasks(settings: argparse.Namespace) -> None:
     if not alone:
         fix = "add --apply-chat-template, or leave out --system"
         raise UserError("--system", "needs the chat template", fix, value=settings.system)
-    need(processes_of().world == 1, "--tasks", settings.tasks, "start one process: tasks are evaluated on one device")
+    need(
+        processes_of().world == 1,
+        "--tasks",
+        settings.tasks,
+        "start padfree eval without torchrun: tasks are evaluated on one device",
+    )
     target = json_target(settings.json)
     files = find_model(settings.recipe, base=settings.base)
 

@@ -97,7 +97,9 @@ def normalised_words(words: Sequence[str]) -> list[str]:
 
 
 def _setting(command: str, name: str) -> str | None:
-    """Return the setting that the flag `name` of a command sets, or None if argparse handles the flag."""
+    """Return the setting (such as `model.path`) that the flag `name` of a command sets, or None if argparse handles the
+    flag.
+    """
     if "." in name:
         return name
     if command not in TAKE_SETTINGS:

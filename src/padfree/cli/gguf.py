@@ -33,7 +33,7 @@ def run(settings: argparse.Namespace) -> None:
     if not path.absolute().parent.is_dir():
         raise UserError("FILE", f"the folder {path.parent} does not exist", "create the folder, or give another name")
     if find_spec("gguf") is None:
-        raise UserError("FILE", "the package gguf is missing", "pip install 'padfree[gguf]'")
+        raise UserError("FILE", "the package gguf is missing", "install it with pip install 'padfree[gguf]'")
     files = find_model(settings.model, base=settings.base)
 
     from transformers.utils import logging

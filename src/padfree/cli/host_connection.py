@@ -49,10 +49,10 @@ Events = SimpleQueue[Event]
 
 
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
-    """Wait for the next event and return it. Raise `Empty` after the deadline.
+    """Wait for the next event (from a host or a signal) and return it. Raise `Empty` after the deadline.
 
-    Python runs signal handlers only in the main thread. The system may deliver a signal to another thread, and the main
-    thread would sleep on. The main thread therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
+    Python runs signal handlers only in the main thread. If the system delivers a signal to another thread, the main
+    thread does not wake up by itself. It therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
     """
     while True:
         left = deadline - time.monotonic()
@@ -135,7 +135,7 @@ class HostConnection:
             self._events.put(Signalled(signal.SIGPIPE))
 
     def refusal(self, code: int, python: str) -> UserError:
-        """Return the error for a connection that ended before the host answered.
+        """Return the error to raise for an ssh connection that ended before the host answered.
 
         `code`: the exit code of ssh. `python`: the Python program that was started on the host.
         """

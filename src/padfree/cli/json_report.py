@@ -1,4 +1,4 @@
-"""Write the report of `--json FILE`, and show a status line while a command computes for minutes."""
+"""Write the report of a command to the file that `--json` names, and show a status line while the command computes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from padfree.errors import UserError
 
 
 def json_target(given: str | None, *, writes: bool = True) -> Path | None:
-    """Return the path that `--json` gives, or None.
+    """Return the path that the option `--json` gives, or None without this option.
 
-    Raise a `UserError` if the file cannot be written. `writes`: whether this process will write the file; other
-    processes skip this check.
+    Raise a `UserError` if the file cannot be written. Processes that will not write the file (`writes` is False) skip
+    this check.
     """
     if given is not None and writes:
         check_output(given, "--json")
@@ -33,7 +33,7 @@ def write_json(target: Path | None, report: dict[str, Any]) -> None:
 
 
 def show_status(line: str) -> None:
-    """On a terminal, show `line` in place of the previous status line."""
+    """Show `line` in place of the previous status line, if the output is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{line} ...", end="", file=sys.stderr, flush=True)
 

@@ -135,7 +135,7 @@ class Launch:
         )
 
     def order(self) -> dict[str, Any]:
-        """Return the first message to a host: the command, the folder and the environment variables."""
+        """Return the first message that is sent to a host: the command, the folder and the environment variables."""
         return {
             "words": self.words,
             "folder": self.folder,
@@ -219,7 +219,8 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def gather_answers(connections: Sequence[HostConnection], events: Events, launch: Launch) -> dict[str, dict[str, Any]]:
-    """Wait until every host has reported its versions, recipe and GPUs. Return these answers by host.
+    """Wait until every host has reported its versions, its recipe's digest and its number of GPUs. Return these answers
+    by host.
 
     Raise a `UserError` if a host reports an error or cannot be reached, or if the versions of the hosts differ.
     """
@@ -278,13 +279,15 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     counts = {host: int(answer["gpus"]) for host, answer in answers.items()}
     fewest = min(counts, key=lambda host: counts[host])
     if not counts[fewest]:
-        raise UserError("--processes", f"{fewest} has no GPU that torch sees", "give the number of processes per host")
+        raise UserError(
+            "--processes", f"torch finds no GPU on {fewest}", "set --processes to the number of processes per host"
+        )
     most = max(counts, key=lambda host: counts[host])
     if counts[most] != counts[fewest]:
         raise UserError(
             "--processes",
-            f"{most} has {counts[most]} GPUs, but {fewest} has {counts[fewest]}",
-            f"give the number of processes per host, as in --processes {counts[fewest]}",
+            f"host {most} has {counts[most]} GPUs, but {fewest} has {counts[fewest]}",
+            f"set the number of processes per host, as in --processes {counts[fewest]}",
         )
     return counts[fewest]
 

@@ -59,7 +59,7 @@ CALL_USER_CODE = (*TRAINING, "eval")
 
 
 class CommandHelp(argparse.HelpFormatter):
-    """Help formatter with one line per command: the column of names is wide enough for the longest name."""
+    """Help formatter that shows each command on one line. Its column of names is wide enough for the longest name."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
@@ -69,7 +69,7 @@ class CommandHelp(argparse.HelpFormatter):
 def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Return the parser of the command line.
 
-    The commands in `loaded` get their options. Other commands get only a help line, so that they are not imported.
+    Only the commands in `loaded` are imported and get their options. All other commands get just a help line.
     """
     commands = argparse.ArgumentParser(
         prog="padfree",
@@ -175,7 +175,7 @@ def say(command: str, line: str) -> None:
 
 
 def raised_by_user_code(error: BaseException) -> str:
-    """Return the message for a `SystemExit` or `KeyboardInterrupt` that user code raised.
+    """Return the error message for a `SystemExit` or `KeyboardInterrupt` that the user's own code raised.
 
     The exception cannot come from a signal, because signals raise `StopRequested`.
     """

@@ -48,7 +48,9 @@ def shutdown_seconds() -> float:
 
 
 def source_digest() -> str:
-    """Return a digest of padfree's source files. Two installations of the same version can have different files."""
+    """Return a digest of padfree's source files, because two installations of the same version can have different
+    files.
+    """
     digest, root = hashlib.sha256(), Path(padfree.__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -56,7 +58,8 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Return this host's answer to the launcher: its versions, the recipe's digest and number of GPUs, or an error.
+    """Return this host's answer to the launcher: its versions, its number of GPUs and the digest of the recipe, or an
+    error.
 
     `order`: the first message of the launcher, which holds the command, the folder and the environment variables.
     """
@@ -94,7 +97,9 @@ def checked_recipe(words: list[str]) -> str:
 
 
 def torchrun(arguments: list[str]) -> int:
-    """Run torchrun. Return the exit code of the first process that failed, or 128 plus the number of a signal."""
+    """Run torchrun. Return the exit code of the first process that failed, or 128 plus the number of the signal that
+    ended it.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as run

@@ -8,7 +8,8 @@ A write never blocks and never raises, even if
 - a terminal is closed or stopped (Ctrl-S), or a descriptor is non-blocking,
 - an ASCII stream cannot represent the text.
 
-If output of one stream is lost, the other stream reports the loss once. The files of the run contain all results.
+If the output of stdout or stderr is lost, the other of the two reports the loss once. The files in the run's folder
+still contain all results.
 
 Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
 when the reader ends.
@@ -99,7 +100,9 @@ class SurvivingStream(io.TextIOBase):
                 self._stuck = True
 
     def finish(self) -> None:
-        """Wait at most `LAST_SECONDS` until the queue is written, and end the thread unless a write is blocked."""
+        """Wait at most `LAST_SECONDS` until all queued text is written, and end the writing thread unless a write is
+        blocked.
+        """
         with self._changed:
             self._changed.wait_for(self._is_written, LAST_SECONDS)
             self._closing = True
@@ -191,8 +194,8 @@ def surviving_streams(command: str) -> Iterator[None]:
 def open_closed_descriptors() -> None:
     """Open the null device for each standard stream that is closed (`>&-`).
 
-    A file that is opened later would get the descriptor of the closed stream. Printed text would end up in that file,
-    for example in a checkpoint.
+    Otherwise a file that is opened later, such as a checkpoint, could get the descriptor of the closed stream, and
+    printed text would end up in this file.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -255,7 +258,7 @@ def error_recording_stdout() -> Iterator[ErrorRecordingStream]:
 
 
 def discard_buffer(stream: TextIO) -> None:
-    """Discard the buffer of a stream, so that the interpreter does not fail to flush it at exit."""
+    """Discard the unwritten text of a stream, so that the interpreter does not fail to flush it at exit."""
     descriptor = _descriptor_of(stream)
     if descriptor is not None:
         null = os.open(os.devnull, os.O_WRONLY)

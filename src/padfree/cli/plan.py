@@ -105,7 +105,9 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _check(settings: argparse.Namespace) -> None:
-    """Raise a `UserError` for wrong flags. Settings are checked later, when the `Config` is built."""
+    """Raise a `UserError` for wrong flags of `padfree plan`. Settings of the recipe are checked later, when the
+    `Config` is made.
+    """
     for name in ("ranks", "cp", "max_tokens", "samples", "tokens", "memory", "hosts"):
         value = getattr(settings, name)
         if value is not None and not 0 < value < float("inf"):
@@ -137,7 +139,7 @@ def _check(settings: argparse.Namespace) -> None:
 
 
 def _recipe(settings: argparse.Namespace) -> str | None:
-    """Return the recipe: the first positional argument, unless it is an override such as `data.epochs=1`."""
+    """Return the recipe: the first positional argument, unless this argument is an override such as `data.epochs=1`."""
     first = settings.settings[0] if settings.settings else None
     return None if first is None or "=" in first else first
 
@@ -147,7 +149,7 @@ def _overrides(settings: argparse.Namespace) -> list[str]:
 
 
 def _has_override(settings: argparse.Namespace, name: str) -> bool:
-    """Whether an override on the command line sets the setting `name`."""
+    """Return whether an override on the command line, such as `data.epochs=1`, sets the setting `name`."""
     return any(override.partition("=")[0].strip() == name for override in _overrides(settings))
 
 
@@ -394,7 +396,7 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
         from rich.console import Console
         from rich.progress import Progress
     except ModuleNotFoundError as error:
-        raise UserError("padfree", "the package rich is missing", "pip install rich") from error
+        raise UserError("padfree", "the package rich is missing", "install it with pip install rich") from error
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -57,9 +57,9 @@ class Heartbeat:
             self._step = count
 
     def spoke(self, *, step: bool = False) -> None:
-        """Record that some line was just written, which delays the next status line.
+        """Record that a line was just written, which delays the next status line.
 
-        `step`: whether it was the line of a step.
+        `step`: whether the line reported a finished step.
         """
         with self._changed:
             now = self._clock()
@@ -68,7 +68,7 @@ class Heartbeat:
             self._spoke, self._wait = now, max(SILENCE, 2 * self._interval)
 
     def due(self) -> str | None:
-        """Return the status line if one is due; otherwise None."""
+        """Return the status line if it is time to write one, otherwise None."""
         with self._changed:
             now = self._clock()
             if now - self._spoke < self._wait:
@@ -137,7 +137,9 @@ class Lines:
         self.heartbeat.doing("sampling" if done < wanted else "computing rewards", done, wanted if done < wanted else 0)
 
     def activity(self, name: str, done: int, total: int) -> None:
-        """Set the current activity. For "step", `done` is the step that begins and `total` the number of steps."""
+        """Set the current activity `name` and its progress. For "step", `done` is the step that begins and `total` the
+        number of steps.
+        """
         if name != "step":
             self.heartbeat.doing(name, done, total)
             return
@@ -225,7 +227,7 @@ def progress(steps: int | None, *, shown: bool) -> Iterator[Lines]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     except ModuleNotFoundError as error:
-        raise UserError("padfree", "the package rich is missing", "pip install rich") from error
+        raise UserError("padfree", "the package rich is missing", "install it with pip install rich") from error
     console = Console()
     if not console.is_terminal:
         lines = Lines(shown=True)

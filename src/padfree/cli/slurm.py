@@ -29,7 +29,7 @@ OPTION = re.compile(r"([a-z][a-z0-9-]*)(?:=(\S.*))?")
 
 
 def write_script(settings: argparse.Namespace, words: Sequence[str]) -> None:
-    """Write or, with --dry-run, print the script."""
+    """Write the batch script, or print it if --dry-run is given."""
     for name, needed in (("nodes", settings.nodes), ("processes", settings.processes)):
         if needed is None:
             raise UserError(f"--{name}", "missing", f"give the number of {name} with --slurm")
@@ -79,7 +79,9 @@ def sbatch_script(
     python: str,
     options: Mapping[str, str | None],
 ) -> str:
-    """Return the batch script. `words`: a padfree command. `options`: options of sbatch, which replace the defaults."""
+    """Return the batch script that runs the padfree command `words`. `options` are options of sbatch, which replace
+    defaults.
+    """
     directives: dict[str, str | None] = {
         "job-name": "padfree",
         "nodes": str(nodes),

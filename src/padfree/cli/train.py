@@ -105,7 +105,8 @@ def last_line(config: Config, result: RunResult) -> str:
 
 
 def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """Train, and show the progress with `shown`. A failure that the user can fix is raised as a `UserError`.
+    """Train with the settings `config`, and report progress to `shown`. A failure that the user can fix is a
+    `UserError`.
 
     `signals`: the signal handlers that this command has installed.
     """
@@ -132,7 +133,7 @@ def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> R
 def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     """Yield the lines that a dry run prints: model, data, layout, memory per device, and the plan of the first step.
 
-    With `all_settings`, the settings come first, as a recipe.
+    If `all_settings` is True, the lines begin with all settings, in the form of a recipe.
     """
     import torch
 
@@ -252,7 +253,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
 
 
 def shared_tokens(plan: StepPlan) -> str:
-    """Return how many tokens of a step are computed, e.g. " (900 computed, the rest shared)".
+    """Return text that says how many tokens of a step are computed, e.g. " (900 computed, the rest shared)".
 
     Return an empty string if samples share no prefixes.
     """
@@ -263,7 +264,9 @@ def shared_tokens(plan: StepPlan) -> str:
 def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
-    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps (`plans`)."""
+    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps, whose plans are
+    `plans`.
+    """
     from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
     backend: Literal["gloo", "nccl"] = "nccl" if device_type == "cuda" else "gloo"

@@ -1,4 +1,6 @@
-"""padfree behind the interfaces of other projects: `padfree.compat.hf` and `padfree.compat.slime`."""
+"""Adapters that offer padfree through the interfaces of other projects: `padfree.compat.hf` and
+`padfree.compat.slime`.
+"""
 
 from __future__ import annotations
 

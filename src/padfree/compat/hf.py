@@ -60,7 +60,9 @@ class PackedCollator:
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise UserError(name, "is not a positive integer", "give an integer of 1 or more", value=value)
         if length is not None and length % multiple_of:
-            raise UserError("length", f"{length} is not a multiple of multiple_of={multiple_of}", "change either value")
+            raise UserError(
+                "length", f"{length} is not a multiple of multiple_of={multiple_of}", "change length or multiple_of"
+            )
         unwrapped: Any = model.get_base_model() if isinstance(model, Wrapped) else model
         check_stock_packing(unwrapped)
         self.length, self.multiple_of = length, multiple_of
@@ -97,7 +99,7 @@ class PackedCollator:
 
 
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
-    """Return the sequences of one feature as samples. `index` names the feature in error messages."""
+    """Return the sequences of one feature as samples. `index` is the index of the feature, for error messages."""
     if "input_ids" not in feature:
         raise UserError(
             "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"
@@ -119,7 +121,7 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
         if (labels[trained] != tokens[trained]).any():
             raise UserError(
                 "labels",
-                f"of feature {index} differ from its input_ids",
+                f"the labels of feature {index} differ from its input_ids",
                 "give labels that are not shifted, and -100 for untrained tokens",
             )
         mask &= trained

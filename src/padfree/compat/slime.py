@@ -212,7 +212,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
 def _partition(lengths: np.ndarray[Any, Any], num_packs: int | None, cap: int | None) -> list[Any]:
     """Divide the sequences into `num_packs` parts of similar token counts, as arrays of sequence indices.
 
-    There are more parts if a part would have more than `cap` tokens.
+    If a part would have more than `cap` tokens, the sequences are divided into more parts.
     """
     count = len(lengths)
     if cap is not None:

@@ -159,7 +159,9 @@ def compute_approx_kl(log_probs: Tensor, log_probs_base: Tensor, kl_loss_type: K
 
 
 class _GatherChunks(torch.autograd.Function):
-    """Autograd function: concatenates the chunks of all ranks. Backward returns the gradient of this rank's chunk."""
+    """Autograd function that concatenates the chunks of a sequence from all ranks. Backward returns the gradient of
+    this rank's chunk.
+    """
 
     @staticmethod
     def forward(ctx: Any, chunk: Tensor, rank: int, world: int, group: Any) -> Tensor:
@@ -181,7 +183,9 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a mask to a tensor; a mask that is a tensor stays on its device. Error messages call it `name`."""
+    """Convert a loss mask to a tensor. A mask that is a tensor already stays on its device. Error messages call the
+    mask `name`.
+    """
     if isinstance(values, Tensor):
         return checks.quantity(name, values)
     return torch.as_tensor(number_array(values, name))
@@ -197,7 +201,7 @@ def _without_batch_dim(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     if logits.dim() != 2 or tokens.dim() != 1:
         raise UserError(
             "logits",
-            f"has shape {tuple(logits.shape)} and the tokens {tuple(tokens.shape)}",
+            f"has shape {tuple(logits.shape)}, and the tokens have shape {tuple(tokens.shape)}",
             "give logits [T, V] and tokens [T]",
         )
     return logits, tokens.to(logits.device)

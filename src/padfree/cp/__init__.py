@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of one pack are divided over several devices."""
+"""Context parallelism: the tokens of one pack (a batch of concatenated samples) are divided over several devices."""
 
 from padfree.cp.attend import Communication, attend, communication_bytes
 from padfree.cp.layout import keys_read, make_layout, modelled_cost, pieces, work

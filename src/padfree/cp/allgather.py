@@ -74,8 +74,8 @@ def local_attention(
 ) -> Tensor:
     """Compute attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
 
-    The pool holds the rank's own keys and the keys received from other ranks: `k_pool` [N, Hkv, d] and `v_pool` [N,
-    Hkv, dv]. Each pool may also be a tuple (own, received). Returns [T/world, H, dv].
+    The pool is the rank's own keys followed by the keys received from other ranks: `k_pool` [N, Hkv, d] and `v_pool`
+    [N, Hkv, dv]. Each pool may also be a tuple (own, received) of tensors. Returns [T/world, H, dv].
     """
     keys = _keys_of(plan, causal, window, options)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -97,8 +97,9 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select the K keys that this rank's queries read from a pool of N keys. The pool is one tensor, or own and
-    received keys.
+    """Select the K keys that this rank's queries read from a pool of N keys.
+
+    The pool is one tensor, or two: the rank's own keys and the keys received from other ranks.
     """
 
     @staticmethod
@@ -118,8 +119,8 @@ class _SelectKeys(torch.autograd.Function):
 class _GatherKeys(torch.autograd.Function):
     """Exchange keys and values with the other ranks, and return those that this rank's queries see.
 
-    Takes the keys and values that this rank owns, each [T/world, ...]. Returns the K keys and values that the queries
-    of this rank see, each [K, ...].
+    The inputs [T/world, ...] are the keys and values of this rank's tokens. The outputs [K, ...] are the K keys and
+    values that the queries of this rank see.
     """
 
     @staticmethod
@@ -152,10 +153,9 @@ def _exchanged(
 ) -> list[tuple[Tensor, ...]]:
     """Exchange slices of several tensors, such as keys and values, with all ranks in one all-to-all.
 
-    `leaving` holds the slices of tokens to send: those for rank 0 first, then those for rank 1, and so on. `send[r]`
-    and `receive[r]` are the numbers of tokens sent to rank r and received from it. `like` has one tensor for each
-    exchanged tensor, to give its shape. Returns, for each tensor, the slices that were received from rank 0, rank 1,
-    and so on.
+    `leaving` holds the slices to send: those of all tensors for rank 0 first, then those for rank 1, and so on.
+    `send[r]` and `receive[r]` are the numbers of tokens sent to rank r and received from it. The tensors in `like` only
+    give the shape of one token. Returns, for each exchanged tensor, the slices received from rank 0, rank 1, and so on.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

@@ -108,8 +108,8 @@ def attend(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Communication:
-    """The bytes that context ranks send for one attention layer. Element (i, j) of each array is what rank i sends to
-    rank j.
+    """The bytes that context ranks send for one attention layer. Element (i, j) of each array is the number of bytes
+    that rank i sends to rank j.
     """
 
     forward_links: Indices  # [world, world]
@@ -140,8 +140,9 @@ def communication_bytes(
     element_size: int = 2,
     window: int | None = None,
 ) -> Communication:
-    """Count the bytes that ranks send to each other for one causal attention layer with the context-parallel method
-    `method`.
+    """Count the bytes that context ranks send to each other for one causal attention layer.
+
+    `method` is the context-parallel method: allgather, ring or ulysses.
     """
     world, share = layout.world, layout.num_tokens // layout.world
     value_dim = head_dim if value_dim is None else value_dim

@@ -97,9 +97,9 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """Return a number of tokens for each document, as an array [S].
+    """Return for each document the number of tokens that are placed together with it, as an array [S].
 
-    For a node of a prefix tree it counts the whole tree, for any other document the document itself.
+    For a node of a prefix tree this is the length of the whole tree, for another document its own length.
     """
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
@@ -110,8 +110,9 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """C circles, each a cyclic order of pieces that `world[c]` ranks share. The circles have P pieces of the pack in
-    total.
+    """C circles, each of which `world[c]` ranks share. A circle is a cyclic order of pieces (ranges of documents).
+
+    The circles together have P pieces.
     """
 
     start: Indices  # [P] index in the pack
@@ -122,7 +123,8 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle of pieces in two: a window for one half of the circle's ranks, the remainder for the other half.
+    """Cut each circle (cyclic order of pieces) in two: a window (range of tokens) for one half of the circle's ranks,
+    and the remainder for the other half.
 
     Each rank gets `share` tokens. The rank's work, in (query, key) pairs, is near `mean_work` and at most `most_work`.
     `last` is True if every new circle belongs to one rank, so that it is not cut again.
@@ -173,7 +175,9 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches each circle of pieces for a window of tokens whose inside and outside cost the same per rank."""
+    """Searches each circle of pieces for a window (a range of its tokens) whose inside and outside cost the same per
+    rank.
+    """
 
     def __init__(
         self, circles: _Circles, circle: Indices, share: int, mean_work: float, most_work: float, last: bool
@@ -205,7 +209,7 @@ class _Search:
         self.high = np.maximum(inside * most_work, self.target)
 
     def cost_of(self, first: Indices, end: Indices) -> Reals:
-        """Return the modelled attention cost, in (query, key) pairs, of parts of documents that a cut creates.
+        """Return the modelled attention cost of parts of documents, in (query, key) pairs.
 
         A part holds the positions `first` to `end` (exclusive) of a document.
         """
@@ -219,12 +223,10 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Return the expected cost, in (query, key) pairs, of cutting the parts [first, end) of documents again later.
+        """Return the expected cost, in (query, key) pairs, of later cuts inside the parts [first, end) of documents.
 
-        A part is cut again if its work exceeds one rank's share. The cost of a cut is proportional to the number of
-        keys before the cut, because a second rank must read these keys. If n ranks share the work of a part equally,
-        the mean position of the work is 2/3 (end^3 - first^3) / (end^2 - first^2). Each rank's share starts half a
-        share earlier on average. The start of the first share is not a cut.
+        A part is cut again if its work exceeds one rank's share. Each cut costs as much as the number of keys before it
+        times a constant, because a second rank must read these keys.
         """
         ends = end + first
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
@@ -240,15 +242,17 @@ class _Search:
         return _WindowEnds(piece, first, first + location - self.edges[piece], wrapped, circle)
 
     def load(self, window_ends: _WindowEnds) -> Indices:
-        """Return the work, in (query, key) pairs, inside each window."""
+        """Return the work, in (query, key) pairs, inside each window (a range of tokens on a circle of pieces)."""
         piece, first, position, wrapped, circle = window_ends
         before: Indices = self.done[piece] + causal_work(first, position) + wrapped * self.whole[circle]
         load: Indices = before[1] - before[0]
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """Return the cost per rank inside and outside each of N windows, relative to the mean over the circle's ranks:
-        an array [2, N].
+        """Return the cost per rank inside and outside each of N windows (ranges of tokens on a circle): an array [2,
+        N].
+
+        The costs are relative to the mean over the circle's ranks.
         """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
@@ -264,11 +268,10 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """Return the score of each window: its cost per rank inside or outside, whichever is higher, relative to the
-        mean.
+        """Return the score of each window of tokens: its cost per rank inside or outside, whichever is higher.
 
-        A window with too much work inside or outside gets `REFUSED` or more, so it is never chosen over an accepted
-        window.
+        The cost is relative to the mean. A window with too much work inside or outside gets `REFUSED` or more, so it is
+        never chosen over an accepted window.
         """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
@@ -287,9 +290,9 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """For each circle of pieces, find the best window of tokens that begins at the start of a piece.
+        """Find, for each circle of pieces, the best window of tokens that begins at the start of a piece.
 
-        Returns where the window begins on the circle, and its score.
+        Returns the begin of the window on the circle, and its score (lower is better).
         """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
@@ -298,10 +301,11 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """For each circle in the mask `which`, find the best window of tokens; its ends may also lie inside a piece.
+        """Find, for each circle in the mask `which`, the best window of tokens. Its ends may also lie inside a piece.
 
-        `least` is, for each circle, the shortest distance between two piece boundaries that is searched. Returns where
-        the window begins on the circle, and its score.
+        `least` has, for each circle, a number of tokens: two neighbouring windows that are at most this far apart are
+        not searched for a better one between them. Returns the begin of the window on the circle, and its score (lower
+        is better).
         """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.
@@ -340,8 +344,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """Return the given windows, and copies of them that are moved by less than a tile so that one end is at a tile
-        boundary.
+        """Return the given windows and shifted copies of them, in which one end is at a tile boundary of the attention
+        kernel.
+
+        Each copy is shifted by less than a tile.
         """
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
@@ -349,7 +355,7 @@ class _Search:
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """Return, for each circle, where the window with the lowest score begins, and this score."""
+        """Return, for each circle of pieces, the begin of the window with the lowest score, and this score."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]

@@ -59,10 +59,8 @@ class Pieces:
 
 
 class ContextPlan:
-    """What one context rank needs to know about a pack that is divided over ranks: its tokens, all pieces, cached
-    results.
-
-    The layers of a model only read the plan.
+    """What one context rank needs to know about a pack that is divided over ranks: its tokens, all pieces (ranges of
+    tokens of one document on one rank), and cached results.
     """
 
     def __init__(self, layout: Layout, segments: Segments, rank: int, device: torch.device) -> None:
@@ -103,7 +101,7 @@ class ContextPlan:
         return to_device(tokens, self.device), to_device(places, self.device)
 
     def prepared(self, key: Hashable, prepare: Callable[[], Prepared]) -> Prepared:
-        """Return the result of `prepare()`, which is computed once per micro-batch and cached under `key`."""
+        """Return the result of `prepare()`. It is computed once per micro-batch and cached under `key`."""
         if key not in self._prepared:
             self._prepared[key] = prepare()
         made: Prepared = self._prepared[key]

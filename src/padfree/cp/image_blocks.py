@@ -2,7 +2,7 @@
 
     pack       7 * * * 9 | 4 * * * 2        two blocks: ranges of adjacent placeholder tokens of one sample
     ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
-    queries    rank 0: 1 2 8    rank 1: 3 6 7     indices of the tokens that see later keys of their block, on any rank
+    queries    rank 0: 1 2    rank 1: 6 7         indices of the tokens that see later keys of their block, on any rank
 
 In Gemma 3, for example, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`).
 With the context-parallel method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`,
@@ -32,10 +32,11 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WholePack:
-    """What attention over a whole pack with images needs, if the pack is on one rank.
+    """The inputs of attention over a pack with images, if one rank holds the whole pack: later keys, segments and
+    paths.
 
-    If samples share prefixes, `paths` gathers, for each node of the prefix tree, the keys of the node and its
-    ancestors.
+    Later keys are the keys after a query in the same image. If samples share prefixes, `paths` gathers, for each node
+    of the prefix tree, the keys of the node and its ancestors.
     """
 
     later: LaterKeys
@@ -49,7 +50,7 @@ class ImageBlocks:
     """The image blocks of a pack (ranges of image tokens that attend to each other), prepared once for all layers."""
 
     def __init__(self, tokens: Indices, segments: Segments, device: torch.device) -> None:
-        """Take the ascending indices `tokens` [M] of the image tokens in the pack."""
+        """Store the image tokens of a pack. `tokens` [M] are their indices in the pack, in ascending order."""
         self.tokens, self.segments, self.device = tokens, segments, device
         self._whole: WholePack | None = None
         self._shared_out: tuple[LaterKeys, RowExchange, Copies] | None = None
@@ -74,8 +75,10 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """Return this rank's queries that see later keys, and how the rank receives these keys with the method
-        `allgather`.
+        """Return this rank's queries that see later keys of their image, and how the rank receives these keys from
+        other ranks.
+
+        This is for the context-parallel method `allgather`.
         """
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends
@@ -143,7 +146,10 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Receive the later keys and values that this rank's image queries see, for the method `allgather`. Collective."""
+    """Receive the later keys and values that this rank's image queries see, for the method `allgather`.
+
+    Collective: all ranks of the group must call it.
+    """
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)
     later_k, later_v = torch.split_with_sizes(received, [k.shape[2], v.shape[2]], dim=2)

@@ -5,8 +5,8 @@
     keys that its pieces read    X[0, a),   Y[0, end)   and Z: selected from the pool, one segment per piece
 
 A piece [a, b) of a document reads the keys [0, b) of the document. With a window of W it reads only the keys [a - W +
-1, b). If the backend has a `key_block`, the first key is rounded down to a multiple of it, counted from the first key
-of the sample. So the backend divides the keys into the same blocks as without context parallelism.
+1, b). Some backends process keys in blocks of `key_block` keys. For them, the first key is rounded down to the start of
+a block, counted from the first key of the sample, so that the blocks are the same as without context parallelism.
 
 The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key once, even
 if several of its pieces read it.
@@ -49,8 +49,8 @@ class KeyPlan:
 
     @property
     def pool_tokens(self) -> Tensor:
-        """Return the pack indices [N] of the keys that this rank owns or receives, so that one process can simulate a
-        rank.
+        """Return the pack indices [N] of the keys that this rank owns or receives. With them, one process can simulate
+        a rank.
         """
         starts, ends = self.pool
         return to_device(concatenated_ranges(starts, ends - starts), self.read_elsewhere.device)
@@ -114,14 +114,16 @@ def _key_plan(plan: ContextPlan, causal: bool, window: int | None, key_block: in
 
 
 def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int = 1) -> PathRanges:
-    """Return the keys that each piece reads, as ranges of the pack. Keys of ancestors in the prefix tree come first."""
+    """Return the keys that each piece (range of a document) reads, as ranges of the pack. Keys of ancestors in the
+    prefix tree come first.
+    """
     every = np.arange(len(pieces.start))
     if not causal:
         return PathRanges(every, pieces.document_start, pieces.document_end)
 
     def first_visible(position: Indices) -> Indices:
-        """Return the position in its sample of the first key that a piece reads, if its first query is at
-        `position`.
+        """Return the first key that a piece reads if its first query is at `position`. Both are positions in the
+        sample.
         """
         if window is None:
             return np.zeros_like(position)
@@ -145,9 +147,9 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) of keys at the borders of pieces, because each piece is on one rank.
+    """Cut ranges [begin, end) of keys at the borders of pieces, so that one rank owns each part.
 
-    Returns four arrays with an element for each part: the index of its range, its piece, its begin and its end.
+    Returns four arrays with an element for each part: the index of the part's range, its piece, its begin and its end.
     """
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
@@ -181,7 +183,7 @@ class _Needs(NamedTuple):
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """Return the index that each key gets if all key ranges are concatenated. `keys` are indices in the pack."""
+        """Return the index of each key in the concatenation of all key ranges. `keys` are indices in the pack."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

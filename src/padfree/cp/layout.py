@@ -14,7 +14,7 @@ If samples share prefixes, a document is a node of the prefix tree. Its queries 
 ancestors, so its first position is the number of these keys.
 
 A rank holds its pieces in pack order. The layout `balanced` has another order: first pieces of divided documents, then
-whole documents, the longest first. Kernels process segments in order, so the last ones to start should be short.
+whole documents, the longest first. Kernels process segments in order, so the last segments should be short.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def modelled_cost(layout: Layout, segments: Segments) -> Indices:
 
 
 def document_index(tokens: Indices, offsets: Indices) -> Indices:
-    """Return the index of the segment that holds each token. `tokens` are indices in the pack."""
+    """Return the index of the document (segment) that holds each token. `tokens` are indices in the pack."""
     return np.searchsorted(offsets, tokens, side="right") - 1
 
 
@@ -138,7 +138,7 @@ def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices)
 
     The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of divided documents come
     before whole documents, and documents whose pieces end at larger positions come first. The pieces of one document
-    stay adjacent. `first` and `end` are positions of the piece in the document.
+    stay adjacent. `first` and `end` are the positions in the document at which a piece begins and ends.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -87,10 +87,11 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the result of `summed` as two gradients: that of the first part, and that of all other parts together.
+        """Compute the result of `summed`, but return two gradients: that of the first part and that of all other parts
+        together.
 
-        May overwrite `gradient`. If no token is selected twice and few tokens must move, both results are views of
-        `gradient`.
+        A part is one of the tensors from which tokens were selected. May overwrite `gradient`. If no token is selected
+        twice and few tokens must move, both results are views of `gradient`.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -113,8 +114,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Return ranges (index in the selection, length) that hold every token once. Tokens of the first part come
-        last.
+        """Return ranges (index in the selection, length) that contain each token once, those of the first part last.
+
+        A part is one of the tensors from which tokens were selected.
         """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
@@ -156,11 +158,11 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """Return one occurrence of each token in the selection, as arrays (token, index in the selection, length) of
-        ranges.
+        """Return ranges of the selection, which contain one occurrence of each token.
 
         `layer` 0 stands for the last occurrence of each token, 1 for the second to last, and so on. Tokens with fewer
-        occurrences are left out. The ranges are sorted by token.
+        occurrences are left out. A range is given by three arrays: its first token, its index in the selection and its
+        length. The ranges are sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

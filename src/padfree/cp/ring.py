@@ -98,8 +98,9 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """Return a ring step for a pack with shared prefixes, or None if this rank computes nothing in the step.
 
-    The keys in this step come from the rank `distance` places earlier in the ring. `border[i]` is the index of the
-    first key of that rank's i-th piece in its block of keys. `in_pack_order` sorts that rank's pieces by their start.
+    The keys in this step come from the *sender*, the rank `distance` places earlier in the ring. `border[i]` is the
+    index of the first key of the sender's i-th piece in its block of keys. `in_pack_order` sorts the sender's pieces by
+    their start.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)

@@ -1,11 +1,11 @@
 """Exchange rows of a tensor between context ranks, with gradients.
 
-    owner      0 0 1 1 1        row i of all rows is row `row[i]` of the tensor of rank `owner[i]`
+    owner      0 0 1 1 1        global row i is row `row[i]` of the tensor on rank `owner[i]`
     row        0 1 0 1 2
-    wanted     rank 0: 4 0      rank 1: 0 1       the rows that each rank needs, in any order and with repetitions
+    wanted     rank 0: 4 0      rank 1: 0 1       the global rows that each rank needs, in any order, also repeatedly
 
-    rank 0 sends row 0 to itself and rows 0 1 to rank 1, and receives row 2 of rank 1
-    received   rank 0: 0 4      rank 1: 0 1       each needed row once, ordered by owner
+    sent       rank 0: row 0 to itself, rows 0 1 to rank 1      rank 1: its row 2 to rank 0
+    received   rank 0: 0 4      rank 1: 0 1       each needed global row once, ordered by owner
 
 All ranks compute the same plan of who needs which rows. In the backward pass, the gradients of received rows return to
 their owners, which sum them.
@@ -35,7 +35,8 @@ def plan_rows(
 ) -> tuple[RowExchange, Copies]:
     """Return the rows that rank `rank` sends and receives, and the order in which it uses the received rows.
 
-    Row i of all n rows is row `row[i]` of the tensor on rank `owner[i]`. `wanted[r]` are the rows that rank r needs.
+    The n rows of all ranks have global indices: global row i is row `row[i]` of the tensor on rank `owner[i]`.
+    `wanted[r]` are the global indices of the rows that rank r needs.
     """
     world = len(wanted)
     order = np.lexsort((row, owner))
@@ -57,8 +58,9 @@ def plan_rows(
 
 
 def receive_rows(tensor: Tensor, exchange: RowExchange) -> Tensor:
-    """Fetch the rows [received, ...] that this rank needs. `tensor` [n, ...] holds the rows that this rank owns.
-    Collective.
+    """Return the rows [received, ...] that this rank needs. `tensor` [n, ...] holds the rows that this rank owns.
+
+    Collective: all ranks of the group must call it.
     """
     if exchange.group is None:
         raise UserError(

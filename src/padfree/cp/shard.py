@@ -54,7 +54,7 @@ def shard(
     The part includes the `AttnContext`, which tells attention how the pack is divided.
 
     `group` is the process group of the context ranks. Without a group, one process can create the shards of all ranks,
-    but attention cannot be computed. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
+    but cannot compute attention on them. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -142,9 +142,9 @@ def _local_kept(batch: PackedBatch, context: AttnContext, entries: LocalEntries 
 
 
 def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
-    """Return the entries of the pack that belong to this rank.
+    """Return the entries (tokens to score) of the pack that belong to this rank.
 
-    An entry is a token to score. The entry belongs to the rank that holds the position whose logits predict the token.
+    An entry belongs to the rank that holds the position whose logits predict the token.
     """
     assert batch.entries is not None
     positions, device = batch.entries.positions, batch.input_ids.device

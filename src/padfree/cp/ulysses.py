@@ -44,7 +44,9 @@ def check_heads(num_heads: int, num_key_heads: int, world: int) -> None:
 
 
 def prepare_prefix_attention(plan: ContextPlan) -> PrefixKeys | None:
-    """Return which keys each node of the prefix tree sees, or None if the samples share no prefix."""
+    """Return arrays that say which keys each node of the pack's prefix tree sees, or None if the samples share no
+    prefix.
+    """
     return plan.prepared("prefix keys", lambda: prepare_prefix_keys(plan.segments))
 
 
@@ -101,7 +103,7 @@ class _RepeatHeads(torch.autograd.Function):
 
 
 def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange some tokens with all heads (held before) for all tokens with some heads (held afterwards).
+    """Exchange tensors between ranks: from all heads of some tokens to some heads of all tokens.
 
     Each tensor [T/world, h, d] becomes [T, h/world, d] in pack order.
     """
@@ -119,7 +121,7 @@ def _heads_of_all_tokens(plan: ContextPlan, group: ProcessGroup, tensors: tuple[
 
 
 def _tokens_of_all_heads(plan: ContextPlan, group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Exchange all tokens with some heads (held before) for some tokens with all heads (held afterwards).
+    """Exchange tensors between ranks: from some heads of all tokens to all heads of some tokens.
 
     Each tensor [T, h/world, d] in pack order becomes [T/world, h, d]: the inverse of `_heads_of_all_tokens`.
     """

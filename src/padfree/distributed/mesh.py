@@ -66,7 +66,7 @@ The last dimension varies fastest: neighbouring ranks differ in it.
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Axis:
-    """One process group, and this process's rank in it."""
+    """One process group, and the rank of this process in the group."""
 
     rank: int
     size: int
@@ -225,31 +225,39 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
 
 
 class RankGroups(NamedTuple):
-    """The ranks of each process group, as index arrays."""
+    """The ranks of each context group (ranks that share one pack), and of each replica of the weights, as index
+    arrays.
+    """
 
     context: NDArray[np.int64]  # [packs, context]
     shards: NDArray[np.int64]  # [replicas, shards]; each column holds the ranks with replicas of one shard
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Compute the ranks of each process group for `world` processes. Consecutive ranks form a group."""
+    """Return the ranks of each context group and of each replica, for `world` processes. Consecutive ranks form a
+    group.
+    """
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
 
 class Groups:
-    """Creates process groups over some mesh dimensions, each on first use. Every rank must call the methods."""
+    """Creates process groups over dimensions of the mesh, each group on first use. Every rank must call the methods."""
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
-        """`ranks` is an array of all ranks with the dimensions [replicate, shard, context]."""
+        """Store the array `ranks` of all ranks, with the dimensions [replicate, shard, context], and the time limit in
+        seconds.
+        """
         self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
         self._made: dict[tuple[int, bytes], Axis] = {}
 
     def axis(self, *dimensions: str) -> Axis:
-        """Return the group of all processes whose mesh coordinates equal this process's in all other dimensions."""
+        """Return the group of the processes that differ from this process only in the mesh dimensions `dimensions`."""
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create one process group for each row of ranks in `groups`, and return the group of this process."""
+        """Create one process group for each row of the array `groups` of ranks, and return the group of this
+        process.
+        """
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:
@@ -274,12 +282,14 @@ class Groups:
         return DeviceMesh.from_group(groups, device_type, mesh=own.tolist(), mesh_dim_names=("replicate", "fsdp"))
 
     def devices(self, device_type: str) -> DeviceMesh:
-        """Return a mesh of all processes with the dimensions in `DIMENSIONS`."""
+        """Return a mesh of all processes with the dimensions [replicate, shard, context]."""
         groups = [self.axis(name).group for name in DIMENSIONS]
         return DeviceMesh.from_group(groups, device_type, mesh=self.ranks.tolist(), mesh_dim_names=DIMENSIONS)
 
     def experts(self, device_type: str, expert: int) -> DeviceMesh:
-        """Return a mesh for the weights of experts, in which `expert` neighbouring ranks hold different experts."""
+        """Return a mesh for the weights of experts, in which groups of `expert` neighbouring ranks divide the
+        experts.
+        """
         table = self.ranks.reshape(len(self.ranks), -1, expert)
         groups = [
             self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
@@ -293,7 +303,7 @@ class Groups:
         return math.prod(self.ranks.shape[DIMENSIONS.index(name)] for name in dimensions)
 
     def _moved(self, dimensions: Sequence[str]) -> NDArray[np.int64]:
-        """Return the array of ranks, transposed so that `dimensions` come last."""
+        """Return the array of ranks, transposed so that the mesh dimensions named in `dimensions` come last."""
         chosen = [DIMENSIONS.index(name) for name in dimensions]
         return self.ranks.transpose(*(each for each in range(3) if each not in chosen), *chosen)
 
@@ -319,7 +329,8 @@ def make_mesh(
 ) -> Mesh:
     """Make the process groups of a run.
 
-    If `expert` is above 1, every `expert` neighbouring processes divide the experts of a model among them.
+    If `expert` is above 1, each group of `expert` neighbouring processes divides the experts of a model among its
+    processes.
 
     `contexts` lists further sizes of context groups, each a divisor of the number of processes.
 

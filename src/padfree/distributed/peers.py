@@ -1,4 +1,4 @@
-"""End all processes of a run, with a clear message, when one of them fails, exits or stops responding.
+"""End all processes of a run, with a clear message, if one of them fails, exits or stops responding.
 
     watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
     raise_together       if any rank has found an error, raise it on all ranks
@@ -74,7 +74,7 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
 
 
 def _is_loss(error: BaseException) -> bool:
-    """Return whether this error of gloo or NCCL means that a peer is gone."""
+    """Return whether an error of gloo or NCCL means that another process is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
 
@@ -159,8 +159,8 @@ def sigterm_ignored() -> Iterator[None]:
 class _Listener(threading.Thread):
     """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
 
-    The thread exits the process if the main thread is still inside the `failing_together` block PATIENCE seconds after
-    this message.
+    The thread ends the process if the main thread is still inside the `failing_together` block PATIENCE seconds after
+    the thread has read the message.
     """
 
     def __init__(self, store: Any, key: str) -> None:

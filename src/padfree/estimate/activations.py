@@ -44,9 +44,10 @@ FLOAT32 = 4
 
 
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> int:
-    """Return the bytes per token that the forward pass keeps on the device, including embeddings and the last norm.
+    """Return the bytes of activations per token that the forward pass keeps on the device for the backward pass.
 
-    `size` is the number of bytes per element. Activations that are offloaded to host memory are not counted.
+    The embeddings and the last norm are included. Activations that are offloaded to host memory are not counted. `size`
+    is the number of bytes per element, and `checkpointing` the setting `parallel.checkpointing`.
     """
     return outside_bytes(model, size) + sum(layer_token_bytes(model, size, checkpointing, compiled=compiled))
 
@@ -54,8 +55,8 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compil
 def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
     """Return the bytes per image feature that the vision tower and the projector keep for the backward pass.
 
-    The result is 0 for a language model, and if tower and projector are frozen. Recomputed blocks of the tower keep
-    their input.
+    The result is 0 for a model without images, and if tower and projector are frozen. If blocks of the tower are
+    recomputed, each keeps only its input.
     """
     family = family_of(model)
     if family is None:
@@ -76,14 +77,14 @@ def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
 
 
 def _is_module(model: PreTrainedModel, name: str) -> bool:
-    """Return whether the path `name` in the base model is that of a module, not of a parameter."""
+    """Return whether `name` is the path of a module in the base model. Otherwise it is the path of a parameter."""
     return any(own == name for own, _ in model.base_model.named_modules())
 
 
 def _block_bytes(block: nn.Module, size: int) -> int:
     """Return the bytes per image patch that a block of a vision tower keeps for the backward pass.
 
-    The block keeps the tensors of its matmuls and norms. A gate in its MLP adds one tensor.
+    The block keeps the inputs and results of its matmuls and norms. A gate in its MLP adds one tensor.
     """
     modules = dict(block.named_modules())
     linears = ((name, module) for name, module in modules.items() if isinstance(module, nn.Linear))
@@ -108,7 +109,7 @@ def _linear_bytes(module: Any, size: int) -> int:
 
 
 def outside_bytes(model: PreTrainedModel, size: int) -> int:
-    """Return the bytes per token that are kept for the backward pass outside of the decoder layers."""
+    """Return the bytes of activations per token that are kept for the backward pass outside of the decoder layers."""
     sizes = ModelSizes.of(model.config)
     return _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
 
@@ -154,7 +155,9 @@ def level_bytes(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, siz
 
 
 def offloaded_bytes(model: PreTrainedModel, size: int, checkpointing: str = "host") -> int:
-    """Return the bytes of activations per token that are kept in host memory. `size` is the bytes per element."""
+    """Return the bytes of activations per token that are kept in host memory. `size` is the number of bytes per
+    element.
+    """
     num_layers, sizes = len(layers_of(model)), ModelSizes.of(model.config)
     offloaded = levels_by_layer(checkpointing, num_layers).count("host")
     input_only = math.ceil(HOST_INPUT_ONLY_FRACTION * num_layers) if checkpointing == "host" else 0
@@ -205,7 +208,7 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
 def compiled_layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
     """Return the bytes per token that a compiled layer keeps without activation checkpointing.
 
-    It keeps mainly the inputs of matmuls and attention. Its backward recomputes the results of cheap operations.
+    Such a layer keeps mainly the inputs of matmuls and attention, and its backward pass recomputes cheap operations.
     """
     sizes = ModelSizes.of(config)
     written_out = layer_bytes(config, layer, size)
@@ -227,7 +230,8 @@ def attention_of(sizes: ModelSizes, layer: nn.Module) -> AttentionSizes:
 
 
 def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
-    """Return the bytes per token that the attention and the mixers (such as Mamba) of `layer` keep.
+    """Return the bytes per token that the attention and the mixers (such as Mamba) of `layer` keep for the backward
+    pass.
 
     A layer may have attention, mixers, both or neither.
     """
@@ -248,7 +252,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """Return the number of elements per token that the norm `name` normalises. The norm's weight has `width` elements.
+    """Return the number of elements per token that the norm `name` normalises. Its weight has `width` elements.
 
     A norm of q or k with a weight of one head's size is applied to all heads, so its input is wider.
     """

@@ -34,4 +34,6 @@ def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
     """
     if not cost.linear and not cost.quadratic:
         subject = "the measured cost" if path is None else f"the cost in {path}"
-        raise UserError(setting, f"{subject} does not grow with tokens", "measure again on an idle device")
+        raise UserError(
+            setting, f"{subject} does not grow with the number of tokens", "measure again on an idle device"
+        )

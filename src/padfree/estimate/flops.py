@@ -1,4 +1,4 @@
-"""How much of the hardware a step uses: the model's FLOPs per second, and the fraction of the devices' peak.
+"""How well a step uses the hardware: the model's FLOPs per second, and their fraction of the devices' peak (MFU).
 
     FLOPs of a step = forward and backward of all samples (`CostModel.from_config`), but of the head only for the scored
                       tokens
@@ -60,7 +60,7 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a device in dense bfloat16 TFLOP/s, or None if its name is unknown."""
+    """Return the peak performance of a device in dense bfloat16 TFLOP/s, or None if the device name is unknown."""
     words = set(re.findall(r"[a-z0-9]+", device_name.lower()))
     if "mig" in words:  # a MIG slice is a part of a GPU, so the GPU's peak does not apply
         return None
@@ -91,7 +91,8 @@ def frozen_flops(flops: float) -> float:
 class Shared:
     """The work that a step saves because samples share prefixes.
 
-    `tokens`: tokens that are not computed again. `pairs`: reduction of the sum of squared sample lengths.
+    `tokens`: the number of tokens that are not computed again. `pairs`: the reduction of the sum of squared sample
+    lengths, on which the cost of attention depends.
     """
 
     tokens: float

@@ -80,10 +80,10 @@ def layer_options(
 
 
 def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device: float, host: float) -> Limits:
-    """Return how many bytes the activations of the layers may take.
+    """Return how many bytes the activations of the layers may take on the device and in host memory.
 
-    The run as a whole may use `device` bytes on the device and `host` bytes in host memory. The limits are what the
-    other parts of the run leave.
+    The run as a whole may use `device` bytes on the device and `host` bytes in host memory. The limits are what remains
+    after the other parts of the run, such as weights and optimizer state.
     """
     outside = memory.tokens * outside_bytes(model, size)
     others = memory.device - memory.activations - memory.working + outside

@@ -32,7 +32,9 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One checkpointing level for a layer, with the memory and the recomputation that a micro-batch then needs."""
+    """One checkpointing level for a layer, with the memory and the recomputation that a micro-batch needs at this
+    level.
+    """
 
     level: LayerLevel
     kept: int  # bytes on the device, from the layer's forward to its backward
@@ -87,7 +89,8 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 class _States:
     """The n choices that remain after the search has gone through some of the layers.
 
-    A choice is one option for each of these layers. The choices are sorted by the indices of their options.
+    A choice is one option (checkpointing level) for each of these layers. The choices are sorted by the indices of
+    their options.
     """
 
     kept: Indices  # [n] bytes on the device
@@ -99,9 +102,10 @@ class _States:
         return _States(*(np.zeros(1, np.int64) for _ in range(3)))
 
     def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
-        """Extend each choice by each of the `options` of one more layer.
+        """Combine each choice (one option for each layer so far) with each of the `options` of the next layer.
 
-        Return the new choices and, for each of them, the index of the choice that it extends and of the added option.
+        Returns the new choices, the index of the choice that each new choice extends, and the index of its added
+        option.
         """
         added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
         own = (self.kept, self.offloaded, self.cost)
@@ -113,7 +117,8 @@ class _States:
         return _States(self.kept[indices], self.offloaded[indices], self.cost[indices])
 
     def best(self) -> Indices:
-        """Return the indices of the choices to which no other is at least equal in device bytes, host bytes and cost.
+        """Return the indices of the choices that are worth keeping: no other choice needs as few device bytes, as few
+        host bytes and as little recomputation.
 
         If the choices have more than FEW_GROUPS different numbers of host bytes, a choice is compared only with those
         that have the same number of host bytes.
@@ -133,7 +138,7 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Leave out a choice if another one with fewer host bytes has no more device bytes and no higher cost.
+        """Drop each choice for which another one has fewer host bytes, no more device bytes and no higher cost.
 
         `ends` divides `order` into groups of choices with equal host bytes.
         """

@@ -69,7 +69,9 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkingParts:
-    """The bytes of temporary memory in different phases of a micro-batch."""
+    """The bytes of temporary memory that the phases of a micro-batch need, such as the head and a layer's backward
+    pass.
+    """
 
     backward: int  # gradients, during the backward pass of a layer
     recomputed: int  # activations of a layer that recomputes them, during its backward pass
@@ -225,9 +227,10 @@ def estimate_memory(
 
 
 def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: int, *, device_type: str) -> int:
-    """Return the bytes of the copy of the last sent weights that a process keeps.
+    """Return the bytes of the copy of the weights that a process keeps from the last weight sync.
 
-    A process keeps this copy only if weight syncs send differences from it; otherwise the result is 0.
+    A process keeps such a copy only if weight syncs send differences between old and new weights. Otherwise the result
+    is 0.
 
     Each shard is a tensor in host memory. With a GPU, this memory is pinned, and torch rounds the size of every pinned
     tensor up to a power of two.
@@ -274,7 +277,7 @@ def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
 
 
 def _is_truncated(config: Config) -> bool:
-    """Return whether top-p, top-k or min-p truncates sampling. If so, each sampled token has a set of allowed ids."""
+    """Return whether top-p, top-k or min-p truncates sampling, so that each sampled token has a set of allowed ids."""
     return any(getattr(config.rollout, name) != default for name, default in TRUNCATION.items())
 
 
@@ -295,7 +298,7 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How weights are sharded: over `ranks` ranks, `expert` of which hold different experts."""
+    """How weights are sharded: over `ranks` ranks. Experts are divided over `expert` of these ranks."""
 
     ranks: int
     expert: int = 1
@@ -334,11 +337,11 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 
 
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
-    """Return the bytes of unsharded weights and gradients while FSDP2 computes. If `split`, weights are not gathered.
+    """Return the bytes of unsharded weights and gradients that exist on a device while FSDP2 computes.
 
     The unsharded weights are those of the root unit and of two layers: the current one and the next. Without `reshard`,
     they are those of the root unit and of all layers. The unsharded gradients are those of the embeddings and of one
-    layer, in float32 for the reduction.
+    layer, in float32 for the reduction. If `split` is True, weights are not gathered, and only gradients count.
     """
     divided = shards.divided(model)
 
@@ -370,7 +373,7 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
     other data, the estimate assumes groups of eight samples that share the first half of each sample.
 
     For SFT without `batch.share_prefixes=true` the result is 0, because only samples of one data row share prefixes.
-    The caller counts these keys and passes them to `estimate_memory` as `copied_keys`.
+    The caller counts the copied keys of such data itself, and passes them to `estimate_memory` as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -382,11 +385,12 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
-    """Return the peak of temporary memory in bytes, beyond the activations of all layers, over the phases in `parts`.
+    """Return the most bytes that a phase of a micro-batch (the head, or the backward pass of a layer) needs in addition
+    to the activations of all layers.
 
     `kept`: the bytes of activations that each layer keeps on the device. `offloaded`: the bytes of activations that an
-    offloaded layer copies to the host. In the backward pass of such a layer, its copied activations and those of the
-    layer below are on the device again.
+    offloaded layer copies to the host. In the backward pass of an offloaded layer, its copied activations and those of
+    the layer before it are on the device again.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):

@@ -1,4 +1,6 @@
-"""Scores from hidden states: log-probabilities of labels, entropies and divergences, without storing all logits."""
+"""Scores of tokens from hidden states: log-probabilities of labels, entropies and divergences, without storing all
+logits.
+"""
 
 from padfree.head.distillation import DistillationLoss, distillation_loss
 from padfree.head.fused import FusedLoss, TokenLoss, fused_loss

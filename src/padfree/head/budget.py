@@ -8,9 +8,9 @@ M is the number of labelled tokens, D the hidden size and V the vocabulary size.
     logits of a chunk [C, V]    16 bits per logit in bfloat16 training
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
 
-Each chunk rewrites the sums of the weight gradient, so larger chunks are faster. If the memory budget is too small for
-all sums, only the vocabulary columns [0, kept) have sums. The logits of the other columns are computed twice. Two plans
-for (M, D, V) = (16384, 4096, 151936) are:
+Each chunk reads and writes all sums of the weight gradient, so fewer and larger chunks are faster. If the memory budget
+is too small for all sums, only the vocabulary columns [0, kept) have sums. The logits of the other columns are computed
+twice. Two plans for (M, D, V) = (16384, 4096, 151936) are:
 
     4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
     1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
@@ -60,10 +60,10 @@ def budget_bytes(memory: Memory) -> int:
 
 
 def usable_budget(budget: int, num_rows: int, hidden: int, *, sum_bytes: int) -> int:
-    """Return the budget in bytes, or the size of the gradient sums of the hidden states if that is larger.
+    """Return the memory budget in bytes, or the size of the gradient of the hidden states if that is larger.
 
-    The sums are `num_rows` x `hidden` elements of `sum_bytes` each. A smaller budget would make tiles too small to be
-    fast.
+    This gradient has `num_rows` x `hidden` elements of `sum_bytes` each. With less memory, tiles would be too small to
+    be fast.
     """
     return max(budget, num_rows * hidden * sum_bytes)
 
@@ -88,7 +88,9 @@ class Tile:
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """Return a tile [tokens, columns] that is as square as possible and takes at most an eighth of the budget."""
+    """Return a tile of logits [tokens, columns] that is as square as possible and takes at most an eighth of the
+    budget.
+    """
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -97,7 +99,9 @@ def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: s
 
 
 def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) -> int:
-    """Return the number of vocabulary columns whose gradients `score` computes at a time for `num_rows` tokens."""
+    """Return the number of vocabulary columns whose gradients `score` computes at a time, for `num_rows` labelled
+    tokens.
+    """
     block = block_columns(vocabulary)
     widest = max(block, budget // max(1, num_rows * itemsize))
     return min(vocabulary, even_part(vocabulary, widest, multiple=64))
@@ -105,8 +109,8 @@ def choose_width(num_rows: int, vocabulary: int, *, itemsize: int, budget: int) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedPlan:
-    """How `fused_loss` uses its memory: the number of tokens in a chunk, and the vocabulary columns whose logits are
-    stored.
+    """How `fused_loss` uses its memory: the number of tokens in a chunk, and how many vocabulary columns have their
+    logits stored.
     """
 
     chunk_rows: int  # C
@@ -138,7 +142,7 @@ def plan_fused(
     - `gradient_bytes`: one element of the gradient that is returned.
     - `twice_bytes`: the extra memory traffic of one logit that is computed twice.
 
-    With `keep_all`, no logit is computed twice; chunks are smaller instead.
+    If `keep_all` is True, all logits of a chunk are stored and none is computed twice; chunks are then smaller.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64

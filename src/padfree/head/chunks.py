@@ -41,7 +41,7 @@ def chunked_gradients(
 ) -> tuple[Softmax, Gradients]:
     """Compute the softmax of all M > 0 labelled tokens, and the gradients of hidden states, weight and bias.
 
-    `wanted` says for each of the three gradients whether it is computed.
+    `wanted` has a bool for each of these three gradients: whether to compute it.
     """
     wants_hidden, wants_weight, wants_bias = wanted
     weight, operand = task.head.weight, task.operand_dtype
@@ -125,8 +125,9 @@ def _plan(task: ScoringTask, weight_gradient: bool) -> FusedPlan:
 
 
 def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
-    """Write gradient [C, K] @ weight [K, D] into `out` [C, D]. `weight` is the part of the head for the first K
-    vocabulary ids.
+    """Write gradient [C, K] @ weight [K, D] into `out` [C, D].
+
+    `weight` is the part of the head's weight for the first K vocabulary ids.
     """
     kept = gradient.shape[1]
     # If the weight must be converted to another dtype, 4096 of its columns are converted and multiplied at a time.

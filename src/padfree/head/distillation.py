@@ -40,8 +40,9 @@ from padfree.head.tiles import ROW_NUMBERS, ScoringTask, parts_of, restore_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DistillationLoss:
-    """The differentiable loss, and values per token [N] without gradient. The values are 0 for tokens without a
-    label.
+    """The differentiable distillation loss, and values per token [N] without gradient, such as the divergence.
+
+    The values are 0 for tokens without a label.
     """
 
     loss: Tensor  # [] Σ weight · divergence
@@ -127,7 +128,10 @@ class _Pair:
         return call.task(self.teacher_hidden, head.weight, head.bias)
 
     def results(self, divergences: Tensor, logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, ...]:
-        """Return the loss, and the three arguments scattered from the M labelled tokens to all N tokens."""
+        """Return the loss, and the divergences and log-probabilities [N] of all tokens.
+
+        The arguments are values [M] of the labelled tokens. Tokens without a label get 0.
+        """
         call, loss = self.call, (self.weights * divergences).sum()
         if call.poison is not None:
             loss = loss + call.poison
@@ -145,7 +149,7 @@ def chunked_distillation(
 ) -> tuple[TokenResults, Gradients]:
     """Compute the divergences, and the gradients of the student's hidden states, weight and bias, chunk by chunk.
 
-    No autograd graph is recorded. `wanted` says for each of the three gradients whether it is computed.
+    No autograd graph is recorded. `wanted` has a bool for each of the three gradients: whether to compute it.
     """
     student, teacher = pair.call.task(hidden, weight, bias), pair.teacher_task()
     wants_hidden, wants_weight, wants_bias = wanted
@@ -221,7 +225,7 @@ class _Store:
         self.memory = task.hidden.new_empty(num_rows, columns, dtype=dtype)
 
     def fill(self, start: int, end: int) -> StoredLogits:
-        """Compute the logits of the tokens [start, end), and overwrite the previous chunk."""
+        """Compute the logits of the tokens [start, end). They overwrite the logits of the previous chunk."""
         task, head = self.task, self.task.head
         rows = task.rows.part(start, end)
         stored = self.memory[: end - start, : len(head.weight)]
@@ -257,7 +261,9 @@ class _Distillation(torch.autograd.Function):
 
 
 def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
-    """Compute the reference for `distillation_loss`: all logits of both models at once, differentiated by autograd."""
+    """Compute what `distillation_loss` computes, but from all logits of both models at once, differentiated by
+    autograd.
+    """
     call, scale = pair.call, pair.call.rows.inverse_temperature
     student = full_log_softmax(picked(hidden, call.index), head, scale)
     teacher = full_log_softmax(picked(pair.teacher_hidden, call.index), pair.teacher, scale)

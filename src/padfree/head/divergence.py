@@ -45,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model (student or teacher), and the softmax sums that turn logits into
+    """The stored logits of R tokens of one model (student or teacher), and the sums that turn them into
     log-probabilities.
     """
 
@@ -66,7 +66,7 @@ class StoredLogits:
         """Return the logits [R, W] of the columns [start, end), minus the largest logit of each token over the
         vocabulary.
 
-        The columns must lie inside one block.
+        The columns must lie inside one block of the vocabulary.
         """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
@@ -109,7 +109,9 @@ class DivergenceWork(Protocol):
 
 
 def kth_largest(teacher: StoredLogits, k: int) -> Tensor:
-    """Return the teacher's k-th largest logit minus its largest logit, for each of R tokens."""
+    """Return the threshold of the teacher's top k entries for each of R tokens: the k-th largest logit minus the
+    largest.
+    """
     vocabulary = teacher.below.shape[1]
     whole = teacher.block_peak.new_empty(teacher.below.shape)
     for start, end in _columns(vocabulary, teacher.block):
@@ -184,7 +186,8 @@ def divergence_gradient(
 ) -> None:
     """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
 
-    The gradient is with respect to the student's raw logits. `out` may be the memory of the stored logits.
+    The gradient is with respect to the student's raw logits (before bias, scale, cap and temperature). `out` may be the
+    memory of the stored logits.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]

@@ -49,13 +49,15 @@ class BlockedHead(LmHead):
         return -(-len(self.weight) // self.block)
 
     def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
-        """Return the size in bytes of the `BlockSums` of one token."""
+        """Return the size in bytes of the `BlockSums` of one token: its largest logit and sums in each vocabulary
+        block.
+        """
         return self.num_blocks * (3 if entropy else 2) * itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LabelledRows:
-    """The label and the inverse temperature of each of R scored tokens.
+    """The label and the inverse temperature (1 / temperature) of each of R scored tokens.
 
     `kept` holds the kept set of each token (the vocabulary ids that its softmax covers), or None for the whole
     vocabulary.
@@ -75,7 +77,8 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """Softmax values of R tokens for each of K vocabulary blocks, and the logit of each token's label.
+    """The largest logit and the sums of exponentials of R tokens in each of K vocabulary blocks, and the labels'
+    logits.
 
     `peak` is the largest logit, `total` the sum of exponentials, and `moment` the sum that the entropy needs.
     """
@@ -253,14 +256,14 @@ def reduce_tile(
 def _sum_of_rows(values: Tensor) -> Tensor:
     """Sum [R, K] over K, in the same order for every token.
 
-    `values` is the transpose of a [K, R] tensor. PyTorch sums the last few rows of such a tensor in another order than
-    the rest, so a contiguous copy is summed.
+    `values` is the transpose of a [K, R] tensor. PyTorch would sum some tokens of a transposed tensor in another order,
+    so this function makes a contiguous copy first.
     """
     return values.contiguous().sum(1)
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """Merge the sums of all blocks into the softmax of each token."""
+    """Merge the sums of all vocabulary blocks into the softmax of each token."""
     peak = sums.peak.amax(1)
     shift = sums.peak - peak[:, None]
     share = shift.exp()
@@ -281,7 +284,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits of a tile into `out` [R, W].
+    """Write the gradient of the raw logits (hidden @ weight.T) of a tile into `out` [R, W].
 
     The tile holds the columns [first, first + W) of the vocabulary. Overwrites `raw_logits` [R, W].
     """
@@ -299,7 +302,8 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits into `out` [R, V], computed from the logits that `reduce_tile` stored.
+    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, V], computed from the logits that
+    `reduce_tile` stored.
 
     `peak` [R, K] has the largest logit of each token in each of the K blocks, also from `reduce_tile`. `out` may be the
     memory of `stored`.

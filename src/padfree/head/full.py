@@ -45,7 +45,7 @@ def full_scores(
 
 
 def full_log_softmax(hidden: Tensor, head: LmHead, inverse_temperature: Tensor) -> Tensor:
-    """Return the log-probabilities [M, V] of all vocabulary entries."""
+    """Return the log-probabilities [M, V] of all vocabulary entries for M tokens."""
     return full_logits(hidden, head, inverse_temperature).log_softmax(1)
 
 
@@ -76,12 +76,14 @@ def full_divergence(student: Tensor, teacher: Tensor, settings: Divergence) -> T
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Compute KL(p | q) = Σ p (log p − log q) of each token, [M]. Entries with p = 0 add 0."""
+    """Return KL(p | q) = Σ p (log p − log q) of each token, [M]. Vocabulary entries with p = 0 contribute 0."""
     there = log_p > -torch.inf
     return (log_p.exp() * (log_p.masked_fill(~there, 0.0) - log_q.masked_fill(~there, 0.0))).sum(1)
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """Merge the entries marked in `is_rest` into one, at the end: [M, V] -> [M, V + 1] log-probabilities."""
+    """Append the log-probability of all entries marked in `is_rest` together: [M, V] -> [M, V + 1]. The marked entries
+    get probability 0.
+    """
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

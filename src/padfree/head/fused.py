@@ -38,7 +38,9 @@ TokenLoss = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FusedLoss:
-    """The differentiable loss, and the detached log-probabilities and entropies."""
+    """The result of `fused_loss`: the differentiable loss, and the detached log-probabilities and entropies of the
+    tokens.
+    """
 
     loss: Tensor  # [] the sum of all tokens' losses
     logprobs: Tensor  # [N] float32, 0 for tokens without a label
@@ -143,7 +145,9 @@ class _Terms:
         return Upstream(logprobs=logprobs, entropy=entropy[0] if entropy else None)
 
     def results(self, logprobs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the scalar loss, and the log-probabilities and entropies of all N tokens."""
+        """Return the scalar loss, and the log-probabilities and entropies of all N tokens (0 for tokens without a
+        label).
+        """
         call = self.call
         loss = torch.cat(self.losses).sum()
         if call.poison is not None:
@@ -192,7 +196,9 @@ class _FusedLoss(torch.autograd.Function):
 
 
 def hand_over(ctx: Any, grad_loss: Tensor, name: str) -> Gradients:
-    """Return the gradients that forward stored, multiplied by the scalar `grad_loss`."""
+    """Return the gradients that the forward pass stored, multiplied by the scalar `grad_loss` (the gradient of the
+    loss).
+    """
     if ctx.gradients is None:
         raise RuntimeError(f"{name}: backward was called a second time; set retain_graph=True in the first call")
     grad_hidden, grad_weight, grad_bias = ctx.gradients

@@ -4,8 +4,8 @@
     columns 2 to 5       . 3 . .    2 3 4 5    2 3 . 5      `tile(2, 4)`: True for the kept entries
 
 The kept set of a token is the set of vocabulary ids that sampling could choose from. A tile has R tokens and W columns
-of the vocabulary. Logits outside a token's kept set get the lowest logit, so their probability is 0 and their gradient
-is 0. The mask takes 1 byte per logit of the tile.
+of the vocabulary. Logits outside a token's kept set are set to a number so low that their probability and their
+gradient are 0. The mask takes 1 byte per logit of the tile.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ R is the number of tokens, D the hidden size and V the vocabulary size. x are th
 logit of a token in a block. The elementwise work reads a tile of logits from registers, so that float32 logits are
 never written to memory. A block has 128 or 256 columns.
 
-As many programs run as the GPU has room for, and each processes several tiles. Tensor descriptors (TMA) load the next
-tile while the program finishes the current one. The order of tiles keeps `hidden` and the weights in use in the L2
-cache.
+As many programs run as the GPU can run at once, and each processes several tiles. Tensor descriptors (TMA) load the
+next tile while the program finishes the current one. Tiles are processed in an order that keeps `hidden` and the
+weights in use in the L2 cache. In this picture of the tiles, the numbers are this order:
 
     band of 2 row tiles       0  2  4  6
                               1  3  5  7
@@ -84,7 +84,8 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Compute the logits of `hidden` [R, D] block by block, and write each block's largest logit and sums into `sums`.
+    """Compute the logits of `hidden` [R, D], and write the largest logit and the sums of each vocabulary block into
+    `sums`.
 
     If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it as float16, each
     minus the largest logit of its token and block. Values below the range of float16 become -inf. The matrix rows of
@@ -180,10 +181,10 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """Return the configuration for a kernel that writes to `written`.
+    """Return the tile sizes and pipeline stages for a kernel that writes to `written`.
 
-    The returned configuration has one pipeline stage less if the matrix rows of `written` do not end at a multiple of
-    16 bytes.
+    This is `configuration`, with one pipeline stage less if the matrix rows of `written` do not end at a multiple of 16
+    bytes.
     """
     return (
         configuration

@@ -6,8 +6,8 @@
     tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
 
 Training needs one log-probability per token, but a token has V logits: with autograd, 37 GiB for 16,384 tokens and V =
-151,936. So `score` computes a tile of logits, reduces it and discards it, and computes it again for the gradient. That
-makes four matmuls. `fused_loss` needs only three, but the loss of a token may depend only on the scores of this token.
+151,936. So `score` computes a tile of logits, reduces it and discards it, and computes it again for the gradient. This
+takes four matmuls. `fused_loss` needs only three, but the loss of a token may depend only on the scores of this token.
 
 N is the number of tokens, D the hidden size and V the vocabulary size.
 
@@ -166,7 +166,9 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """Return the task with fused matmuls (`matmuls.py`) if these support the task, otherwise the unchanged task."""
+    """Return the scoring task with fused matmuls (`matmuls.py`) if these support the task, otherwise the unchanged
+    task.
+    """
     if task.rows.kept is not None:  # the fused matmuls do not read the mask of a tile
         return task
     if matmuls.unsupported_reason(task.hidden, task.head.weight, task.operand_dtype) is not None:
@@ -227,8 +229,9 @@ class _Score(torch.autograd.Function):
 
 
 def picked(values: Tensor, index: Tensor | None) -> Tensor:
-    """Select the labelled tokens of `values` [N, ...]. `index` holds their indices; None means that all tokens have a
-    label.
+    """Select the labelled tokens of `values` [N, ...].
+
+    `index` holds the indices of these tokens; None means that all tokens have a label.
     """
     return values.contiguous() if index is None else values[index]
 
@@ -391,7 +394,7 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
 
 
 def _choose_elementwise(backend: Backend, hidden: Tensor) -> Elementwise | None:
-    """Return the functions with which a backend does the elementwise work on logits, or None for the reference
+    """Return the elementwise functions (soft cap, softmax sums, gradients) of a backend, or None for the reference
     backend.
     """
     is_cuda = hidden.device.type == "cuda"

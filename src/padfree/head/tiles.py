@@ -33,7 +33,7 @@ LEAST_ROWS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoringTask:
-    """M labelled tokens to score, and everything needed to score them."""
+    """M labelled tokens to score: their hidden states, the head and the settings of the scores."""
 
     hidden: Tensor  # [N, D]
     index: Tensor | None  # [M] the scored tokens of hidden; None: all
@@ -50,7 +50,7 @@ class ScoringTask:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Return the dtype of logits and of sums over them."""
+        """Return the dtype in which logits and sums over logits are computed."""
         return torch.float64 if self.hidden.dtype == torch.float64 else torch.float32
 
     @property
@@ -107,7 +107,9 @@ class ScoringTask:
 
 
 class TiledMatmuls:
-    """A matmul followed by elementwise work, one tile of logits at a time."""
+    """Computes logits tile by tile: a matmul, followed by elementwise work (softmax sums or gradients) on its
+    result.
+    """
 
     def __init__(self, task: ScoringTask, num_rows: int) -> None:
         self.task = task
@@ -117,8 +119,8 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile, and write each block's largest logit and sums into
-        `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write the largest logit and the sums of each
+        vocabulary block into `sums`.
 
         If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it, each minus
         the largest logit of its token and block. `kept` is a multiple of the block size, or the vocabulary size.
@@ -249,10 +251,10 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute the same as `matmul`, with bits of a row that do not depend on the number of rows.
+    """Compute the same as `matmul`, so that the bits of a matrix row do not depend on the number of matrix rows.
 
-    On a CPU, few rows are padded with zeros, because a library may use another kernel for few rows, which sums in
-    another order.
+    On a CPU, a matrix with few rows is padded with zeros, because a library may use another kernel for it, which sums
+    in another order.
     """
     missing = LEAST_ROWS - len(left)
     if missing <= 0 or left.device.type != "cpu":

@@ -2,7 +2,7 @@
 
     hidden [N, D], labels [N]  ->  [N] float32: 1 if the label has the largest logit, else 0; 0 if there is no label
 
-Soft cap, scale and temperature do not change the order of logits, so they are left out.
+Soft cap, scale and temperature do not change which logit is the largest, so they are left out.
 """
 
 from __future__ import annotations

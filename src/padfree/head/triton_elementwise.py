@@ -89,8 +89,10 @@ def _cap_slope(logits, inverse_temperature, softcap):
 
 @triton.jit
 def _finite_cap_slope(logits, inverse_temperature, softcap):
-    """Return the derivative of the soft cap. It is also finite for ids outside a token's kept set (ids that sampling
-    could not choose), whose gradient is 0.
+    """Return the derivative of the soft cap, made finite for every logit.
+
+    Logits of ids outside a token's kept set (ids that sampling could not choose) are set to a very low number. Their
+    gradient is 0.
     """
     lowest = _LOWEST_TANH * (inverse_temperature * softcap)
     return _cap_slope(tl.where(logits < lowest, lowest, logits), inverse_temperature, softcap)

@@ -22,7 +22,7 @@ _OUTSIDE = tl.constexpr(2 * FLOOR)
 
 @triton.jit
 def _place(tile, row_tiles, column_tiles, BAND: tl.constexpr):
-    """Return the (row tile, column tile) of tile number `tile`. The module `matmuls` describes the order of tiles."""
+    """Return the (row tile, column tile) of tile number `tile`, in the order that the module `matmuls` describes."""
     in_band = BAND * column_tiles
     first = tile // in_band * BAND
     height = tl.minimum(row_tiles - first, BAND)
@@ -162,7 +162,7 @@ def _gradient_part(
 
 @triton.jit
 def _zeros(done, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return a tile [ROWS, COLUMNS] of zeros, computed from `done` so that the compiler does not treat the tile as
+    """Return a tile [ROWS, COLUMNS] of zeros. It is computed from `done`, so that the compiler does not treat it as a
     constant.
     """
     return tl.full((ROWS, COLUMNS), (done < 0).to(tl.float32), tl.float32)

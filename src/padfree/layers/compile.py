@@ -71,7 +71,7 @@ def compile_layers(
 
     `backend` is a backend of `torch.compile`, and `kept` says which activations are saved for backward. If `operators`
     is True, layers use the operators of `padfree.layers.ops` where these save time. If `exact` is True, all layers on a
-    GPU use them, so that a token gets the same bits in every call.
+    GPU use these operators, so that a token gets the same bits in every call.
     """
     layers = list(layers)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
@@ -98,12 +98,16 @@ def compile_layers(
 
 
 def layer_compiler(backend: str, kept: Kept, *, operators: bool, exact: bool) -> Callable[..., Any]:
-    """Return the function that compiles a layer's graph: padfree's graph passes, then `backend` of `torch.compile`."""
+    """Return the function that compiles a layer's graph: it runs padfree's graph passes, then `backend` of
+    `torch.compile`.
+    """
     return partial(_compiled, backend=lookup_backend(backend), kept=kept, operators=operators, exact=exact)
 
 
 def _for_any_length(call: Any) -> Callable[..., Any]:
-    """Wrap the function `call` of a layer: before each call, mark the sizes that vary between batches as dynamic."""
+    """Wrap the function `call` of a layer so that, before each call, sizes that vary between batches are marked as
+    dynamic.
+    """
 
     def called(*args: Any, **kwargs: Any) -> Any:
         _mark_variable(args)
@@ -119,7 +123,7 @@ def _for_any_length(call: Any) -> Callable[..., Any]:
 
 
 def _mark_variable(inputs: Iterable[Any]) -> None:
-    """Mark the number of tokens T as dynamic in hidden states [1, T, D] and positions [1, T]."""
+    """Mark dimension 1, the number of tokens T, as dynamic in hidden states [1, T, D] and positions [1, T]."""
     for each in inputs:
         if isinstance(each, Tensor) and each.ndim >= 2 and each.shape[0] == 1:
             _mark(each, 1)
@@ -174,7 +178,7 @@ def _compiled(
 
 
 class InductorPass(CustomGraphPass):
-    """All graph passes of one stage, joined into one callable with a cache key for Inductor."""
+    """All graph passes of one stage of the compilation, joined into one callable with a cache key for Inductor."""
 
     def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [
@@ -195,12 +199,12 @@ class InductorPass(CustomGraphPass):
 
 
 def _is_backward(graph: fx.Graph) -> bool:
-    """Return whether a graph is a backward graph: some of its inputs are then named `tangents_...`."""
+    """Return whether a graph is a backward graph, which has inputs named `tangents_...`."""
     return any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder"))
 
 
 def _hidden_states(inputs: Any) -> Tensor | None:
-    """Find the hidden states [1, T, D] among the inputs of a layer, or None."""
+    """Return the hidden states [1, T, D] among the inputs of a layer, or None if there are none."""
     candidates = [tensor for tensor in inputs if isinstance(tensor, Tensor) and tensor.ndim == 3]
     return max(candidates, key=lambda tensor: _size(tensor.shape[2]), default=None)
 

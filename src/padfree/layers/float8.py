@@ -50,8 +50,8 @@ class Float8Linear(nn.Linear):
 
 
 def use_float8(linear: nn.Linear, products: Iterable[Float8Product]) -> None:
-    """Compute the matmuls `products` of a linear layer in float8 from now on. The parameters of the layer stay as they
-    are.
+    """Change a linear layer in place, so that it computes the matmuls `products` in float8. Its parameters do not
+    change.
     """
     assert type(linear).forward in (nn.Linear.forward, Float8Linear.forward)
     if not isinstance(linear, Float8Linear):
@@ -65,9 +65,7 @@ def fits_float8(linear: nn.Linear) -> bool:
 
 
 def check_float8_device(device: torch.device) -> None:
-    """Raise a `UserError` if a CUDA device has no float8 matmul. Other devices pass: they emulate the matmul in
-    float32.
-    """
+    """Raise a `UserError` if a CUDA device has no float8 matmul. Devices other than CUDA emulate it in float32."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -33,7 +33,7 @@ MIN_OFFLOADED_BYTES = 8 << 20
 
 
 class ActivationOffload:
-    """Offloads the tensors that the layers of a model save for backward."""
+    """Moves tensors that the layers of a model save for backward to host memory."""
 
     def __init__(
         self,
@@ -44,7 +44,9 @@ class ActivationOffload:
         layers_per_copy: float = LAYERS_PER_COPY,
         min_bytes: int = MIN_OFFLOADED_BYTES,
     ) -> None:
-        """Choose the layers to offload: those in `offloaded`, or the first `fraction` of all layers if it is None."""
+        """Choose the layers whose saved tensors are offloaded: those in `offloaded`, or the first `fraction` of all
+        layers if `offloaded` is None.
+        """
         self.min_bytes = min_bytes
         self.offloaded = set(range(math.ceil(fraction * num_layers)) if offloaded is None else offloaded)
         # For each layer, the earlier layers whose device memory is freed when the forward pass reaches it.
@@ -101,7 +103,9 @@ class _OffloadedTensor:
 
 @dataclass(slots=True, eq=False)
 class _SavedTensor:
-    """What autograd stores for a saved tensor: the tensor itself, or a view of an offloaded tensor."""
+    """The object that autograd stores instead of a saved tensor: it holds the tensor, or describes a view of an
+    offloaded tensor.
+    """
 
     call: _LayerCall
     tensor: Tensor | None
@@ -124,8 +128,8 @@ class _LayerCall:
         self.event: Any = None  # end of the last copy
 
     def pack(self, tensor: Tensor) -> _SavedTensor:
-        """Take a tensor that autograd saves for backward. Starts the copy to the host if the tensor is to be
-        offloaded.
+        """Return the object that autograd stores for `tensor`. If the tensor is to be offloaded, start its copy to the
+        host.
         """
         # Tensors of `vmap`, which flex attention uses for its masks, are not offloaded.
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -150,7 +154,7 @@ class _LayerCall:
                 offloaded.on_device = None
 
     def prefetch(self) -> None:
-        """Start to copy this layer's tensors that are only in host memory back to the device."""
+        """Start to copy back to the device those tensors of this layer that are only in host memory."""
         if not self.on_host:
             return
         pairs = []
@@ -161,8 +165,8 @@ class _LayerCall:
         self.on_host = []
 
     def begin_backward(self) -> None:
-        """Wait for this layer's tensors, and prefetch those of the layer below. Called when backward reaches this
-        layer.
+        """Wait for this layer's tensors, and prefetch those of the next layer in backward. Called when backward reaches
+        this layer.
         """
         self.prefetch()
         self._wait()
@@ -173,7 +177,9 @@ class _LayerCall:
             self.previous = None
 
     def _free_earlier(self) -> None:
-        """Free the device memory of the offloaded tensors of all lower layers except the one directly below."""
+        """Free the device memory of the offloaded tensors of all earlier layers except the one directly before this
+        layer.
+        """
         earlier = None if self.previous is None else self.previous.previous
         while earlier is not None:
             earlier.free()

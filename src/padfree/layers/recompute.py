@@ -1,4 +1,5 @@
-"""Choose which activations a layer saves for backward. The others are recomputed.
+"""Choose which activations a layer saves for backward. All other activations are recomputed. x is the input of the
+layer.
 
     x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
 
@@ -46,9 +47,7 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
-    """Make layers that are not compiled recompute activations in backward. `mode` says which activations are saved
-    instead.
-    """
+    """Make layers that are not compiled recompute activations in backward. `mode` says which activations are saved."""
     options: dict[str, Any] = {"use_reentrant": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_matmuls)
@@ -92,7 +91,9 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """Return the first matmul on every path that begins at a node in `start` and follows `neighbours`."""
+    """Return the first matmul on every path of nodes that begins in `start`. `neighbours` gives the next nodes of a
+    path.
+    """
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)
     while todo:

@@ -1,6 +1,6 @@
 """Losses: pure functions of the tokens of a pack. Each returns a weighted sum, with one weight per token.
 
-segments                            sums, means and scans over samples
+segment_sums                        sums, means and scans over samples
 aggregation                         ways of averaging a loss, each given as one weight per token
 types                               LossInputs, LossOutput
 nll, policy_loss, value, preference the losses

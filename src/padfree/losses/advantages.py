@@ -37,7 +37,7 @@ LARGEST = sys.float_info.max
 
 @torch.no_grad()
 def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bool = True, eps: float = 1e-6) -> Tensor:
-    """The GRPO advantages [B]: (reward - mean of the group) / standard deviation of the group.
+    """Return the GRPO advantages [B]: (reward - mean of the prompt group) / standard deviation of the group.
 
     `groups` [B] holds the group of each sample, from 0 to num_groups - 1. If `std` is False, the division is omitted
     (Dr. GRPO). `eps` is added to the standard deviation.
@@ -54,7 +54,7 @@ def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bo
 
 @torch.no_grad()
 def rloo_advantages(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
-    """The leave-one-out advantages [B]: each reward minus the mean of the other rewards of its group.
+    """Return the leave-one-out advantages [B]: each reward minus the mean of the other rewards of its prompt group.
 
     `groups` [B] holds the group of each sample, from 0 to num_groups - 1.
     """
@@ -87,9 +87,9 @@ def token_rewards(
 def discounted_returns(
     rewards: Tensor, mask: Tensor, sample_index: Tensor, *, gamma: float = 1.0, max_length: int | None = None
 ) -> Tensor:
-    """The discounted sum [T] of the rewards from each token to the end of its sample.
+    """Return, for each token, the discounted sum of the rewards from this token to the end of its sample: [T].
 
-    `rewards` is [T], and `gamma` is the discount per scored token.
+    `rewards` [T] has one reward per token, and `gamma` is the discount per scored token.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
@@ -151,10 +151,10 @@ def reinforce_plus_plus(
     max_length: int | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The REINFORCE++ advantages [T], from the rewards [B] of the samples.
+    """Return the REINFORCE++ advantages [T] of the tokens, computed from the rewards [B] of the samples.
 
-    The KL penalty is subtracted from the token rewards. The discounted returns of these token rewards are whitened
-    over the global batch.
+    The KL penalty is subtracted from the token rewards. The discounted returns of these token rewards are whitened over
+    the global batch.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     _need_finite(gamma=gamma)
@@ -174,10 +174,10 @@ def reinforce_plus_plus_baseline(
     kl_coefficient: float = 0.0,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The REINFORCE++ advantages with a baseline, [T].
+    """Return the REINFORCE++ advantages with a baseline, [T].
 
-    Every scored token gets the reward of its sample minus the mean reward of the group, minus the KL penalty of the
-    token. The result is whitened over the global batch. Each rank must hold whole groups.
+    Every scored token gets the reward of its sample minus the mean reward of the sample's prompt group, minus the KL
+    penalty of the token. The result is whitened over the global batch. Each rank must hold whole groups.
     """
     pack = _PackTokens(mask, sample_index, None)
     groups = _checked_groups(rewards, groups, num_groups)
@@ -201,13 +201,13 @@ class _PackTokens:
         self.max_length = max_length
 
     def scored(self, name: str, values: Tensor) -> Tensor:
-        """The values [T] in float64, with 0 outside the mask."""
+        """Return the values [T] in float64, with 0 for tokens that are not scored."""
         values = checks.wide(name, values)
         checks.same_length("tokens in mask", len(self.mask), **{name: values})
         return torch.where(self.mask, values, 0.0)
 
     def discounted(self, values: Tensor, factor: float) -> Tensor:
-        """The discounted sum of the values from each action to the end of its sample, [T].
+        """Return, for each action (scored token), the discounted sum of the values up to the end of its sample: [T].
 
         Each action discounts by `factor`. Positions that are not actions get 0 and do not discount.
         """
@@ -250,7 +250,7 @@ def _checked_groups(rewards: Tensor, groups: Tensor, num_groups: int) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    """Return the rewards [B] minus the mean of their group, and the group sizes [num_groups]."""
+    """Return the rewards [B], each minus the mean of its prompt group, and the group sizes [num_groups]."""
     wide = checks.wide("rewards", rewards)
     counts = segment_sum(torch.ones_like(wide), groups, num_groups)
     mean = segment_sum(wide, groups, num_groups) / counts.clamp(min=1.0)

@@ -55,7 +55,7 @@ def token_weights(
     constant: float | None = None,
     units: Sequence[Hashable | None] | None = None,
 ) -> list[NDArray[np.float32]]:
-    """The weights of all tokens of the global batch: one float32 array [n] per sample.
+    """Return the weights of all tokens of the global batch: one float32 array [n] per sample of n tokens.
 
     Pass the result to `pack(samples, weights=...)`. `masks[i]` [n] says which tokens of sample i are trained. `groups`
     are needed for the mode `group-mean`, and `constant` is the divisor of the mode `constant`. Samples with the same
@@ -78,11 +78,11 @@ def batch_weights(
     group_counts: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """The weights [T] (float32) of a packed batch, on its device.
+    """Return the weights [T] (float32) of the tokens of a packed batch, on the device of the batch.
 
-    For code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global batch. The mode
-    'group-mean' needs `group_counts` [B], the number of scored tokens in each sample's group. `reduce` sums over the
-    ranks that hold parts of the same pack.
+    This function is for code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global
+    batch. The mode 'group-mean' needs `group_counts` [B], the number of scored tokens in each sample's group. `reduce`
+    sums over the ranks that hold parts of the same pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -112,9 +112,9 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """The divisor of all token weights of the global batch.
+    """Return the number by which all token weights of the global batch are divided.
 
-    The divisor of each mode, without samples and groups that have no scored tokens:
+    The divisor of each mode (samples and groups without scored tokens are not counted):
 
         token-mean               the number of scored tokens
         sample-mean, sample-sum  the number of samples
@@ -132,7 +132,9 @@ def weight_divisor(
         return float(constant)
     if constant is not None:
         raise UserError(
-            "constant", f"{constant} has no effect with weights {mode!r}", "leave it out, or use weights 'constant'"
+            "constant",
+            f"{constant} has no effect with weights {mode!r}",
+            "leave out constant, or use weights 'constant'",
         )
     if mode == "sum-of-sample-mean":
         return 1.0
@@ -145,12 +147,15 @@ def weight_divisor(
 
 
 def scored_counts(masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.int64]:
-    """The number of scored tokens of each sample, [B]. The first token of a sample is not scored."""
+    """Return the number of scored tokens of each sample, [B]. The first token of a sample is not scored."""
     return _counts(*_scored(masks))
 
 
 def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashable]) -> NDArray[np.int64]:
-    """For each sample, the number of scored tokens in its group, [B]. `counts` [B] are the numbers per sample."""
+    """Return, for each sample, the number of scored tokens in its whole group, [B].
+
+    `counts` [B] has the number of scored tokens of each sample.
+    """
     counts = _checked_counts(counts)
     group = _group_index(groups, len(counts))
     return np.bincount(group, weights=counts).astype(np.int64)[group]
@@ -182,7 +187,7 @@ def _checked_counts(counts: ArrayLike) -> NDArray[np.int64]:
 
 
 def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of scored positions of each of B samples, [B]."""
+    """Return the number of scored positions of each of B samples, [B]."""
     before: NDArray[np.int64] = np.zeros(len(scored) + 1, dtype=np.int64)
     np.cumsum(scored, out=before[1:])
     ends = np.cumsum(lengths)
@@ -197,7 +202,9 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """The weight of each scored token of each sample, [B]."""
+    """Return for each sample the weight of its scored tokens, [B]. All scored tokens of a sample have the same
+    weight.
+    """
     if units is not None and mode != "group-mean":
         unit = _unit_index(units, len(counts))
         totals = np.bincount(unit, weights=counts, minlength=len(np.unique(unit))).astype(np.int64)
@@ -230,7 +237,10 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
 
 
 def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[np.int64]:
-    """Number the units in order of appearance, and return the unit of each sample, [B]."""
+    """Number the units in order of appearance, and return the number of each sample's unit, [B].
+
+    A unit is several samples that count as one, such as the turns of a conversation.
+    """
     if len(units) != num_samples:
         raise UserError(
             "units", f"has {len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"

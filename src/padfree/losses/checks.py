@@ -36,7 +36,9 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 
 
 def result_type(*values: Tensor) -> torch.dtype:
-    """The dtype of a result that is computed from these tensors: their promoted dtype, or float32."""
+    """Return the dtype of a result that is computed from these tensors: their promoted dtype, or float32 if it is no
+    float dtype.
+    """
     joined = values[0].dtype
     for other in values[1:]:
         joined = torch.promote_types(joined, other.dtype)

@@ -43,12 +43,12 @@ def compute_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: Red
 
 
 def needs_entropy(settings: TokenLossSettings) -> bool:
-    """Whether a loss with these settings needs the entropy of each token."""
+    """Return whether a loss with these settings needs the entropy of each token."""
     return isinstance(settings, PolicySettings) and settings.entropy_coefficient != 0.0
 
 
 def is_elementwise(settings: TokenLossSettings) -> bool:
-    """Whether the loss of a token depends only on the token's own values, as `make_token_loss` requires."""
+    """Return whether the loss of a token depends only on the token's own values, as `make_token_loss` requires."""
     return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
 
 
@@ -56,7 +56,7 @@ def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: 
     """Return the function `token_loss(logprobs, entropy, positions)` that `head.fused_loss` needs.
 
     `token_loss` returns the weighted losses of some tokens, from their log-probabilities, their entropies and their
-    positions in the pack. For statistics, call `compute_loss`.
+    positions in the pack. It computes no statistics for metrics; `compute_loss` does.
     """
     if not is_elementwise(settings):
         raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")

@@ -16,7 +16,7 @@ denominator.
     OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1. In off-policy sequence masking, π is
                     the policy being trained, so the mean also grows if earlier updates on the batch moved the policy
 
-Means and sums are over the scored tokens of a sequence. `reduce` sums over the context ranks that share it.
+Means and sums are over the scored tokens of a sequence. `reduce` sums over the context ranks that share the sequence.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """Return the product of the factors of all corrections that depend on whole sequences, [T].
+    """Return, for each token, the product of the factors of all corrections that depend on whole sequences, [T].
 
     Three arguments are log-probabilities [T] without gradient:
 
@@ -98,7 +98,7 @@ def sequence_factor(
 
 
 def _sequence_ratio(inputs: LossInputs, difference: Tensor, *, mean: bool, reduce: Reduce) -> Tensor:
-    """The importance ratio of each sequence, [B] in float64: exp(sum of `difference` over the sequence).
+    """Return the importance ratio of each sequence, [B] in float64: exp(sum of `difference` over the sequence).
 
     `difference` [T] are differences of log-probabilities. If `mean` is True, the mean replaces the sum.
     """

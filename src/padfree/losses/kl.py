@@ -27,7 +27,7 @@ LOW_VARIANCE_BOUND = 10.0
 
 
 def kl_divergence(logprobs: Tensor, base_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """The estimated KL divergence [T], from the log-probabilities [T] of two policies.
+    """Return the estimated KL divergence [T] between two policies, from their log-probabilities [T] of the tokens.
 
     Differentiable in both arguments. The result is float32, or float64 if either argument is float64.
     """

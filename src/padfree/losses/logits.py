@@ -2,8 +2,8 @@
 
     logits [..., V]  +  labels [...]   ->   logprobs [...], entropy [...]
 
-For code that already has all logits; `padfree.head` never stores them. Only one chunk of tokens at a time is converted
-to float32. V is the vocabulary size, z = logits / temperature and p = softmax(z):
+This module is for code that already has all logits; `padfree.head` never stores them. Only one chunk of tokens at a
+time is converted to float32. V is the vocabulary size, z = logits / temperature and p = softmax(z):
 
     logprob = z[label] - lse(z)       gradient w.r.t. z: onehot - p
     entropy = -Σ p log p              gradient w.r.t. z: -p (log p + entropy)

@@ -6,6 +6,6 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def sft_loss(inputs: LossInputs) -> LossOutput:
-    """The weighted sum of the negative log-likelihoods of the tokens in `inputs`."""
+    """Return the weighted sum of the negative log-likelihoods of the tokens in `inputs`."""
     losses = -inputs.need("logprobs", "the SFT loss")
     return weighted_loss(inputs, losses, {"nll": losses})

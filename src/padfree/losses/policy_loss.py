@@ -26,7 +26,7 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce = no_reduce) -> LossOutput:
-    """The weighted sum of the policy loss over the tokens in `inputs`."""
+    """Return the weighted sum of the policy loss over the tokens in `inputs`."""
     logprobs = inputs.need("logprobs", "a policy loss")
     entropy = inputs.need("entropy", "entropy_coefficient") if settings.entropy_coefficient else None
     terms = policy_terms(inputs, settings, current=logprobs.detach(), reduce=reduce)
@@ -36,7 +36,7 @@ def policy_loss(inputs: LossInputs, settings: PolicySettings, *, reduce: Reduce 
 
 
 def is_elementwise(settings: PolicySettings) -> bool:
-    """Whether the loss of a token depends only on its own log-probability and entropy."""
+    """Return whether the loss of a token depends only on the token's own log-probability and entropy."""
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
@@ -46,7 +46,7 @@ def is_elementwise(settings: PolicySettings) -> bool:
 
 
 def needs_old_logprobs(settings: PolicySettings) -> bool:
-    """Whether the loss needs log-probabilities that the trainer computes before the update."""
+    """Return whether the loss needs log-probabilities that the trainer computes before the update."""
     if settings.old_policy != "trainer":
         return False
     needed = bool(settings.corrections) or settings.weighs_kl
@@ -54,7 +54,7 @@ def needs_old_logprobs(settings: PolicySettings) -> bool:
 
 
 def zero_without_advantage(settings: PolicySettings) -> bool:
-    """Whether a sample whose advantages are all 0 adds nothing to the loss and the gradient.
+    """Return whether a sample whose advantages are all 0 adds nothing to the loss and the gradient.
 
     The result is False if the loss has a KL or entropy term, because these terms do not depend on the advantage.
     """
@@ -64,7 +64,7 @@ def zero_without_advantage(settings: PolicySettings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTerms:
-    """The values, [T] each, that the policy loss needs besides log-probabilities and entropies, e.g. advantages."""
+    """The values of T tokens that the policy loss needs besides log-probabilities and entropies, e.g. advantages."""
 
     weights: Tensor
     advantages: Tensor
@@ -79,7 +79,7 @@ class PolicyTerms:
         return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the weighted losses of the tokens that this object describes.
+        """Return the weighted losses of the tokens of these `PolicyTerms`.
 
         `logprobs` and `entropy` have one entry for each of these tokens.
         """
@@ -89,7 +89,7 @@ class PolicyTerms:
 def policy_terms(
     inputs: LossInputs, settings: PolicySettings, *, current: Tensor | None, reduce: Reduce = no_reduce
 ) -> PolicyTerms:
-    """Collect the values that the loss needs, apart from log-probabilities and entropies.
+    """Return the values that the policy loss needs besides log-probabilities and entropies, e.g. advantages.
 
     `current` [T] are the current log-probabilities without gradient. None for an elementwise loss.
     """
@@ -122,7 +122,7 @@ def policy_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Parts:
-    """The losses [T] before weighting, and the values for metrics."""
+    """The policy losses [T] before weighting, and the values from which metrics are computed."""
 
     losses: Tensor
     objective: ObjectiveOutput
@@ -138,7 +138,7 @@ def _token_losses(
     pack: LossInputs | None = None,
     reduce: Reduce = no_reduce,
 ) -> _Parts:
-    """Compute the losses [T] of tokens before weighting."""
+    """Compute the policy losses [T] of tokens, before they are multiplied by the token weights."""
     old = logprobs.detach() if settings.old_policy == "current" else terms.old
     tokens = ObjectiveInputs(
         logprobs=logprobs,
@@ -177,7 +177,7 @@ def _token_losses(
 def _statistics(
     inputs: LossInputs, settings: PolicySettings, terms: PolicyTerms, parts: _Parts, current: Tensor
 ) -> dict[str, Tensor]:
-    """The statistics for metrics by name, [T] each, including values that the loss itself does not use."""
+    """Return the statistics for metrics, one tensor [T] per name. Some of them are not used by the loss itself."""
     objective = parts.objective
     found = {name: values.to(current.dtype) for name, values in objective.statistics.items()}
     found["advantage"] = terms.advantages

@@ -47,7 +47,7 @@ from padfree.losses.types import LossInputs, LossOutput
 def dpo_loss(
     inputs: LossInputs, settings: DPOSettings, pairs: Tensor, pair_weights: Tensor, *, reduce: Reduce = no_reduce
 ) -> LossOutput:
-    """Direct preference optimisation: the weighted sum of the losses of all pairs.
+    """Return the loss of direct preference optimisation (DPO): the weighted sum of the losses of all pairs.
 
     `pairs` [P, 2] are the sample indices (chosen, rejected), and `pair_weights` [P] the weights of the pairs. A context
     rank returns its share of the loss.
@@ -109,10 +109,11 @@ def reward_model_loss(
     margins: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
-    """The loss of a reward model: the chosen answer should score higher than the rejected one.
+    """Return the loss of a reward model, which should give the chosen answer of a pair a higher score than the rejected
+    one.
 
-    The score of an answer is the one at its last token, which `ends` [T] marks. `scores` is [T]. `margins` [P] are
-    added to the margin of the settings. A context rank returns its share of the loss.
+    `scores` [T] has a score per token. The score of an answer is that of its last token, which `ends` [T] marks.
+    `margins` [P] are added to the margin of the settings. A context rank returns its share of the loss.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -128,13 +129,15 @@ def reward_model_loss(
 
 
 def sample_ends(position_ids: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
-    """Bools [T]: whether each token is the last one of its sample. `lengths` [B] are the sample lengths."""
+    """Return bools [T] that say whether each token is the last one of its sample. `lengths` [B] are the sample
+    lengths.
+    """
     lengths = checks.index("lengths", lengths)
     return checks.index("position_ids", position_ids) == spread(lengths, sample_index) - 1
 
 
 def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
-    """The pairs of a pack, as sample indices (chosen, rejected), [P, 2].
+    """Return the P pairs of answers in a pack, as sample indices (chosen, rejected), [P, 2].
 
     The samples of a pair have the same `group`, and the chosen one has the higher `reward`.
     """
@@ -177,7 +180,7 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """The weighted sum of the losses of the pairs, or a context rank's share of this sum.
+    """Return the weighted sum of the losses of the pairs of answers, or a context rank's share of this sum.
 
     Each sample has a number x, which the loss compares within a pair. `local` [B] is this rank's part of x, and `held`
     [B] the number of the sample's tokens on this rank. `loss` computes losses and derivatives with respect to x. In

@@ -6,7 +6,7 @@
     spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        the pad gets 0
 
 T is the number of tokens and B the number of samples. A context rank sums only its own tokens, and `reduce` adds the
-results of the ranks. Sums are float64, so that the order of additions does not change the float32 results.
+results of the ranks. Sums are float64, so that results rounded to float32 hardly depend on the order of additions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def no_reduce(values: Tensor) -> Tensor:
-    """Return the values unchanged: the `Reduce` function of a process that shares its pack with no other."""
+    """Return the values unchanged: the `Reduce` function of a process that holds its whole pack, so that nothing is
+    summed over processes.
+    """
     return values
 
 
@@ -60,7 +62,7 @@ def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Ten
     """Solve `out[t] = values[t] + factors[t] * out[t + 1]` for `out` [T], with 0 after the end.
 
     Two steps of the recurrence combine into one, so log2(T) passes over the pack replace a loop over T tokens. If every
-    `length` consecutive factors contain a 0, log2(length) passes are enough.
+    `length` consecutive factors contain a 0 (for example at sample ends), log2(length) passes are enough.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)
@@ -74,7 +76,7 @@ def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Ten
 
 
 def continues(sample_index: Tensor) -> Tensor:
-    """Bools [T]: whether the next token belongs to the same sample.
+    """Return bools [T] that say whether the next token belongs to the same sample.
 
     `sample_index` must be the whole pack in order, not the tokens of a context rank.
     """

@@ -38,7 +38,7 @@ GIVEN_BY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossInputs:
-    """The tokens of one micro-batch, or of a context rank's part, with the values that a loss needs."""
+    """The tokens of a micro-batch, or the part of them on one context rank, with the values that a loss needs."""
 
     mask: Tensor  # [T] bool: whether the position has a label
     weights: Tensor  # [T] float32, 0 where the mask is False
@@ -68,9 +68,10 @@ class LossInputs:
         entropy: Tensor | None = None,
         values: Tensor | None = None,
     ) -> LossInputs:
-        """Return the loss inputs of a batch: the arrays of its samples, such as advantages, and the given arguments.
+        """Return the inputs of a loss for a batch: the arrays of its samples, such as advantages, and the given
+        arguments.
 
-        The arguments are values that the trainer has computed.
+        The arguments `logprobs`, `entropy` and `values` were computed by the trainer.
         """
         rollout = batch.rollout
         return LossInputs(
@@ -90,7 +91,7 @@ class LossInputs:
         )
 
     def with_scores(self, logprobs: Tensor, entropy: Tensor | None = None) -> LossInputs:
-        """A copy of these inputs with new log-probabilities and entropies."""
+        """Return a copy of these inputs with new log-probabilities and entropies."""
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
@@ -117,7 +118,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossOutput:
-    """The weighted sum of a loss over some tokens, and statistics that can be added."""
+    """The weighted sum of a loss over some tokens, and statistics that can be added to those of other tokens."""
 
     loss: Tensor  # scalar
     token_losses: Tensor | None = None  # [T] weighted losses, without gradient; None if the losses belong to pairs
@@ -142,7 +143,7 @@ def weighted_loss(inputs: LossInputs, losses: Tensor, statistics: Mapping[str, T
 
 
 def merge_statistics(first: Statistics, second: Statistics) -> Statistics:
-    """Add the statistics of two parts of a batch. A name that only one part has is kept."""
+    """Return the sum of the statistics of two parts of a batch. A statistic that only one part has is kept."""
     merged = dict(first)
     for name, (total, count) in second.items():
         if name in merged:

@@ -1,6 +1,6 @@
 """The loss of a value model.
 
-With the value v, the old value v_old and the return R, the loss is
+For a token with the value v, the value v_old before the update and the return R, the loss is
 
     ½ max((v - R)², (v_old + clamp(v - v_old, ±clip) - R)²)
 
@@ -16,7 +16,7 @@ from padfree.losses.types import LossInputs, LossOutput, weighted_loss
 
 
 def value_loss(inputs: LossInputs, settings: ValueSettings) -> LossOutput:
-    """The weighted sum of the value losses of the tokens in `inputs`."""
+    """Return the weighted sum of the value losses of the tokens in `inputs`."""
     values = inputs.need("values", "the value loss")
     returns = inputs.need("returns", "the value loss")
     errors = (values - returns).square()

@@ -4,8 +4,8 @@ AdamW is elementwise and needs no communication. DTensors would cost 20 ms of ho
 kernels read two values on the device: whether loss and gradients are finite, and the factor by which gradients are
 multiplied.
 
-With `optimizer.state=float32`, torch's fused kernel makes the step. With other formats of the moments,
-`padfree.optim.rounded_adamw` does.
+With `optimizer.state=float32`, torch's fused kernel makes the step. For moments in bfloat16 or int8,
+`padfree.optim.rounded_adamw` makes the step.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from padfree.optim.state_format import new_state, state_bytes
 
 
 class AdamW:
-    """The AdamW update rule. The options of its groups are `betas`, `eps`, `weight_decay`, `state` and `fused`.
+    """The AdamW update rule. The options of its parameter groups are `betas`, `eps`, `weight_decay`, `state` and
+    `fused`.
 
-    `fused` also tells torch to keep the step counter on the device when it loads the state.
+    `fused` makes torch keep the step counter on the device when it loads the optimizer state.
     """
 
     remembers = "AdamW's two moments"

@@ -1,4 +1,4 @@
-"""Float32 master weights in a single process, stored as bfloat16 compute copies and the bits that these lack.
+"""Float32 master weights in a single process. Each is stored as a bfloat16 copy for computing and the remaining bits.
 
     between steps        layer.weight   master, float32     a `SplitWeight`: 2 + 2 + 1/8 bytes per weight
     during computation   layer.weight   copy, bfloat16      the master's own rounding, not a second tensor
@@ -71,7 +71,7 @@ class MasterWeights:
 
 
 class _Unit:
-    """The parameters of one layer, or of all modules outside the layers."""
+    """The parameters of one layer, or of all modules outside the layers, whose gradients are collected together."""
 
     def __init__(self, modules: Iterable[nn.Module], copies: dict[int, nn.Parameter]) -> None:
         self.places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, nn.Parameter]] = []

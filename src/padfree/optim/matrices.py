@@ -58,8 +58,8 @@ def on_whole_matrices(
 ) -> Tensor:
     """Apply `function`, which maps n matrices [n, A, B] to [n, A, B], to matrices that are sharded over ranks.
 
-    Collective. `parts` [n, a, b] holds this rank's shards of the matrices. Returns this rank's shards of the results.
-    Rank (`first` + i) % group size computes matrix i.
+    `parts` [n, a, b] holds this rank's shards of the matrices. Returns this rank's shards of the results. Rank (`first`
+    + i) % group size computes matrix i. Collective: all ranks must call it.
     """
     if split is None:
         return function(parts)

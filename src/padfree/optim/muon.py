@@ -44,7 +44,8 @@ if matrices are sharded.
 class Muon:
     """The Muon update rule for hidden matrices.
 
-    The options of its groups are `momentum`, `nesterov`, `newton_schulz_steps`, `weight_decay` and `update_rms`.
+    The options of its parameter groups are `momentum`, `nesterov`, `newton_schulz_steps`, `weight_decay` and
+    `update_rms`.
     """
 
     remembers = "Muon's momentum"
@@ -80,7 +81,7 @@ class Muon:
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """Orthogonalise n matrices [n, A, B] by Newton-Schulz iterations.
 
-    A result has the singular vectors of its matrix, and singular values of about 1 in place of the nonzero ones.
+    A result has the same singular vectors as its matrix, but all nonzero singular values are replaced by about 1.
     """
     a, b, c = COEFFICIENTS
     found = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices

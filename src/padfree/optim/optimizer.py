@@ -80,7 +80,10 @@ class Optimizer(torch.optim.Optimizer):
             RULES[group["rule"]].step(group, self.state, finite, scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load only the state of each parameter. The optimizer keeps its own learning rates and options."""
+        """Load the state of each parameter, such as its moments.
+
+        The learning rates and options of `state_dict` are ignored; the optimizer keeps its own.
+        """
         options = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, own in zip(self.param_groups, options, strict=True):
@@ -103,8 +106,8 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
     """Return the bytes of the optimizer state of these groups, if all parameters are float32.
 
-    The function `numbers` returns the number of elements of a parameter to count. By default it returns all elements.
-    To get the bytes on one rank, pass a function that returns the elements on that rank.
+    The function `numbers` returns how many elements of a parameter are counted, by default all. To get the bytes on one
+    rank, pass a function that returns the number of elements on that rank.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)

@@ -44,7 +44,7 @@ class ParameterPiece(NamedTuple):
 def update_pieces(
     parameters: Sequence[Tensor], state: State, update: Callable[[list[ParameterPiece]], None], most: int
 ) -> None:
-    """Call `update` with all parameters as plain tensors.
+    """Call `update` with pieces of all parameters as plain tensors, instead of DTensors or split weights.
 
     Split weights (float32 weights stored in two parts) are joined to float32 first, in blocks of at most `most`
     elements; `update` is called once for each block.
@@ -67,7 +67,9 @@ def update_pieces(
 
 
 class _SplitPiece(NamedTuple):
-    """Some matrix rows of a split weight (a float32 weight stored in two parts), not joined to float32 yet."""
+    """Some matrix rows of a split weight (a float32 weight stored in two parts), before the parts are joined to
+    float32.
+    """
 
     storage: SplitStorage
     start: int  # in the storage
@@ -85,7 +87,7 @@ def _piece(parameter: Tensor, state: State) -> ParameterPiece:
 def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
     """Divide split weights into blocks of at most `most` elements, but of at least `ROWS` matrix rows.
 
-    A block is one range of the storage.
+    A block is one contiguous range of the memory that holds the split weights.
     """
     block: list[_SplitPiece] = []
     for parameter in sorted(parameters, key=lambda each: (id(each.storage_), each.start)):

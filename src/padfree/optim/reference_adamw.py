@@ -7,7 +7,8 @@
     state      = m and v, rounded stochastically
 
 In the formula for the weight, `rate` and `correction` contain the bias corrections. Both are computed on the device in
-float64, from the step counter. The step counter is on the device, because it does not count skipped steps.
+float64, from the step counter. The step counter is on the device, because only the device knows which steps are skipped
+and not counted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CHUNK = 1 << 20
 
 
 class Step(NamedTuple):
-    """The values that all parameters share in a step."""
+    """The values of an AdamW step that are the same for all parameters, such as the learning rate."""
 
     finite: Tensor  # bool, on the device
     scale: Tensor | None  # float32, on the device
@@ -36,7 +37,7 @@ class Step(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Some rows [R, C] of one moment. In int8, the rows come with their scales [R, blocks]."""
+    """Some matrix rows [R, C] of one AdamW moment. In int8, the matrix rows come with their scales [R, blocks]."""
 
     values: Tensor
     scales: Tensor | None

@@ -22,7 +22,7 @@ def muon_step(
     weight_decay: float = 0.0,
     update_rms: float = 0.2,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weight [A, B] and the momentum buffer [A, B] after one step."""
+    """Return the weight [A, B] and the momentum buffer [A, B] after one Muon step."""
     buffer = momentum * buffer + (1 - momentum) * gradient
     update = (1 - momentum) * gradient + momentum * buffer if nesterov else buffer
     height, width = weight.shape

@@ -21,7 +21,7 @@ Update = Callable[[ParameterRows, Step], None]
 
 
 class RoundedUpdate:
-    """Updates a group of parameters whose moments are not float32 (`optimizer.state`)."""
+    """The AdamW update of a group of parameters whose moments are bfloat16 or int8 (`optimizer.state`)."""
 
     def __init__(
         self, group: Group, parameters: list[Tensor], state: State, finite: Tensor, scale: Tensor | None

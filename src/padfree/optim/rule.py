@@ -1,4 +1,6 @@
-"""The interface of an update rule, which updates the parameters of a group and defines their optimizer state."""
+"""The interface of an update rule, such as AdamW or Muon: it updates the parameters of a group and defines their
+optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ class UpdateRule(Protocol):
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
         """Update the group's parameters that have a gradient. Gradients are multiplied by the scalar tensor `scale`.
 
-        Collective. If the scalar tensor `finite` is false, neither parameters nor state change. `finite` and `scale`
-        are on the device of the parameters, so that the host need not synchronise.
+        If the scalar tensor `finite` is false, neither parameters nor state change. `finite` and `scale` are on the
+        device of the parameters, so that the host need not synchronise. Collective: all ranks must call it.
         """
         ...
 
@@ -45,5 +47,7 @@ class UpdateRule(Protocol):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor. The shard shares the tensor's memory."""
+    """Return this rank's shard of a DTensor as a plain tensor that shares its memory. A plain tensor is returned
+    unchanged.
+    """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,8 +1,8 @@
-"""The learning rate as a pure function of the step.
+"""The learning-rate schedule: the factor by which the learning rate is multiplied in each step.
 
     warmup 4, steps 10, cosine      ¼ ½ ¾ 1 | .93 .75 .5 .25 .07 0        the factor in steps 0 to 9
 
-The factor depends only on the step, so a resumed run needs no other state.
+The factor depends only on the number of the step, so a resumed run needs no other state.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 class Rounding(NamedTuple):
-    """In int8, code c of a moment stands for (c / most)^(2^squarings) times the scale, for c from 0 to `most`."""
+    """How int8 codes of a moment are decoded: code c stands for (c / most)^(2^squarings) times the scale, for c from 0
+    to `most`.
+    """
 
     most: int
     squarings: int
@@ -61,7 +63,7 @@ INT8 = {"exp_avg": Rounding(127, 2, torch.int8), "exp_avg_sq": Rounding(255, 3, 
 
 
 class RowRange(NamedTuple):
-    """Which rows of a parameter [..., C] a rank holds. Row r of the rank is this row of the parameter:
+    """The matrix rows of a parameter [..., C] that a rank holds. Row r of the rank is this row of the parameter:
 
     first + r // inner * outer + r % inner
 
@@ -74,7 +76,7 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """Return the range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` <
+        """Return this range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` <
         `outer`).
         """
         assert rows == 0 or self.inner == self.outer
@@ -114,7 +116,9 @@ def rows_of(parameter: Tensor) -> RowRange:
 
 
 def row_range(shape: torch.Size, region: Region) -> RowRange:
-    """Return the matrix rows in a region of a parameter. Only the parameter's first two dimensions may be sharded."""
+    """Return the matrix rows that a region (shard) of a parameter covers. Only the parameter's first two dimensions may
+    be sharded.
+    """
     whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(
@@ -133,8 +137,9 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
 
 
 def mix(x: Tensor) -> Tensor:
-    """Apply a bijection of 32-bit numbers (stored as int64) whose results look random. No product exceeds 63 bits."""
+    """Hash 32-bit numbers (stored as int64) by a bijection whose results look random."""
     x = x ^ (x >> 16)
+    # No product exceeds 63 bits.
     x = x * MULTIPLIERS[0] & MASK
     x = x ^ (x >> 15)
     x = x * (MULTIPLIERS[1] - (1 << 32)) & MASK
@@ -158,7 +163,7 @@ def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns:
 
 
 def round_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 values stochastically to bfloat16. Each entry of `bits` (int64) has 16 random bits for a value."""
+    """Round float32 values stochastically to bfloat16. `bits` (int64) holds 16 random bits for each value."""
     rounded = (values.view(torch.int32) + bits.int() & ~0xFFFF).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 
@@ -178,7 +183,9 @@ def decode_int8(codes: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
 
 
 def encode_int8(values: Tensor, bits: Tensor, rounding: Rounding) -> tuple[Tensor, Tensor]:
-    """Round float32 values [R, C] stochastically, with 16 random bits for each. Returns codes and scales."""
+    """Round float32 values [R, C] stochastically to int8 codes, with 16 random bits for each value. Returns the codes
+    and the scales.
+    """
     rows, columns = values.shape
     blocks = num_blocks(columns)
     magnitude = torch.nn.functional.pad(values.abs(), (0, blocks * BLOCK - columns)).view(rows, blocks, BLOCK)

@@ -1,4 +1,6 @@
-"""Assign samples to packs and ranks. A pack is one token axis on which samples are laid end to end."""
+"""Assign samples to packs and ranks. A pack is one sequence in which several samples follow each other without
+padding.
+"""
 
 from padfree.packing.balance import balance
 from padfree.packing.collate import collate, pack, unpack

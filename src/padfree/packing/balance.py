@@ -49,11 +49,11 @@ def balance(
 ) -> list[Indices]:
     """Partition the samples into k parts with nearly equal sums of `costs` [n].
 
-    Returns k arrays of ascending sample indices; every sample is in exactly one of them. With n >= k samples, no part
-    is empty. With fewer samples than parts, each sample has a part of its own, and the other parts are empty.
+    Returns k arrays of ascending sample indices, one for each part. If n >= k, no part is empty. If there are fewer
+    samples than parts, each sample has a part of its own, and the other parts are empty.
 
-    `cap` limits the sum of `lengths` [n] in a part. Without `lengths`, it limits the sum of `costs`, which must then be
-    integers. With `equal_count`, the sample counts of any two parts differ by at most 1.
+    `cap` limits the sum of `lengths` [n] in a part. If `lengths` is None, `cap` limits the sum of `costs`, which must
+    then be integers. If `equal_count` is True, the numbers of samples in any two parts differ by at most 1.
     """
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
@@ -123,7 +123,9 @@ Parts = list[Indices]
 
 
 def partition(problem: PartitionProblem) -> Parts | None:
-    """Return parts of nearly equal cost, as ascending sample indices; None if no assignment fits the cap."""
+    """Return parts of nearly equal cost, as ascending sample indices, or None if no assignment keeps to the limit on
+    tokens.
+    """
     parts = _start(problem)
     if parts is None:
         return None
@@ -132,17 +134,17 @@ def partition(problem: PartitionProblem) -> Parts | None:
 
 
 def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
-    """The sum of `values` [n] over the samples of each of the k parts, [k]."""
+    """Return the sum of `values` [n] over the samples of each of the k parts, [k]."""
     part = np.repeat(np.arange(len(parts)), [len(indices) for indices in parts])
     weights = values[np.concatenate(parts)]
     return np.asarray(np.bincount(part, weights=weights, minlength=len(parts)), dtype=np.float64)
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """Find an initial assignment of samples to parts in which no part exceeds the cap on its tokens.
+    """Return an initial assignment of samples to parts in which no part exceeds the limit on its tokens.
 
     Three ways are tried: greedily by cost, then with nearly equal lengths, then into as few parts as possible (`fill`).
-    Return None if no assignment fits.
+    Returns None if no assignment fits.
     """
     parts = _greedy(problem)
     if parts is not None:
@@ -162,9 +164,9 @@ def _start(problem: PartitionProblem) -> Parts | None:
 
 
 def _greedy(problem: PartitionProblem) -> Parts | None:
-    """Assign samples by falling cost, each to the cheapest part where it fits.
+    """Assign samples to parts by falling cost, each sample to the cheapest part that has room for its tokens.
 
-    Returns None if a sample fits nowhere.
+    Returns None if no part has room for a sample.
     """
     # Add a tiny constant to the cost of each sample, so that samples of cost 0 are also spread over the parts.
     cost = (problem.cost + (1e-9 * problem.cost.max(initial=0.0) or 1.0)).tolist()
@@ -203,7 +205,7 @@ def _greedy(problem: PartitionProblem) -> Parts | None:
 
 
 def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
-    """Move one sample to each empty part, while some part has at least two samples.
+    """Move one sample to each empty part, as long as some part has at least two samples.
 
     The costliest part with at least two samples gives its cheapest sample.
     """
@@ -224,7 +226,7 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
 
 
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
-    """Swap samples between parts until the costliest part is near the mean, or at most `goal`.
+    """Swap samples between parts until the cost of the costliest part is near the mean, or at most `goal`.
 
     The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on. A part is one
     matrix row of `slots` [k, m]: its samples, then at least one empty slot. A swap with an empty slot moves a sample.
@@ -272,10 +274,10 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """Split each part into the samples that the exchange phase may move, and the samples that stay.
+    """Split each part into the samples that the exchange phase may move between parts, and the samples that stay.
 
     In a large part only every i-th sample is movable, so that a round of exchanges compares at most 2 million pairs of
-    samples. With `equal`, every part has the same number of movable samples.
+    samples. If `equal` is True, every part has the same number of movable samples.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

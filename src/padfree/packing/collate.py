@@ -52,9 +52,9 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay samples end to end in as few packs as possible.
 
-    `num_packs`: make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps sample
-    lengths to costs; by default, the cost is the number of tokens. `max_tokens`: limit on the tokens of a pack with its
-    padding; a longer sample raises `UserError`. Packs are padded to a multiple of `multiple_of` tokens.
+    `num_packs`: if given, make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps
+    sample lengths to costs; by default, the cost is the number of tokens. `max_tokens`: limit on the tokens of a pack
+    with its padding; a longer sample raises `UserError`. Packs are padded to a multiple of `multiple_of` tokens.
 
     `weights`: one array [n] per sample; element t is the weight of the prediction of token t + 1 (see `token_weights`).
     By default every scored token has the same weight, and the weights of all packs sum to 1.
@@ -109,7 +109,7 @@ def collate(
     share_prefixes: SharePrefixes = False,
     cost: CostModel | None = None,
 ) -> PackedBatch:
-    """Lay all samples end to end in one pack, without a cap.
+    """Lay all samples end to end in one pack, without a limit on its tokens.
 
     `share_prefixes`: whether a prefix that several samples have in common is stored only once (`Entries`). "auto"
     compares samples of the same `group`, and shares a prefix if this is cheaper according to `cost`. True shares every
@@ -124,10 +124,10 @@ def collate(
 
 
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
-    """Build the prefix tree of the samples. Without `share_prefixes`, every sample is a root.
+    """Build the prefix tree of the samples. If `share_prefixes` is False, no samples share a node of the tree.
 
-    If samples have routes (the experts chosen for each token), a shared prefix ends before the first token whose
-    routes differ, because other experts give other hidden states.
+    If samples have routes (the experts chosen for each token), a shared prefix ends before the first token whose routes
+    differ, because other experts give other hidden states.
     """
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
@@ -144,7 +144,7 @@ def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: 
 
 
 def with_shared_prefixes(batch: PackedBatch, samples: Sequence[Sample], tree: PrefixTree) -> PackedBatch:
-    """Store the samples of a batch as nodes of a prefix tree, so that each shared token is stored once.
+    """Return the batch with its samples stored as nodes of a prefix tree, so that each shared token is stored once.
 
     A batch without shared prefixes is returned unchanged.
     """
@@ -240,7 +240,7 @@ def _label(sample: Sample, index: int) -> str:
 def _partition(
     lengths: NDArray[np.int64], max_tokens: int | None, num_packs: int | None, cost: Cost | None
 ) -> Sequence[NDArray[Any]]:
-    """Assign samples to packs. Returns the ascending sample indices of each pack."""
+    """Assign samples to packs, given their lengths. Returns the ascending sample indices of each pack."""
     if max_tokens is None and (num_packs is None or num_packs == 1):
         return [np.arange(len(lengths))]
     if num_packs is None:
@@ -304,9 +304,10 @@ def _collate(
 
 
 def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> PackedKept | None:
-    """Return the kept sets: the token ids among which the sampler chose each token, after top-p and top-k.
+    """Return the kept sets of a pack: for each predicted token, the ids among which the sampler chose after top-p and
+    top-k.
 
-    `predictions`: the indices of positions that predict a token. Return None if no sample has kept sets.
+    `predictions`: the pack indices of the positions that predict a token. Returns None if no sample has kept sets.
     """
     if all(sample.kept is None for sample in samples):
         return None
@@ -321,7 +322,7 @@ Range = tuple[Sample, int, int]
 def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
     """Return the routes [T, R, k] of a pack: the k experts chosen for each of T tokens in each of R layers.
 
-    Return None if no sample has routes.
+    Returns None if no sample has routes.
     """
     parts = [None if sample.routes is None else sample.routes[begin:end] for sample, begin, end in ranges]
     routes = joined_routes(parts, [end - begin for _, begin, end in ranges])
@@ -331,7 +332,7 @@ def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:
 def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
     """Return the rotary positions [P, T] of a pack: P positions (e.g. time, height, width) for each of T tokens.
 
-    Return None if no sample has `rotary_positions`.
+    Returns None if no sample has `rotary_positions`.
 
     In a sample without `rotary_positions`, all P positions of token i are i.
     """
@@ -355,7 +356,7 @@ def _rotary_positions(ranges: Sequence[Range]) -> Tensor | None:
 
 
 def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
-    """Load the distinct images of a pack, and find their placeholder tokens. None if the pack shows no image."""
+    """Load the distinct images of a pack, and find their placeholder tokens. Returns None if the pack has no image."""
     distinct: dict[str, tuple[Image, int]] = {}  # digest -> image, and the number of its first feature
     num_features = 0
     index: list[NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
@@ -385,7 +386,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
     if len(placeholders) > 1:
         raise UserError(
             "images",
-            f"of one pack have different placeholder tokens: {', '.join(map(str, sorted(placeholders)))}",
+            f"the images of one pack have different placeholder tokens: {', '.join(map(str, sorted(placeholders)))}",
             "prepare all samples for the same model",
         )
     (placeholder,) = placeholders
@@ -407,14 +408,14 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
         if "pixel_values" not in inputs or inputs.keys() != names:
             raise UserError(
                 "images",
-                f"of one pack have the tower inputs ({', '.join(sorted(names))}) and ({', '.join(sorted(inputs))})",
+                f"two images of a pack have the inputs ({', '.join(sorted(names))}) and ({', '.join(sorted(inputs))})",
                 "give each image pixel_values, and give all images the same inputs",
             )
         for name in names:
             if inputs[name].shape[1:] != loaded[0][name].shape[1:]:
                 raise UserError(
                     "images",
-                    f"of one pack have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
+                    f"two images of a pack have {name} of shapes {loaded[0][name].shape} and {inputs[name].shape}",
                     "prepare all images of a data set to the same size of patch or tile",
                 )
     return PackedImages(
@@ -430,7 +431,8 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
 def _padded_to_largest(loaded: Sequence[Mapping[str, NDArray[Any]]]) -> list[Mapping[str, NDArray[Any]]]:
     """Pad `pixel_values` [1, channels, height, width] at the right and bottom to the size of the largest image.
 
-    Only towers that cut an image to its `image_sizes` [1, 2] (Pixtral) need padding. Other inputs are unchanged.
+    Only vision towers that cut an image to its `image_sizes` [1, 2] (Pixtral) need padding. The images of other towers
+    are unchanged.
     """
 
     def is_cut(inputs: Mapping[str, NDArray[Any]]) -> bool:

@@ -47,7 +47,7 @@ EVEN = 1.02
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
-    """The possible widths of packs (numbers of ranks that share one pack) on `largest` ranks.
+    """Return the possible widths of packs (numbers of ranks that share one pack) on `largest` ranks.
 
     Each width divides the next: `largest` 8 gives 1 2 4 8, and 12 gives 1 3 6 12.
     """
@@ -60,7 +60,8 @@ def context_sizes(largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class WidePlan:
-    """The packs of each rank. In each of J waves, every rank runs one pack.
+    """A plan of a step: the packs that each rank runs, one in each of J waves (micro-batches that all ranks run
+    together).
 
     A pack that several ranks share appears in the list of each of these ranks.
     """
@@ -79,7 +80,8 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """Assign the samples with the indices `candidates` to packs, ranks and waves.
+    """Assign the samples with the indices `candidates` to packs, ranks and waves (micro-batches that all ranks run
+    together).
 
     `length`, `cost` [n] describe all n samples.
 
@@ -160,10 +162,10 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Fill packs that several ranks share with short samples, up to the cost per rank `level`.
+    """Add short samples to packs that several ranks share, until a pack costs `level` per rank.
 
-    The costliest short sample that fits is added first. `narrow`: the indices of the short samples. Return the indices
-    of the short samples that were not added.
+    The costliest short sample that fits is added first. `narrow` are the indices of the short samples. Returns the
+    indices of the short samples that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()
@@ -183,9 +185,11 @@ def _fill_wide(
 
 
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Assign packs to waves and ranks. Wide packs are assigned first.
+    """Assign packs to ranks and to waves (micro-batches that all ranks run together). Packs that need the most ranks
+    come first.
 
-    The number of free ranks in a wave is then always a multiple of the width of the next pack.
+    Because of this order, the number of free ranks in a wave is always a multiple of the ranks that the next pack
+    needs.
     """
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])

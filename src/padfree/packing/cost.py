@@ -51,18 +51,19 @@ class CostModel:
             need_number(field, value, 0.0, sys.float_info.max, "give a finite number of 0 or more")
 
     def __call__(self, lengths: ArrayLike) -> Floats:
-        """The costs [n] of samples with these lengths [n], without the constants for micro-batches and steps."""
+        """Return the costs [n] of samples with these lengths [n], without the constants for micro-batches and steps."""
         n = number_array(lengths, "lengths").astype(np.float64)
         return self.linear * n + self.quadratic * n * n
 
     @staticmethod
     def tokens() -> CostModel:
-        """A cost model in which the cost of a sample is its number of tokens."""
+        """Return a cost model in which the cost of a sample is its number of tokens."""
         return CostModel(linear=1.0)
 
     @staticmethod
     def from_config(config: Any) -> CostModel:
-        """A cost model in FLOPs of forward and backward, from the config (object or dict) of a Hugging Face causal LM.
+        """Return a cost model in FLOPs of forward and backward, from the config (object or dict) of a Hugging Face
+        causal LM.
 
         The cost counts the matmuls of each token, the output head and causal attention. A mixture of experts counts the
         router, the shared experts and the experts that a token is routed to. A layer with a sliding window counts as if
@@ -116,7 +117,7 @@ class CostModel:
 def _nonnegative_least_squares(features: Floats, target: Floats) -> Floats:
     """Return the non-negative coefficients c that minimise the squared error of `features` @ c against `target`.
 
-    Every subset of the columns of `features` is tried; there are few columns.
+    Every subset of the columns of `features` is tried, which is fast because there are few columns.
     """
     scale: Floats = np.maximum(np.abs(features).max(0), np.finfo(np.float64).tiny)
     scaled = features / scale

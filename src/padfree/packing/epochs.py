@@ -41,7 +41,7 @@ class SourcePart:
     weight: Fraction
 
     def shown(self, epochs: int) -> int:
-        """The number of samples of this part that the first `epochs` epochs show, repetitions included."""
+        """Return the number of samples of this part that the first `epochs` epochs show, repetitions included."""
         return math.floor(epochs * self.weight * self.size)
 
 
@@ -53,11 +53,13 @@ class EpochOrder:
         self._inside: dict[int, Indices] = {}  # by number of the part: the order of its samples
 
     def start(self, epoch: int) -> int:
-        """The number of samples shown in all earlier epochs together."""
+        """Return the number of samples shown in all epochs before `epoch` together."""
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:
-        """The epoch that contains this position. Epochs without samples are skipped."""
+        """Return the epoch that contains `position`, which counts samples over all epochs. Epochs without samples are
+        skipped.
+        """
         low, high = 0, 1
         while self.start(high) <= position:
             low, high = high, 2 * high
@@ -67,7 +69,7 @@ class EpochOrder:
         return low
 
     def __call__(self, epoch: int) -> Indices:
-        """The samples that this epoch shows, in order, as indices [n] into the source."""
+        """Return the samples that `epoch` shows, in order, as indices [n] into the source."""
         first, found = 0, []
         for number, part in enumerate(self.parts):
             items = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)
@@ -87,7 +89,7 @@ class EpochOrder:
 
 
 def shuffled(length: int, seed: int, epoch: int) -> Indices:
-    """An order of `length` samples that depends only on seed and epoch.
+    """Return a random order of `length` samples that depends only on seed and epoch.
 
     Samples are sorted by a hash of (seed, epoch, index), so that the order is the same with all library versions.
     """
@@ -99,5 +101,5 @@ def shuffled(length: int, seed: int, epoch: int) -> Indices:
 
 
 def _hashed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hash each of `values`: return the number at this index in the random sequence of splitmix64 with seed 0."""
+    """Hash each value v to the v-th number of the random sequence of splitmix64 with seed 0."""
     return splitmix64(values * np.uint64(SPLITMIX64[0]))

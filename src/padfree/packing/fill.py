@@ -38,7 +38,9 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Bins(Sequence[Indices]):
-    """A list of index arrays, stored in two flat arrays: bin b is `indices[offsets[b]:offsets[b + 1]]`, ascending."""
+    """The sample indices of each bin, stored in two flat arrays: bin b is `indices[offsets[b]:offsets[b + 1]]`,
+    ascending.
+    """
 
     indices: Indices  # [n] each sample once
     offsets: Indices  # [bins + 1]
@@ -63,7 +65,7 @@ class Bins(Sequence[Indices]):
             yield self.indices[start:end]
 
     def sums(self, values: NDArray[Any]) -> NDArray[Any]:
-        """The sum of `values` [n] over the samples of each bin, [bins]. No bin is empty."""
+        """Return the sum of `values` [n] over the samples of each bin, [bins]. No bin may be empty."""
         return np.add.reduceat(values[self.indices], self.offsets[:-1]) if len(self) else values[:0]
 
 
@@ -89,7 +91,7 @@ def fill(lengths: ArrayLike, capacity: int) -> Bins:
 
 
 def checked_lengths(lengths: ArrayLike, field: str = "lengths") -> Indices:
-    """Check lengths and return them as a flat int64 array. Error messages name the field and the sample."""
+    """Check sample lengths and return them as a flat int64 array. Error messages name `field` and the sample."""
     array = integer_array(lengths, field)
     if array.min(initial=0) < 0:
         index = int(array.argmin())
@@ -116,7 +118,7 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
 
 
 class _Step(NamedTuple):
-    """One step of the algorithm: `num_bins` bins with `free_tokens` free tokens take `per_bin` samples each.
+    """One step of best-fit decreasing: `num_bins` bins with `free_tokens` free tokens take `per_bin` samples each.
 
     After the step, each of these bins has `left` free tokens.
     """
@@ -130,7 +132,7 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """Return the steps of best-fit decreasing, and how many bins ever joined each queue.
+    """Return the steps of best-fit decreasing, and how many bins were put into each queue in total.
 
     In a step, several bins with equal free tokens take samples of one length. A queue holds the bins with one number of
     free tokens. `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
@@ -167,9 +169,9 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     """Return the bin of each sample, in the order of falling sample length.
 
-    A queue holds bins with the same number of free tokens, and a slot is an index in a queue (see the module
-    docstring). Here all queues are concatenated, the queue of new bins first. Each slot points to the slot where its
-    bin was before. The pointers of a bin end at slot i of the queue of new bins, where i is the number of the bin.
+    The `steps` of best-fit decreasing move bins between queues, one queue for each number of free tokens. `sizes` says
+    how many bins were put into each queue. Each bin is followed back through the queues to the queue of new bins, where
+    its index is its number.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)
@@ -177,6 +179,7 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
     per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)
 
+    # `origin` points from each place in a queue to the place where the bin was before. Bin i begins at index i.
     used = concatenated_ranges(source, num_bins)
     origin = np.arange(sum(sizes.values()))
     origin[concatenated_ranges(target, num_bins)] = used

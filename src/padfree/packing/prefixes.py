@@ -31,18 +31,18 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharingCost:
-    """The cost of sharing: `key` per copied key, and `node` per node that is added to the prefix tree.
+    """The cost of sharing prefixes: `key` per copied attention key, and `node` per node that is added to the prefix
+    tree.
 
-    The unit is the time to compute one token. For `key`: in a layer of a 4B model, copying one key takes about 0.5% of
-    the time to compute a token (24 KiB moved, against 0.6 GFLOP). For `node`: the last tile of queries of a node is
-    only half full on average.
+    The unit is the time to compute one token. In a layer of a 4B model, copying one key takes about 0.5% of this time
+    (24 KiB moved, against 0.6 GFLOP). A node costs time because its last tile of queries is only half full on average.
     """
 
     key: float = 0.01
     node: float = 32.0
 
     def pays(self, model: CostModel, *, num_samples: int, begin: int, end: int, num_keys: int) -> bool:
-        """Whether sharing the tokens [begin, end) of `num_samples` samples saves time.
+        """Return whether sharing the tokens [begin, end) of `num_samples` samples saves time.
 
         `num_keys` is the total number of tokens of these samples.
         """
@@ -70,21 +70,21 @@ class PrefixTree:
 
     @property
     def lengths(self) -> Indices:
-        """The number of tokens of each of the N nodes, [N]."""
+        """Return the number of tokens of each of the N nodes, [N]."""
         return self.end - self.begin
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that are computed: the tokens of all nodes, each once."""
+        """Return the number of tokens that are computed: the tokens of all nodes, each once."""
         return int(self.lengths.sum())
 
     @property
     def is_shared(self) -> bool:
-        """Whether any token belongs to more than one sample."""
+        """Return whether any token of the tree belongs to more than one sample."""
         return bool((self.parents >= 0).any()) or len(self.parents) < int((self.last >= 0).sum())
 
     def cost(self, model: CostModel) -> float:
-        """Return the cost of computing the tree.
+        """Return the cost of computing all tokens of the prefix tree.
 
         Each token is computed once. Its query attends to the keys on the path from the root to this token.
         """
@@ -103,9 +103,9 @@ class PrefixTree:
         return np.where(self.last >= 0, np.append(root, -1)[self.last], -1)
 
     def restricted(self, samples: NDArray[Any]) -> PrefixTree:
-        """The tree of some of the samples. Sample i of the new tree is sample `samples[i]` of this tree.
+        """Return the prefix tree of some of the samples. Sample i of the new tree is sample `samples[i]` of this tree.
 
-        The tree shares the same prefixes. A node with a single remaining child is merged with this child.
+        The new tree has the same shared prefixes. A node with a single remaining child is merged with this child.
         """
         through: dict[int, int] = {}  # node -> a sample whose path contains it
         last = self.last[np.asarray(samples, dtype=np.int64)].tolist()
@@ -166,7 +166,7 @@ def find_prefixes(
 
 
 class _Growth:
-    """Builds a prefix tree, one family (samples that may share tokens) at a time."""
+    """Builds a prefix tree, one family (set of samples that may share tokens) at a time."""
 
     def __init__(self, tokens: Sequence[NDArray[Any]], model: CostModel, overhead: SharingCost) -> None:
         self.tokens, self.model, self.overhead = tokens, model, overhead
@@ -218,7 +218,9 @@ class _Growth:
         return self.overhead.pays(self.model, num_samples=len(members), begin=begin, end=end, num_keys=num_keys)
 
     def _node(self, parent: int, sample: int, begin: int, end: int) -> int:
-        """Add a node and return its index. A node without tokens is not added; then the index `parent` is returned."""
+        """Add a node with the tokens [begin, end) of a sample and return its index. If there are no tokens, return
+        `parent`.
+        """
         if begin == end:
             return parent
         self.nodes.append((parent, sample, begin, end))
@@ -226,14 +228,14 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Build a `PrefixTree`. `nodes`: parent, sample, begin and end of each node; `last`: last node of each sample."""
+    """Make a `PrefixTree` from the (parent, sample, begin, end) of each node and the `last` node of each sample."""
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))
 
 
 def common_length(one: NDArray[Any], other: NDArray[Any]) -> int:
-    """The length of the common prefix of two token arrays."""
+    """Return the length of the common prefix of two token arrays."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(np.argmax(different)) if different.any() else length

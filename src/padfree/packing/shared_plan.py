@@ -47,9 +47,9 @@ def plan_shared_step(
     Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. `groups` [n]: samples
     with equal entries stay in one pack. `added` [n]: further costs of samples, e.g. of images.
 
-    `contexts`: how many ranks may share a pack. With several `contexts`, samples that share a prefix are divided into
-    parts that fit on one rank. A sample longer than `max_tokens` shares no prefix and is divided over as many ranks as
-    it needs.
+    `contexts`: the numbers of ranks that may share a pack. If there are several, samples that share a prefix are
+    divided into parts that fit on one rank. A sample longer than `max_tokens` shares no prefix and is divided over as
+    many ranks as it needs.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -109,7 +109,9 @@ def _families(prefixes: PrefixTree, too_long: NDArray[np.bool_]) -> list[Indices
 
 
 def _units(prefixes: PrefixTree, family: Indices, parts: int, max_tokens: int) -> list[Indices]:
-    """Divide a family (samples that share a prefix) into `parts` parts. Halve parts that do not fit into a pack."""
+    """Divide a family (samples that share a prefix) into `parts` parts, and halve each part that does not fit into a
+    pack.
+    """
     units: list[Indices] = []
     todo = [part for part in np.array_split(family, min(parts, len(family))) if len(part)][::-1]
     while todo:
@@ -155,5 +157,5 @@ def _plan(
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """The numbers 1, 2, 4, ... below `most`, and `most` itself."""
+    """Return the numbers 1, 2, 4, ... below `most`, and `most` itself."""
     return [*(1 << bit for bit in range((most - 1).bit_length())), most]

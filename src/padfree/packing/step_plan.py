@@ -69,7 +69,7 @@ class StepPlan:
 
     @staticmethod
     def empty(*, ranks: int, max_tokens: int) -> StepPlan:
-        """The plan of a step that computes nothing: no rank has a micro-batch."""
+        """Return the plan of a step that computes nothing: no rank has a micro-batch."""
         none: Indices = np.zeros(0, np.int64)
         return StepPlan(
             micro_batches=((),) * ranks,
@@ -87,12 +87,12 @@ class StepPlan:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches J, which is the same on every rank."""
+        """Return the number of micro-batches J, which is the same on every rank."""
         return len(self.micro_batches[0])
 
     @property
     def tokens(self) -> Indices:
-        """The number of tokens of the samples of each micro-batch, [ranks, J].
+        """Return the number of tokens of the samples of each micro-batch, [ranks, J].
 
         A pack that several ranks share is counted only for the first of them.
         """
@@ -101,14 +101,17 @@ class StepPlan:
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
-        """Whether each rank is the first of the ranks that share its pack, or the only one, as bools [ranks, J]."""
+        """Return bools [ranks, J] that say whether a rank is the first (or only) one of the ranks that share its
+        pack.
+        """
         if self.widths is None:
             return np.ones((self.ranks, self.num_micro_batches), dtype=np.bool_)
         first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
         return first
 
     def packs_of(self, rank: int) -> list[tuple[Indices, int | None]]:
-        """Return, for each of the J packs of a rank, its samples and the number of ranks that share the pack.
+        """Return, for each of the J packs of a rank, the indices of its samples and the number of ranks that share the
+        pack.
 
         The number is None in a plan without `widths`.
         """
@@ -116,39 +119,45 @@ class StepPlan:
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """The number of tokens of all packs, including padding.
+        """Return the number of tokens of all packs, including padding.
 
-        `context`: how many ranks share each pack, for a plan whose `widths` is None.
+        `context` is the number of ranks that share each pack; it is used if the plan has no `widths`.
 
-        All ranks of a pack hold the same number of tokens, at least one.
+        A pack is padded so that all ranks that share it hold the same number of tokens, at least one.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
 
     @property
     def computed_tokens(self) -> Indices:
-        """The number of tokens that each micro-batch computes, [ranks, J]. The tokens of a shared prefix count once."""
+        """Return the number of tokens that each micro-batch computes, [ranks, J]. The tokens of a shared prefix count
+        once.
+        """
         return self.tokens if self.computed is None else self.computed
 
     @property
     def sharing(self) -> float:
-        """The number of tokens of all samples, divided by the number of computed tokens; 1 without shared prefixes."""
+        """Return the number of tokens of all samples, divided by the number of computed tokens; 1 without shared
+        prefixes.
+        """
         computed = int(self.computed_tokens.sum())
         return int(self.tokens.sum()) / computed if computed else 1.0
 
     @property
     def step_cost(self) -> float:
-        """The cost of the step: for each micro-batch the cost of the costliest rank, summed over the micro-batches."""
+        """Return the cost of the step: for each micro-batch the cost of the costliest rank, summed over the
+        micro-batches.
+        """
         return float(self.cost.max(0).sum())
 
     @property
     def imbalance(self) -> float:
-        """The cost of the step, divided by its cost if no rank had to wait for another. A perfect plan has 1."""
+        """Return the cost of the step, divided by its cost if no rank had to wait for another. A perfect plan has 1."""
         return imbalance(self.cost)
 
     @property
     def fill(self) -> float:
-        """The number of planned tokens divided by the number of tokens that the micro-batches could hold.
+        """Return the number of planned tokens divided by the number of tokens that the micro-batches could hold.
 
         A sample longer than `max_tokens` counts as at most `max_tokens` tokens per rank.
         """
@@ -322,11 +331,10 @@ def _slots(
 
 
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
-    """Divide the samples of `problem` into few slots. A slot is one micro-batch of one rank.
+    """Divide the samples of `problem` into as few slots as possible. A slot is one micro-batch of one rank.
 
     The number of slots, together with `num_alone` slots of overlong samples, is a multiple of `ranks`. A binary search
-    finds the number of slots. At least as many slots are needed as hold all tokens. The number of bins that `fill`
-    makes always suffices.
+    finds the number of slots, between the number that holds all tokens and the number of bins that `fill` makes.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
@@ -362,7 +370,8 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """For each of J micro-batches, the target cost of its slots, [J]. A slot is one rank's work in one micro-batch.
+    """Return the target cost of the slots of each of J micro-batches, [J]. A slot is one rank's work in one
+    micro-batch.
 
     The target of a micro-batch is at least the cost of the costliest sample that must run in it. If no single sample
     costs more than an average slot, all targets are equal.

@@ -34,7 +34,9 @@ T = TypeVar("T")
 
 
 class EpochReader(Generic[T]):
-    """Reads a source in order. `position`: number of samples read, over all epochs. `peek` returns the next sample."""
+    """Reads the samples of a source in the order of its epochs. `position` is the number of samples read, over all
+    epochs.
+    """
 
     def __init__(
         self,
@@ -50,9 +52,9 @@ class EpochReader(Generic[T]):
         if self.length is None and (shuffle or epochs != 1):
             raise UserError(
                 "source",
-                "is an iterable without len and [i], which is read only once and in order, "
+                "is an iterable without len and [i], so it is read only once and in order, "
                 f"but shuffle={shuffle} and epochs={epochs}",
-                "give a sequence, or shuffle and repeat the iterable itself",
+                "give a sequence, or an iterable that is shuffled and repeated already",
             )
         if epochs is not None:
             need_whole("epochs", epochs, 1, "give 1 or more, or None for an endless stream")
@@ -94,7 +96,7 @@ class EpochReader(Generic[T]):
 
     @property
     def round(self) -> int:
-        """A number R of positions: any R consecutive positions of the stream show every sample at least once."""
+        """Return a number R such that any R consecutive positions of the stream show every sample at least once."""
         if self.parts is None:
             return self.length or 0
         return self.order.start(2 * max(math.ceil(1 / part.weight) for part in self.parts))
@@ -107,14 +109,14 @@ class EpochReader(Generic[T]):
         return self.position == begin + len(order)
 
     def index(self, position: int) -> int:
-        """The index in the source of the sample at this position."""
+        """Return the index in the source of the sample at `position`, which counts samples over all epochs."""
         if self.length is None:
             return position
         begin, order = self._epoch_at(position)
         return int(order[position - begin])
 
     def _epoch_at(self, position: int) -> tuple[int, Indices]:
-        """The first position of the epoch that contains `position`, and the order of its samples."""
+        """Return the first position of the epoch that contains `position`, and the order of the epoch's samples."""
         known = self._epoch
         if known is None or not known[0] <= position < known[0] + len(known[1]):
             epoch = self.order.epoch_at(position)
@@ -122,7 +124,7 @@ class EpochReader(Generic[T]):
         return known
 
     def peek(self) -> T:
-        """The next sample. Call it only if `ended` is False."""
+        """Return the next sample without advancing. Must not be called if `ended` is True."""
         return self._at(self.position) if self.length is not None else self._next[0]
 
     def _at(self, position: int) -> T:
@@ -134,7 +136,7 @@ class EpochReader(Generic[T]):
         self._next = []
 
     def restore(self, position: int, wanted: list[int]) -> list[tuple[int, T]]:
-        """Move to this position, and read the samples at the `wanted` earlier positions again.
+        """Move to `position`, and read the samples at the earlier positions in `wanted` again.
 
         Returns (position, sample) for each wanted position.
         """
@@ -162,9 +164,9 @@ class EpochReader(Generic[T]):
 
 
 class _Batcher(Generic[T]):
-    """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`.
+    """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`, which form batches from a stream of samples.
 
-    It holds the source, the counters, and the settings that must equal those in a saved state.
+    The class holds the source, the counters, and the settings, which must equal those in a saved state on resuming.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]]
@@ -186,7 +188,8 @@ class _Batcher(Generic[T]):
 
 
 class TokenBudgetBatcher(_Batcher[T]):
-    """Yields batches: lists of samples with at most `budget` tokens in total, by the rule in the module docstring.
+    """Yields batches: lists of samples with at most `budget` tokens in total. They are taken from a buffer, oldest
+    samples first.
 
     source        anything with `len` and `[i]`, or any iterable (then without shuffle, and epochs = 1)
     shuffle       a different order in each epoch, which depends only on `seed` and is the same on every machine
@@ -260,7 +263,7 @@ class TokenBudgetBatcher(_Batcher[T]):
                 )
 
     def _admitted(self, position: int, sample: T, *, again: bool = False) -> _Waiting[T] | None:
-        """Apply the `overlong` setting to a sample. Returns None if the sample is dropped.
+        """Apply the setting `overlong` to a sample, which may be too long. Returns None if the sample is dropped.
 
         If `again` is True, the sample was read before and is not counted as overlong a second time.
         """
@@ -284,7 +287,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         return _Waiting(position, index, sample, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream between two batches, as a dict of integers, strings and lists."""
+        """Return the state of the stream between two batches, as a dict of integers, strings and lists."""
         return {
             "settings": self._settings(),
             "step": self.step,
@@ -294,7 +297,10 @@ class TokenBudgetBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
+        """Continue the stream after the batch at which `state_dict` returned `state`.
+
+        The settings and the data must be the same as then.
+        """
         _check_settings(state, self._settings())
         samples = self._reader.restore(state["position"], state["buffer"])
         admitted = [self._admitted(position, sample, again=True) for position, sample in samples]
@@ -363,7 +369,7 @@ class FixedSizeBatcher(_Batcher[T]):
         return _cut(sample, self.max_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream between two batches, as a dict of integers, strings and lists."""
+        """Return the state of the stream between two batches, as a dict of integers, strings and lists."""
         return {
             "settings": self._settings(),
             "step": self.step,
@@ -372,7 +378,10 @@ class FixedSizeBatcher(_Batcher[T]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was called. The settings and the data must be the same."""
+        """Continue the stream after the batch at which `state_dict` returned `state`.
+
+        The settings and the data must be the same as then.
+        """
         _check_settings(state, self._settings())
         self._reader.restore(state["position"], [])
         self._batch, self.indices = [], []

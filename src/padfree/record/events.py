@@ -56,7 +56,9 @@ class Events:
                 folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: Kind, *, step: int, **fields: Any) -> None:
-        """Append one event with `fields`. If a killed run left an incomplete last line, start a new line."""
+        """Append an event with `fields` to the file. If a killed run left an incomplete last line, the event starts a
+        new line.
+        """
         if not self._writes:
             return
         now = datetime.now(UTC).isoformat(timespec="seconds")

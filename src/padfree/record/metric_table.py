@@ -1,7 +1,7 @@
 """Every metric that a run writes: its name, its unit and its meaning.
 
-docs/reference/metrics.md is generated from METRIC_GROUPS, which tests compare with the metrics of runs. A word in
-capitals stands for a name: `source/NAME/loss` is written once for each source of a mixture.
+docs/reference/metrics.md is generated from METRIC_GROUPS. Tests compare METRIC_GROUPS with the metrics of runs. A word
+in capitals stands for a name: `source/NAME/loss` is written once for each source of a mixture.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics: `source/NAME/loss` is written once per source; NAME is its name."""
+    """One metric, or a family of metrics such as `source/NAME/loss`, which is written once for the NAME of each data
+    source.
+    """
 
     name: str
     unit: str
@@ -400,7 +402,7 @@ METRIC_GROUPS = (STEP, LOSS, BATCH, TIMES, CRITIC, COLLECTION, EPISODES, EVALUAT
 
 
 def unknown_metrics(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that no metric in METRIC_GROUPS matches. `eval/SOURCE/...` counts as `eval/...`."""
+    """Return the names in `names` that match no metric in METRIC_GROUPS. `eval/SOURCE/...` counts as `eval/...`."""
     known = [metric for group in METRIC_GROUPS for metric in group.metrics]
     return [name for name in names if not any(metric.matches(each) for each in _spellings(name) for metric in known)]
 

@@ -57,9 +57,9 @@ class MetricsFile:
 
 
 def line_number(path: Path, number: int, line: str, field: str) -> int:
-    """Return the integer `field` of line `number` of the JSON Lines file `path`. `line` is its text.
+    """Return the integer `field` of line `number` of the JSON Lines file `path`. `line` is the text of this line.
 
-    Raise a `UserError` if the field is missing, because the file then was not written by a run of padfree.
+    Raise a `UserError` if the field is missing, because a run of padfree writes it to every line.
     """
     try:
         value = json.loads(line)[field]
@@ -67,7 +67,9 @@ def line_number(path: Path, number: int, line: str, field: str) -> int:
         value = None
     if not isinstance(value, int):
         raise UserError(
-            "run.folder", f"line {number} of {path} has no {field!r}, so no run wrote it", "move the file away"
+            "run.folder",
+            f"line {number} of {path} has no {field!r}, so padfree did not write this file",
+            "move the file away",
         )
     return value
 

@@ -9,9 +9,9 @@ MLflow reads its own environment variables: MLFLOW_TRACKING_URI names a server o
 (`sqlite:////data/mlflow.db`). A folder is refused, because MLflow stores each metric as a file: `loss` would be a file,
 and for `loss/entropy` it would have to be a folder.
 
-MLflow's client waits for the reply to each request, and retries for minutes if the server is unreachable. Therefore
-a thread sends the metrics: a step only appends its metrics to the list of unsent metrics. Metrics that could not be
-sent stay in this list.
+MLflow's client waits for the reply to each request, and retries for minutes if the server is unreachable. Therefore a
+thread sends the metrics, and a step only appends its metrics to a list. Metrics that could not be sent stay in this
+list.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MlflowTracker:
             raise UserError(
                 "track.mlflow",
                 f"cannot be used ({' '.join(str(error).split())})",
-                "set MLFLOW_TRACKING_URI to a server or database; a database needs pip install 'padfree[mlflow]'",
+                "set MLFLOW_TRACKING_URI to a server, or to a database (needs pip install 'padfree[mlflow]')",
                 value=experiment,
             ) from error
         self._changed = threading.Condition()
@@ -158,7 +158,7 @@ class MlflowTracker:
 def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each setting with its dotted name: `{"optimizer": {"lr": 1e-5}}` -> `("optimizer.lr", "1e-05")`.
 
-    Strings stay as they are. Other values become JSON.
+    Strings stay as they are. All other values are converted to JSON text.
     """
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:

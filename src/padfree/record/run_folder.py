@@ -74,7 +74,7 @@ class Holder:
 
 
 def check_run_folder(config: Config) -> None:
-    """Raise a `UserError` if a run must not write to `run.folder`. Nothing is written."""
+    """Raise a `UserError` if a run must not write to `run.folder`. This function writes nothing."""
     folder = Path(config.run.folder)
     try:
         folder.stat()
@@ -148,7 +148,9 @@ def _check_inputs(config: Config, folder: Path) -> None:
 
 
 def mark_run_folder(config: Config) -> Identity:
-    """Create the folder and its `run.json` if they do not exist; return the identity of the run."""
+    """Create the run folder and its `run.json` if they do not exist. Return the identity of the run, the content of
+    `run.json`.
+    """
     check_run_folder(config)
     folder = Path(config.run.folder)
     with writing(folder):
@@ -287,7 +289,9 @@ def _identity_of_rank_0(identity: Identity | None) -> Identity:
 
 
 def _not_shared(folder: Path, identity: Identity) -> str | None:
-    """Return an error message if this rank's host sees another folder than rank 0; otherwise None."""
+    """Return an error message if `folder` is another folder on this rank's host than on rank 0's host; otherwise
+    None.
+    """
     deadline = time.monotonic() + SHOWN_SECONDS
     while (read_json(folder / MARKER) or {}).get("run") != identity.run:
         if time.monotonic() > deadline:

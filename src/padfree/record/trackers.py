@@ -53,13 +53,13 @@ def require_trackers(config: TrackConfig) -> None:
             raise UserError(
                 f"track.{name}",
                 f", but the package {name} is missing",
-                f"pip install '{package}', or leave the setting out",
+                f"install it with pip install '{package}', or remove track.{name}",
                 value=getattr(config, name),
             )
 
 
 class Trackers:
-    """The trackers that the settings name. Ranks other than 0 have no trackers."""
+    """The metric trackers (TensorBoard, W&B, trackio, MLflow) that the settings name. Only rank 0 has trackers."""
 
     def __init__(
         self, config: TrackConfig, folder: Path, settings: Mapping[str, Any], *, rank: int, step: int = 0
@@ -164,7 +164,9 @@ def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple
 
 
 def _name_of(folder: Path, tracker: str) -> str:
-    """Return the name or id of this run at a tracker. The first start of the run chooses and stores this name."""
+    """Return the name or id of this run at a tracker such as W&B. It is chosen and stored when the run starts for the
+    first time.
+    """
     names = _read_names(folder / FILE)
     if tracker not in names:
         # A folder name may contain characters that W&B does not allow in an id.

@@ -74,7 +74,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = Fals
 
 
 class LocalExperts:
-    """A view of a module of experts that has only this rank's experts."""
+    """A view of a module of experts, which shows only the weights of this rank's experts."""
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self._module = module
@@ -111,7 +111,9 @@ def _forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor
 
 
 def _compute(module: nn.Module, local: LocalExperts, rows: Tensor, experts: Tensor) -> Tensor:
-    """Apply to each of R hidden states the expert that it was sent to: `rows` [R, D] and `experts` [R] -> [R, D]."""
+    """Apply the experts of this rank to R hidden states: `rows` [R, D] -> [R, D]. `experts` [R] has the expert of each
+    row.
+    """
     own_forward = type(module).forward
     if len(rows) == 0:
         # A rank without rows computes one row of zeros. Its weights then get gradients of 0, and it takes part in the
@@ -136,7 +138,7 @@ class Routes(NamedTuple):
 def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
     """Find which hidden states go to which rank, for the chosen experts [T, k].
 
-    Every rank holds `local` experts. The host synchronises once. Collective.
+    Every rank holds `local` experts. The host synchronises with the device once. Collective: all ranks must call this.
     """
     ranks, flat = group.size(), choices.reshape(-1)
     order = torch.argsort(flat, stable=True)
@@ -163,5 +165,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send rows to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], in rank order. Collective."""
+    """Send rows to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], in rank order. All ranks must call
+    this.
+    """
     return cast(Tensor, _Exchange.apply(rows, send, receive, group))  # type: ignore[no-untyped-call]

@@ -32,12 +32,11 @@ def shard_model(
     rules: Sequence[Rule] = (),
     recompute_experts: bool = False,
 ) -> None:
-    """Shard a model over all data and context ranks. `rules` place some parameters in another way.
+    """Shard a model over all data and context ranks with FSDP2.
 
-
-
-    If `recompute_experts` is True, backward recomputes experts that are divided over ranks. This is needed if compiled
-    layers recompute activations, because the graph of a compiled layer does not include divided experts.
+    `rules` place some parameters, such as those of experts, in another way. If `recompute_experts` is True, backward
+    recomputes experts that are divided over ranks. This is needed if compiled layers recompute activations, because the
+    graph of a compiled layer does not include divided experts.
     """
     lower = dtype != torch.float32
     # Inputs keep their dtype. Otherwise FSDP2 would round the token weights and log-probabilities of the batch.

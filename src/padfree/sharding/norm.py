@@ -22,7 +22,9 @@ GradientPlacement = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Return the norm of the whole gradient, the same on every rank: a float64 tensor [] on `device`. Collective."""
+    """Return the norm of the whole gradient, the same on every rank: a float64 tensor [] on `device`. All ranks must
+    call this.
+    """
     by_placement: dict[GradientPlacement, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad

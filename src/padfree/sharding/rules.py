@@ -4,8 +4,8 @@
              shard_everything(mesh.fsdp)]
 
 A rule shards dimension `dim` of a parameter over a mesh. A mesh with two dimensions replicates over the first and
-shards over the second. With `split`, dimension 0 of the parameter is divided over another mesh before this sharding,
-and each rank computes with its own part (`padfree.sharding.experts`).
+shards over the second. If `split` is set, dimension 0 of the parameter is first divided over another mesh, and each
+rank computes only with its own part (`padfree.sharding.experts`).
 
 All parameters of a module must match the same rule, because FSDP2 gathers them together.
 """
@@ -31,7 +31,9 @@ class ParameterInfo(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A sharding rule. The parameters for which `applies` is true are sharded over `mesh` along dimension `dim`."""
+    """A sharding rule: parameters for which the function `applies` returns True are sharded over `mesh` along dimension
+    `dim`.
+    """
 
     name: str
     applies: Callable[[ParameterInfo], bool]

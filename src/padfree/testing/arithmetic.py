@@ -105,7 +105,7 @@ def train_tokenizer(rows: list[dict[str, str]]) -> Any:
 
 
 def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, head: int | None = None) -> int:
-    """Save a random Qwen3 and its tokenizer; return the number of parameters.
+    """Save a Qwen3 model with random weights, and its tokenizer. Returns the number of parameters.
 
     `head` is the size of an attention head. None: a quarter of `hidden`.
     """
@@ -136,7 +136,9 @@ def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, h
 
 
 def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[list[dict[str, str]], Any, int]:
-    """Write the data and the model of both recipes; return the rows, the tokenizer and the number of parameters."""
+    """Write the data and the model of both recipes. Returns the data rows, the tokenizer and the number of
+    parameters.
+    """
     rows = write_rows(folder / "data" / "train.jsonl", problems(sizes.rows, seed=0))
     short = problems(sizes.prompts, seed=1, most_steps=3)
     prompts = ({"prompt": row["prompt"], "answer": row["answer"]} for row in short)

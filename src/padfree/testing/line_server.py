@@ -43,7 +43,7 @@ LONGEST_LINE = 1 << 28
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """Make the sampler that sends requests for responses to line servers. `rollout.engine` names this function."""
+    """Make the sampler that requests responses from line servers. The setting `rollout.engine` names this function."""
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
@@ -154,7 +154,7 @@ class LineServer(ServerApi):
 
 
 class RefusedError(Exception):
-    """Raised inside the server for a call that would fail again. The server replies `{"refused": "why"}`."""
+    """Raised inside the server for a call whose retry would fail too. The server replies `{"refused": "why"}`."""
 
 
 class LineService:

@@ -108,7 +108,7 @@ _TEMPLATE = (
 
 
 def vision_folder(folder: str | Path, name: str, *, seed: int = 0) -> Path:
-    """Write the folder of a tiny model, and return it."""
+    """Write a tiny vision-language model with tokenizer and processor to `folder`, and return the path."""
     folder, kind = Path(folder), KINDS[name]
     tokenizer = tiny_tokenizer()
     extra = {f"extra_{index}": text for index, text in enumerate(kind.tokens.values())}

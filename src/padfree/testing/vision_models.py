@@ -226,7 +226,9 @@ VISION_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_vision(name: str, seed: int = 0, *, vocabulary: int = VOCABULARY, **values: Any) -> PreTrainedModel:
-    """Return a tiny model with large weights, so that a wrong image changes the first digits of later logits."""
+    """Return a tiny vision-language model. Its weights are large, so that a wrong image changes the first digits of
+    logits.
+    """
     prefix, usual = VISION_MODELS[name]
     values = {**usual, "text_config": {**usual["text_config"], "vocab_size": vocabulary}, **values}
     torch.manual_seed(seed)

@@ -199,7 +199,7 @@ def test_the_names_of_metrics_stay_the_same(write: Write) -> None:
     settings = PolicySettings(objective=CustomObjective(path=path))
     policy_loss(inputs, settings)
     with pytest.raises(
-        ValueError, match=r"returned values of a2, losses, but a1, losses in an earlier call; return the same fields"
+        ValueError, match=r"returned a2, losses, but an earlier call returned a1, losses; return the same fields"
     ):
         policy_loss(inputs, settings)
 

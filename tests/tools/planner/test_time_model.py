@@ -74,7 +74,7 @@ def test_the_key_does_not_depend_on_where_a_model_lies() -> None:
         (None, "cannot be read"),
         ("no json", "is not a cost model"),
         ('{"linear": "a", "quadratic": 0, "constant": 0}', "is not a cost model"),
-        ('{"linear": 0, "quadratic": 0, "constant": 1}', "does not grow with tokens"),
+        ('{"linear": 0, "quadratic": 0, "constant": 1}', "does not grow with the number of tokens"),
     ],
 )
 def test_files_that_hold_no_cost_model(text: str | None, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The float8 dtype of matmuls, and the sizes that they accept."""
+"""The float8 dtype that matmuls use, and the matrix sizes that float8 matmuls accept."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor by which values are multiplied before the cast to float8, and the scale, which is 1 / factor.
 
-    `largest` is the largest absolute value that shares a scale.
+    `largest` is the largest absolute value among the values that share a scale.
     """
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
@@ -216,8 +216,8 @@ def _output(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y = x · weightᵀ + bias, and the largest absolute values of the columns of x and of the weight.
 
-    `output` says whether the matmul is computed in float8. `by_column` says for x and the weight whether the largest
-    values are needed; they are empty otherwise.
+    `output` says whether the matmul is computed in float8. `by_column` says for x and for the weight whether the
+    largest values are computed; otherwise an empty tensor is returned.
     """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The dtype in which the operators compute, and whether they use Triton."""
+"""The dtype in which padfree's custom operators compute, and whether they use Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def wide_type(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which operators compute with this tensor. They round their results to the tensor's
-    own dtype.
+    """Return the dtype in which operators compute with this tensor. Results are then rounded to the tensor's own
+    dtype.
     """
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 

@@ -1,4 +1,4 @@
-"""Whether a device and a shape support matmuls with epilogues."""
+"""Whether a device and a shape support matmuls with epilogues (elementwise work before the result is written)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLDEST = (0, 6, 5)
 
 
 def is_supported(a: Tensor, b: Tensor) -> bool:
-    """Return whether there is a kernel with an epilogue for the matmul a·b."""
+    """Return whether the matmul a·b can be computed by a kernel with an epilogue (elementwise work on its result)."""
     return is_whole(a.shape[1]) and is_whole(b.shape[1]) and has_epilogues(a.device, a.dtype)
 
 

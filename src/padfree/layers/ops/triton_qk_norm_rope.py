@@ -6,7 +6,7 @@ The input is T · H head vectors of d numbers (T tokens, H heads), one after the
 blocks of ROWS head vectors. A block is loaded as two halves [ROWS, d/2], because RoPE rotates element i together with
 element i + d/2.
 
-The heads of a token read cos and sin again, from the cache. The gradient of the weight is summed as in
+All heads of a token use the same cos and sin, which stay in the cache. The gradient of the weight is summed as in
 `triton_rms_norm`.
 """
 
@@ -92,7 +92,9 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the row indices, the column indices and the mask of half a block of ROWS head vectors."""
+    """Return the row indices, the column indices and the mask for loading one half [ROWS, d/2] of a block of head
+    vectors.
+    """
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < num_rows)[:, None] & (column < HALF)

@@ -128,7 +128,7 @@ def backward(
 
 
 def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
-    """Sum the partial sums [programs, D] of the programs: the gradient of `weight` [D]."""
+    """Return the gradient of `weight` [D]: the sum of the gradients [programs, D] that the Triton programs computed."""
     count, width = partial.shape
     total = weight.new_empty(width)
     grid = (triton.cdiv(width, SUMMED_COLUMNS),)

@@ -29,7 +29,9 @@ def backward(dact: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward_overwriting(dact: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Write act over dact, dgate over gate and dup over up."""
+    """Compute act = silu(gate) · up and the gradients of gate and up in place: write act over dact, dgate over gate and
+    dup over up.
+    """
     assert all(tensor.is_contiguous() for tensor in (dact, gate, up))
     _backward_kernel[_grid(gate)](
         dact, gate, up, gate, up, dact, gate.numel(), HAS_ACT=True, BLOCK=BLOCK, num_warps=WARPS

@@ -20,7 +20,9 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Return whether a node calls `target` and has exactly `users` users (None: any number)."""
+    """Return whether a node calls `target` and exactly `users` nodes read its result. None allows any number of
+    readers.
+    """
     if not isinstance(node, fx.Node) or node.target != target:
         return False
     op = "call_method" if isinstance(target, str) else "call_function"
@@ -28,7 +30,7 @@ def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
 
 
 def only_user(node: Any) -> Any:
-    """Return the only user of a node, or None if it has no user or several."""
+    """Return the only node that reads the result of `node`, or None if no node or several nodes read it."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -52,7 +54,7 @@ def is_plain_add(node: fx.Node) -> bool:
 
 
 def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Replace the node `old` by `new`, and erase nodes that have no user any more."""
+    """Replace the node `old` by `new`, and erase nodes whose results are no longer read."""
     old.replace_all_uses_with(new)
     erase(graph, old)
 
@@ -64,7 +66,7 @@ def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None
 
 
 def erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node without users, and its inputs that have no other user."""
+    """Erase a node whose result is not read, and its inputs that no other node reads."""
     if node.users or node.op in ("placeholder", "get_attr", "output"):
         return
     inputs = node.all_input_nodes

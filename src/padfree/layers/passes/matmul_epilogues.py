@@ -90,7 +90,7 @@ def _fuse_add(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
-    """Let the backward of SwiGLU write over gate and up, if nothing reads them later."""
+    """Let the backward of SwiGLU write over its inputs gate and up, if no node reads them later."""
     count = 0
     for node in graph.find_nodes(op="call_function", target=torch.ops.padfree.matmul_swiglu_backward.default):
         _, _, gate, up = arguments(node)
@@ -110,7 +110,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Return whether `node` may overwrite `matrix`, because no other node reads it."""
+    """Return whether `node` may overwrite the tensor `matrix`, because no node reads it afterwards."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]
@@ -121,7 +121,7 @@ def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
 
 
 def _source_matmul(node: fx.Node, num_users: int | None) -> _Matmul | None:
-    """Return the factors a and b of the matmul whose result, possibly reshaped, is `node`, or None."""
+    """Return the factors a and b if `node` is the result of a matmul a·b, possibly reshaped; otherwise None."""
     value = node.meta["val"]
     if (num_users is not None and len(node.users) != num_users) or not _is_matrix_like(value):
         return None
@@ -142,7 +142,7 @@ def _is_matrix_like(value: Tensor) -> bool:
 
 
 def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Reshape the result [T, N] or [1, T, N] of a node to [T, N]."""
+    """Add a node that reshapes the result [T, N] or [1, T, N] of `node` to [T, N]."""
     value = node.meta["val"]
     if value.ndim == 2:
         return node
@@ -156,7 +156,7 @@ def _matrix(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _shaped(graph: fx.Graph, matrix: fx.Node, like: fx.Node) -> fx.Node:
-    """Reshape a matrix to the shape of another node's result."""
+    """Add a node that reshapes the result of `matrix` to the shape of the result of `like`."""
     if like.meta["val"].ndim == 2:
         return matrix
     shaped = graph.call_function(ATEN.unsqueeze.default, (matrix, 0))

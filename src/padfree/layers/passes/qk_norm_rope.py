@@ -43,7 +43,7 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """Match RoPE on the transposed result [1, H, T, d] of a norm.
+    """Find the nodes of a RoPE that reads the transposed result [1, H, T, d] of `norm`.
 
     Returns None if there is no RoPE, or if another node also reads the result of the norm.
     """

@@ -3,10 +3,10 @@
 Before autograd, `rms_norm_pass`:
 
     x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
-    a + b -> the same, and a + b has another user                                          becomes   add_rms_norm
+    a + b -> the same, and another node also reads a + b                                   becomes   add_rms_norm
 
-A norm is replaced if its result is the input of a matmul. The compiler handles all other norms, because it can fuse
-such a norm with the add that reads the result. T is the number of tokens and D the hidden size.
+A norm is replaced if a matmul reads its result. The compiler handles a norm whose result is read by an add, because it
+can fuse the two. T is the number of tokens and D the hidden size.
 
 After autograd, `rms_norm_backward_pass` moves the adds around rms_norm_backward into its arguments:
 
@@ -67,7 +67,7 @@ def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
 
 
 def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
-    """Find the RMSNorm around the node `rsqrt`, or None."""
+    """Return the RMSNorm that the node `rsqrt` is part of, or None."""
     if not is_call(rsqrt, torch.rsqrt):
         return None
     shifted: Any = rsqrt.args[0]
@@ -89,7 +89,7 @@ def match_rms_norm(rsqrt: fx.Node) -> RMSNorm | None:
 
 
 def _match_weight(x: fx.Node, scaled: fx.Node, eps: float) -> RMSNorm | None:
-    """Match the multiplication of the normalised x by the weight, and return the RMSNorm, or None."""
+    """Return the RMSNorm if the node `scaled` (the normalised x) is multiplied by a weight, or None."""
     (second,) = scaled.users
     rounded_first = is_call(second, "to")
     if not rounded_first and not is_call(second, operator.mul):
@@ -181,7 +181,10 @@ def _fold_summands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _source_add(node: Any, x: fx.Node) -> fx.Node | None:
-    """Find the add whose result, possibly reshaped, is `node`, if nothing else reads it."""
+    """Return the add whose result, possibly reshaped, is `node`.
+
+    Return None if there is no such add, or if another node also reads its result.
+    """
     aten = torch.ops.aten
     while len(node.users) == 1 and node.target in (aten.view.default, aten.reshape.default):
         node = node.args[0]

@@ -25,14 +25,16 @@ __all__ = ["ObjectiveInputs", "ObjectiveOutput", "Traits", "load_objective", "ob
 
 
 def traits(settings: Objective) -> Traits:
-    """Return what the objective that `settings` select declares about itself, e.g. whether it is elementwise."""
+    """Return the traits that the objective selected by `settings` declares about itself, e.g. whether it is
+    elementwise.
+    """
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path).traits
     return traits_of(_built_in(settings.kind))
 
 
 def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutput:
-    """Compute the losses of these tokens with the objective that `settings` selects."""
+    """Compute the losses of the tokens with the policy objective (such as clip or GSPO) that `settings` selects."""
     if isinstance(settings, CustomObjective):
         return load_objective(settings.path)(tokens)
     return _built_in(settings.kind)(tokens, settings)
@@ -40,7 +42,9 @@ def run_objective(settings: Objective, tokens: ObjectiveInputs) -> ObjectiveOutp
 
 @cache
 def _built_in(kind: str) -> Callable[[ObjectiveInputs, Any], ObjectiveOutput]:
-    """The function named `kind` in the module named `kind` of this package."""
+    """Return the built-in objective `kind`: the function named `kind` in the module
+    `padfree.losses.objectives.KIND`.
+    """
     function: Callable[[ObjectiveInputs, Any], ObjectiveOutput] = getattr(
         importlib.import_module(f"{__name__}.{kind}"), kind
     )

@@ -30,7 +30,9 @@ def clip(tokens: ObjectiveInputs, settings: ClipSettings) -> ObjectiveOutput:
 def clipped_ratio(
     log_ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses [T], and whether the clip of the ratio to [1 - low, 1 + high] is active, [T]."""
+    """Return the losses [T] of the clipped objective, and bools [T]: whether clipping the ratio to [1 - low, 1 + high]
+    changes a token's loss.
+    """
     ClipSettings(low=low, high=high, dual=dual)  # checks the bounds
     log_ratio, advantages = checks.loss_input("log_ratio", log_ratio), checks.loss_input("advantages", advantages)
     ratio = torch.exp(log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND))

@@ -41,7 +41,9 @@ ATTRIBUTE = "padfree_objective"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """The properties that an objective declares about itself. The module docstring explains the fields."""
+    """The properties that an objective (a function for the policy loss of each token) declares about itself. The module
+    docstring explains the fields.
+    """
 
     elementwise: bool = False
     needs_no_old_logprobs: bool = False
@@ -66,7 +68,7 @@ def objective(
 
 
 def traits_of(function: object) -> Traits:
-    """The traits of an objective; all are False without the decorator `objective`."""
+    """Return the traits that an objective declares. All are False for a function without the decorator `objective`."""
     found: Traits = getattr(function, ATTRIBUTE, Traits())
     return found
 
@@ -86,7 +88,9 @@ class ObjectiveInputs:
     reduce: Reduce = no_reduce
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """For each of N tokens, the mean of `values` over the scored tokens of its sequence, without gradient."""
+        """Return, for each of N tokens, the mean of `values` over the scored tokens of the token's sequence, without
+        gradient.
+        """
         pack = self.pack
         if pack is None:
             raise UserError(
@@ -100,7 +104,9 @@ class ObjectiveInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ObjectiveOutput:
-    """The losses of the tokens, and values for metrics. Every call must set the same fields."""
+    """What an objective returns: the losses of the tokens, and values for metrics. Every call must set the same
+    fields.
+    """
 
     losses: Tensor  # [N]
     log_ratio: Tensor | None = None  # [N] shown as `ratio` and `approx_kl`

@@ -29,7 +29,10 @@ USER_OBJECTIVE = UserFunction(
 
 @cache
 def load_objective(path: str) -> UserObjective:
-    """Load the objective from a path `module:function`. The module is installed or in the current folder."""
+    """Load the user's objective from a path `module:function`.
+
+    The module must be installed, or a file in the current folder.
+    """
     return UserObjective(path=path, function=USER_OBJECTIVE.load(path))
 
 
@@ -91,6 +94,6 @@ class UserObjective:
         if names != self._names:
             raise UserError(
                 "loss.kind",
-                f"{self.path} returned values of {', '.join(names)}, but {', '.join(self._names)} in an earlier call",
+                f"{self.path} returned {', '.join(names)}, but an earlier call returned {', '.join(self._names)}",
                 "return the same fields and statistics in every call",
             )
