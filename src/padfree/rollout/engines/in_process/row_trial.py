@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from padfree.model.block_matmuls import BLOCK_ROWS, is_narrow
+from padfree.model.expert_adapters import grouped_matmul
 from padfree.model.routers import routers_of
 
 PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
@@ -38,13 +39,28 @@ STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """The numbers of slots of a decode step that are tried, in addition to `rollout.max_concurrent`."""
 
 
+FEW_ROWS = (0, 1, 2, 16, 100)
+"""Numbers of rows of an expert that are tried."""
+
+
 class MatmulShape(NamedTuple):
     inputs: int  # K
     outputs: int  # N
     has_bias: bool
 
 
+class ExpertShape(NamedTuple):
+    """The shape of a matmul of stacked experts, grouped by expert."""
+
+    experts: int  # E
+    per_token: int  # k
+    inputs: int  # K
+    outputs: int  # N
+    is_transposed: bool  # whether the weight is [E, K, N] and not [E, N, K]
+
+
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
@@ -94,10 +110,68 @@ def agreeing_rows(
     return frozenset(count for count in rows if count <= reference_rows and agrees(count))
 
 
+@torch.no_grad()
+def agreeing_tokens(
+    shape: ExpertShape,
+    tokens: Collection[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    matmul: GroupedMatmul = grouped_matmul,
+    reference_rows: int = REFERENCE_ROWS,
+) -> frozenset[int]:
+    """Return the token counts in `tokens` at which `matmul` gives each row the bits of a reference, however the rows
+    are divided over the experts.
+
+    In the reference, all experts have the same rows, `reference_rows` in total. A call for T tokens has T k rows, drawn
+    from these, and is tried with each of the divisions of `divisions`.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (shape.inputs, shape.outputs) if shape.is_transposed else (shape.outputs, shape.inputs)
+    weight = torch.empty(shape.experts, *sizes, device=device, dtype=dtype)
+    for matrix in weight:
+        matrix.copy_(torch.randn(sizes, device=device, generator=generator))
+    if not shape.is_transposed:
+        weight = weight.mT
+    each = max(1, reference_rows // shape.experts)
+    x = torch.randn(each, shape.inputs, device=device, generator=generator).to(dtype)
+
+    def grouped(rows: Tensor, counts: Tensor) -> Tensor:
+        return matmul(x[rows], weight, counts.cumsum(0).to(device=device, dtype=torch.int32))
+
+    everything = torch.arange(each, device=device).repeat(shape.experts)
+    expected = grouped(everything, torch.full((shape.experts,), each)).view(shape.experts, each, -1)
+
+    def agrees(counts: Tensor) -> bool:
+        rows = torch.randint(each, (int(counts.sum()),), device=device, generator=generator)
+        experts = torch.arange(shape.experts).repeat_interleave(counts).to(device)
+        return torch.equal(grouped(rows, counts), expected[experts, rows])
+
+    return frozenset(count for count in tokens if all(map(agrees, divisions(count * shape.per_token, shape.experts))))
+
+
+def divisions(rows: int, experts: int) -> Iterator[Tensor]:
+    """Yield ways to divide `rows` over experts, as the number of rows of each expert [E].
+
+    The first way is random. In the others, one expert has most of the rows, and the others get 0, 1, 2, 16 or 100 of
+    them; in the last way, the first expert has all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    yield torch.bincount(torch.randint(experts, (rows,), generator=generator), minlength=experts)
+    for offset in range(len(FEW_ROWS)):
+        counts = torch.tensor([FEW_ROWS[(expert + offset) % len(FEW_ROWS)] for expert in range(experts)])
+        counts[(counts.cumsum(0) > rows).nonzero()] = 0
+        counts[offset % experts] += rows - int(counts.sum())
+        yield counts
+    yield torch.tensor([rows, *[0] * (experts - 1)])
+
+
 @functools.cache
 def _agreeing_on_device(
-    shape: MatmulShape, rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    shape: MatmulShape | ExpertShape, rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> frozenset[int]:
+    if isinstance(shape, ExpertShape):
+        return agreeing_tokens(shape, rows, device=device, dtype=dtype)
     return agreeing_rows(shape, rows, device=device, dtype=dtype)
 
 
