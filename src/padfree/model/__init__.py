@@ -18,6 +18,8 @@ broadcast_weights  weights that rank 0 takes from transformers and broadcasts
 load               load weights; each rank reads only its part
 lora               adapters
 expert_adapters    adapters on experts and routers
+block_matmuls      experts with the same bits for any other tokens, on a CPU
+grouped_matmuls    the same on a GPU
 wrapper            the language model inside a multimodal checkpoint
 nonfinite_tensors  find NaN and infinity in weights
 export             write a Hugging Face folder

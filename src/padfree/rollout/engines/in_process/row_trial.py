@@ -168,9 +168,10 @@ def agreeing_rows_of_router(
     """
     generator = torch.Generator(device).manual_seed(0)
     tried: Any = copy.deepcopy(router).to_empty(device=device)
-    for parameter in tried.parameters():
-        parameter.data = torch.randn(parameter.shape, device=device, generator=generator).to(dtype)
-        parameter.data *= parameter.shape[-1] ** -0.5
+    for module in tried.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = torch.randn(parameter.shape, device=device, generator=generator) * parameter.shape[-1] ** -0.5
+            setattr(module, name, nn.Parameter(values.to(dtype)))
     for buffer in tried.buffers():
         buffer.copy_(torch.randn(buffer.shape, device=device, generator=generator))
     x = torch.randn(reference_rows, tried.weight.shape[1], device=device, generator=generator).to(dtype)
