@@ -11,10 +11,14 @@
 
     PYTHONPATH=src python bench/sampler_bits.py
     PYTHONPATH=src python bench/sampler_bits.py --section end-to-end
+    PYTHONPATH=src python bench/sampler_bits.py --section end-to-end --shape 30b-a3b-12
+    PYTHONPATH=src python bench/sampler_bits.py --section speed --model FOLDER
 
-The model has random weights and the sizes of Qwen3-0.6B. The script reports differences and does not stop at them.
-PyTorch's RMSNorm and the decode attention of `rollout.exact=false` are also compared, and differ. `padfree check
---sampler` tests a given model.
+`--shape` is for the sections end-to-end and speed. The model has random weights and the sizes of Qwen3 (0.6b, 4b), of
+12 layers of Qwen3-30B-A3B (30b-a3b-12), or those of 0.6b with windows of 512 keys in all layers (window). With
+`--model`, the model and its weights are read from a Hugging Face folder. Prompts are random tokens. The script reports
+differences and does not stop at them. PyTorch's RMSNorm and the decode attention of `rollout.exact=false` are also
+compared, and differ. `padfree check --sampler` tests a given model.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from gpu_only import cuda_device
+from moe import SHAPES as EXPERT_SHAPES
 from step_ways import SHAPES, fresh
 from timer import Stopwatch, median_event_seconds
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 import padfree
 import padfree.layers.ops.qk_norm_rope
@@ -43,9 +48,12 @@ from padfree.attention.selection import BACKENDS
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import IGNORE, LmHead
 from padfree.cp import shard
+from padfree.distributed import distributed
 from padfree.head import fused_loss, score
 from padfree.layers.compile import compile_layers
 from padfree.model import hidden_states, lm_head_of
+from padfree.model.grouped_matmuls import use_exact_matmuls
+from padfree.model.load import load_model
 from padfree.model.structure import layers_of
 from padfree.packing import collate
 from padfree.rollout import SamplingRequest
@@ -53,7 +61,13 @@ from padfree.rollout.engines.in_process.cached_model import CachedModel
 from padfree.rollout.engines.in_process.decode import Decoder
 from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
-from padfree.rollout.engines.in_process.row_trial import MatmulShape, agreeing_rows, trial
+from padfree.rollout.engines.in_process.row_trial import (
+    ExpertShape,
+    MatmulShape,
+    agreeing_rows,
+    agreeing_tokens,
+    trial,
+)
 from padfree.rollout.sampling_rng import response_keys
 from padfree.sample import Sample
 from padfree.segments import Segments
@@ -64,6 +78,11 @@ MATMULS = {
     "4b": [(2560, 4096), (2560, 1024), (4096, 2560), (2560, 9728), (9728, 2560)],
     "smollm2-135m": [(576, 576), (576, 192), (576, 1536), (1536, 576)],
 }
+GROUPED_MATMULS = {
+    "30b-a3b": [ExpertShape(128, 8, 2048, 1536, False), ExpertShape(128, 8, 768, 2048, False)],
+    "mixtral-8x7b": [ExpertShape(8, 2, 4096, 28_672, False), ExpertShape(8, 2, 14_336, 4096, False)],
+    "gpt-oss-20b": [ExpertShape(32, 4, 2880, 5760, True), ExpertShape(32, 4, 2880, 2880, True)],
+}
 MATMUL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 1003, 1280, 4096, 8192, 14_917)
 ROWS, FEWER_ROWS = 16_384, (1, 8, 16, 64, 256, 1280)
 WIDTHS = (576, 1024, 2560)
@@ -72,7 +91,10 @@ PACK = (1500, 37, 300, 128, 129, 1, 999, 640, 255, 4000)
 EPS = 1e-6
 LONGEST_KEYS = 4096  # at least as many as the longest sample of PACK has
 
+MODEL_SHAPES = ("0.6b", "4b", "30b-a3b-12", "window")
+WINDOW = 512
 PROMPTS = (100, 1, 257, 130, 128, 300, 90, 40)
+LONG_PROMPTS = (513, 1100, 450, 700)  # added if the model has windows
 RESPONSES, GROUP, NEW_TOKENS = 512, 4, 128
 SLOTS = 256
 SAMPLES_PER_PACK = (64, 16)
@@ -84,6 +106,9 @@ CALLS = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", choices=SECTIONS, help="run only this section")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--shape", choices=MODEL_SHAPES, default=MODEL_SHAPES[0])
+    source.add_argument("--model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--plain", action="store_true", help="also compare with rollout.exact=false")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -96,13 +121,13 @@ def main() -> None:
             elif section == "attention":
                 report["attention"] = {keys: attention_times(keys, device) for keys in (256, 1024)}
             elif section == "end-to-end":
-                model = make_model(device)
+                model = chosen_model(arguments, device)
                 for exact in (True, False) if arguments.plain else (True,):
                     for temperature in TEMPERATURES:
                         name = f"exact={str(exact).lower()}, temperature {temperature}"
                         report[name] = end_to_end(model, exact, temperature)
             else:
-                model = make_model(device)
+                model = chosen_model(arguments, device)
                 report["speed"] = {str(exact): speed(model, exact) for exact in (True, False)}
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -124,7 +149,7 @@ def unequal(found: Tensor, expected: Tensor) -> str:
 
 def operators(device: torch.device) -> dict[str, str]:
     found: dict[str, str] = {}
-    for results in (matmuls(device), elementwise(device), attention(device), head(device)):
+    for results in (matmuls(device), grouped_matmuls(device), elementwise(device), attention(device), head(device)):
         for name, result in results:
             found[name] = result
             print(f"{name}: {result}", flush=True)
@@ -148,6 +173,16 @@ def matmuls(device: torch.device) -> Iterator[tuple[str, str]]:
             shape = MatmulShape(inputs, outputs, False)
             agreeing = agreeing_rows(shape, MATMUL_ROWS, device=device, dtype=torch.bfloat16)
             yield f"matmul {model} {inputs} -> {outputs}", f"rows that differ: {sorted({*MATMUL_ROWS} - agreeing)}"
+
+
+def grouped_matmuls(device: torch.device) -> Iterator[tuple[str, str]]:
+    """Compare ways to divide the rows of T tokens over the experts, for each number T of tokens."""
+    for model, shapes in GROUPED_MATMULS.items():
+        for shape in shapes:
+            with fresh():
+                agreeing = agreeing_tokens(shape, MATMUL_ROWS, device=device, dtype=torch.bfloat16)
+            name = f"grouped matmul {model} {shape.experts} x {shape.inputs} -> {shape.outputs}, {shape.per_token} each"
+            yield name, f"tokens that differ: {sorted({*MATMUL_ROWS} - agreeing)}"
 
 
 def elementwise(device: torch.device) -> Iterator[tuple[str, str]]:
@@ -327,12 +362,29 @@ def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 def make_model(device: torch.device, dtype: torch.dtype = torch.bfloat16, shape: str = "0.6b") -> Any:
     """Return a model with random weights. Its buffers, such as the frequencies of RoPE, stay in float32."""
-    config = cast(Any, Qwen3Config)(
-        **SHAPES[shape], tie_word_embeddings=True, max_position_embeddings=8192, initializer_range=0.04
-    )
+    common: dict[str, Any] = {"max_position_embeddings": 8192, "initializer_range": 0.04}
+    if shape == "30b-a3b-12":
+        config = cast(Any, Qwen3MoeConfig)(
+            **EXPERT_SHAPES["cuda"], norm_topk_prob=True, tie_word_embeddings=False, **common
+        )
+    elif shape == "window":
+        config = cast(Any, MistralConfig)(**SHAPES["0.6b"], sliding_window=WINDOW, tie_word_embeddings=True, **common)
+    else:
+        config = cast(Any, Qwen3Config)(**SHAPES[shape], tie_word_embeddings=True, **common)
     torch.manual_seed(0)
     with device:
-        model = cast(Any, Qwen3ForCausalLM)(config)
+        model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.float32)
+    return cast_parameters(model, dtype)
+
+
+def chosen_model(arguments: argparse.Namespace, device: torch.device) -> Any:
+    if arguments.model is None:
+        return make_model(device, shape=arguments.shape)
+    with distributed(device=str(device)):
+        return cast_parameters(load_model(arguments.model, device=device), torch.bfloat16)
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
@@ -364,12 +416,15 @@ def make_decoder(model: Any, slots: int, exact: bool, temperature: float, backen
 
 
 def end_to_end(model: Any, exact: bool, temperature: float, backend: str = "fa4") -> dict[str, Any]:
-    requests = make_requests(model.config.vocab_size, RESPONSES, PROMPTS, NEW_TOKENS, GROUP)
+    prompts = (*PROMPTS, *LONG_PROMPTS) if getattr(model.config, "sliding_window", None) else PROMPTS
+    requests = make_requests(model.config.vocab_size, RESPONSES, prompts, NEW_TOKENS, GROUP)
     decoder = make_decoder(model, SLOTS, exact, temperature, backend)
     responses = decoder.sample(requests)
     decoder.free()
     own = np.concatenate([response.logprobs for response in responses])
     trained = padfree.attach(copy.deepcopy(model), backend)
+    if exact:
+        use_exact_matmuls(trained, model.device)
     if model.device.type == "cuda":
         compile_layers(layers_of(trained), "inductor", "none", exact=exact)
     samples = [

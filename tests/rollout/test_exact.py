@@ -170,10 +170,30 @@ def test_an_unknown_module_in_a_layer_is_named() -> None:
     assert "Mixing (mlp.extra)" in (exact_operators.model_problem(model, CPU) or "")
 
 
-def test_experts_are_accepted_on_a_cpu_only() -> None:
-    model = build("qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "granitemoe"])
+def test_stacked_experts_are_accepted_on_a_cpu_and_on_a_gpu(name: str) -> None:
+    model = build(name)
     assert exact_operators.model_problem(model, CPU) is None
-    assert "experts" in (exact_operators.model_problem(model, torch.device("cuda")) or "")
+    assert exact_operators.model_problem(model, torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("afmoe", "AfmoeSparseMoeBlock chooses experts"),
+        ("minimax_m2", "MiniMaxM2TopKRouter needs other inputs"),
+        ("gpt_oss", "sinks"),
+        ("deepseek_v3", "latent"),
+    ],
+)
+def test_mixtures_that_were_not_compared_on_a_gpu_are_named(name: str, named: str) -> None:
+    assert named in (exact_operators.model_problem(build(name), torch.device("cuda")) or "")
+
+
+def test_experts_without_a_grouped_kernel_are_named() -> None:
+    model = build("qwen3_moe", moe_intermediate_size=36)
+    reason = exact_operators.model_problem(model, torch.device("cuda")) or ""
+    assert "4 experts with 36 inputs and 64 outputs has no grouped kernel" in reason
 
 
 def test_layer_norm_is_accepted_on_a_cpu_only() -> None:

@@ -16,12 +16,19 @@ from padfree.head import fused_loss, score
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states, lm_head_of
+from padfree.model.grouped_matmuls import use_exact_matmuls
 from padfree.model.structure import layers_of
 from padfree.packing import collate
 from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
-from padfree.rollout.engines.in_process.exact_operators import HOPPER
+from padfree.rollout.engines.in_process.exact_operators import HOPPER, model_problem
 from padfree.rollout.engines.in_process.policy_model import PolicyModel
-from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
+from padfree.rollout.engines.in_process.row_trial import (
+    PACK_ROWS,
+    SHORTEST_PACK,
+    ExpertShape,
+    agreeing_tokens,
+    trial,
+)
 from padfree.rollout.engines.in_process.sampler import InProcessSampler
 from padfree.sample import Sample
 from padfree.segments import Segments
@@ -32,6 +39,7 @@ from tests.rollout.sampling_cases import group_requests
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
+GROUPED = (ExpertShape(128, 8, 2048, 1536, False), ExpertShape(128, 8, 768, 2048, False))
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_hidden_layers": 3}
 
 
@@ -94,7 +102,7 @@ def test_the_kernel_of_decode_steps_has_the_bits_of_the_pack(
     assert has_bits_of_trainer("fa4", heads, (key_heads, size), spec, torch.bfloat16, CUDA)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "olmo2", "mistral"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "olmo2", "mistral", "qwen3_moe", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampler_and_trainer_agree_to_the_bit(name: str, compiled: bool, temperature: float) -> None:
@@ -106,10 +114,25 @@ def test_sampler_and_trainer_agree_to_the_bit(name: str, compiled: bool, tempera
     assert report.unequal == 0, report.verdict
 
 
+@pytest.mark.parametrize("shape", GROUPED, ids=str)
+def test_grouped_matmuls_have_bits_that_do_not_depend_on_the_division_of_rows(shape: ExpertShape) -> None:
+    found = agreeing_tokens(shape, (64, 256, *PACK_ROWS), device=CUDA, dtype=torch.bfloat16)
+    assert found == {64, 256, *PACK_ROWS}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen2_moe"])
+def test_a_run_accepts_mixtures_of_experts(name: str) -> None:
+    model = on_gpu(name)
+    assert model_problem(model, CUDA) is None
+    choice = trial(layers_of(model), 20, CUDA, torch.bfloat16)
+    assert choice.step_rows, choice.problem
+
+
 @pytest.mark.parametrize("kept", ["none", "selective", "input"])
-def test_training_has_the_bits_of_the_sampler(kept: Kept) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral"])
+def test_training_has_the_bits_of_the_sampler(name: str, kept: Kept) -> None:
     """With gradients, the fused loss, shared groups and whatever is saved for backward."""
-    model = on_gpu("qwen3")
+    model = on_gpu(name)
     policy = PolicyModel(model, torch.bfloat16, CUDA)
     policy.update(model)
     sampler = InProcessSampler(
@@ -126,6 +149,7 @@ def test_training_has_the_bits_of_the_sampler(kept: Kept) -> None:
         for request, response in zip(requests, responses, strict=True)
     ]
     trained = attach(model, "fa4")
+    use_exact_matmuls(trained, CUDA)
     compile_layers(layers_of(trained), "inductor", kept, exact=True)
     sampled = np.concatenate([response.logprobs for response in responses])
     for size in (20, 7):

@@ -10,7 +10,8 @@ compiler. The numbers of tokens and samples are dynamic; all other sizes are sta
 With the argument `exact`, a token gets the same bits in every graph of a layer, for any number of tokens and any mode
 of recomputation (`rollout.exact`):
 
-    reductions      RMSNorm and QK-norm are custom operators in every layer, whose order of sums depends on the width
+    reductions      RMSNorm and QK-norm are custom operators in every layer, whose order of sums depends on the width;
+                    PyTorch's own kernels compute other sums of forward graphs, such as those of routers
     elementwise     the compiler rounds after each operation, as PyTorch without the compiler does, and fuses no
                     multiplication with an addition, so that it does not matter which operations share a kernel
     matmuls         have no epilogues in forward graphs, where an epilogue would omit a rounding
@@ -182,15 +183,18 @@ class InductorPass(CustomGraphPass):
 
     def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [
-            each for each in PASSES if each.stage == stage and (epilogues or not each.needs_epilogues)
+            each
+            for each in PASSES
+            if each.stage == stage and (epilogues or not each.needs_epilogues) and (exact or not each.exact_only)
         ]
         self.exact = exact
 
     def __call__(self, graph: fx.Graph) -> None:
         forward = self.exact and not _is_backward(graph)
         for each in self.passes:
-            if not (forward and each.needs_epilogues):
-                each.run(graph)
+            if (each.exact_only and not forward) or (each.needs_epilogues and forward):
+                continue
+            each.run(graph)
 
     def uuid(self) -> bytes:
         files = (*(inspect.getfile(each.run) for each in self.passes), graph_nodes.__file__, __file__)

@@ -18,6 +18,8 @@ broadcast_weights  weights that rank 0 takes from transformers and broadcasts
 load               load weights; each rank reads only its part
 lora               low-rank adapters (LoRA)
 expert_adapters    low-rank adapters on experts and routers
+block_matmuls      experts whose bits for a token do not depend on the other tokens, on a CPU
+grouped_matmuls    experts whose bits for a token do not depend on the other tokens, on a GPU
 wrapper            extract the language model of a multimodal checkpoint, and put it back for an export
 nonfinite_tensors  find NaN and infinity in weights
 export             write a Hugging Face folder

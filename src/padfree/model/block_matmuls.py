@@ -34,6 +34,11 @@ def use_block_matmuls(model: nn.Module) -> None:
     """
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
+    widen_narrow_layers(model)
+
+
+def widen_narrow_layers(model: nn.Module) -> None:
+    """Let the linear layers with a single output use `narrow_forward`, in place."""
     for module in model.modules():
         if is_narrow(module):
             object.__setattr__(module, "forward", partial(narrow_forward, module))

@@ -28,6 +28,7 @@ and this adapter is only added to the weight.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -153,9 +154,13 @@ def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     Expert e has the tokens from offsets[e - 1] to offsets[e]. Inputs in float64, and sizes that the grouped kernel does
     not support, are computed expert by expert.
     """
-    step = ALIGNMENT // x.element_size()
-    if x.dtype == torch.float64 or any(size % step for size in weight.shape[1:]):
-        y: Tensor = torch.ops.transformers.grouped_mm_fallback(x.to(weight.dtype), weight, offsets)
+    if has_grouped_kernel(weight.shape[1:], x.dtype):
+        y: Tensor = _grouped_mm(x, weight, offsets)
     else:
-        y = _grouped_mm(x, weight, offsets)
+        y = torch.ops.transformers.grouped_mm_fallback(x.to(weight.dtype), weight, offsets)
     return y
+
+
+def has_grouped_kernel(sizes: Iterable[int], dtype: torch.dtype) -> bool:
+    """Return whether there is a grouped kernel for matrices of the size `sizes`."""
+    return dtype != torch.float64 and not any(size % (ALIGNMENT // dtype.itemsize) for size in sizes)

@@ -45,8 +45,8 @@ from padfree.layers.compile import compile_layers
 from padfree.layers.float8 import fits_float8, use_float8
 from padfree.layers.recompute import Kept, recompute_layers
 from padfree.model import attach
-from padfree.model.block_matmuls import use_block_matmuls
 from padfree.model.decoder_linears import decoder_linears
+from padfree.model.grouped_matmuls import use_exact_matmuls
 from padfree.model.lora import add_adapters
 from padfree.model.parts import freeze as freeze_parts
 from padfree.model.route_replay import RouteReplay, need_replay
@@ -98,8 +98,8 @@ def transformations(
         steps.append(partial(add_adapters, settings=lora))
     if replay:
         steps.append(_replay)
-    if exact and mesh.device.type == "cpu":
-        steps.append(use_block_matmuls)
+    if exact:
+        steps.append(partial(use_exact_matmuls, device=mesh.device))
     if float8:
         steps.append(partial(_use_float8, products=tuple(float8)))
     assert compile != "none" or not needs_compiled_layers(checkpointing), "only compiled layers have these levels"

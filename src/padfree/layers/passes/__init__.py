@@ -9,6 +9,7 @@
     autograd: a forward graph, and a backward graph in which op_backward computes the gradient of the operator op;
       │       `parallel.checkpointing` decides what is recomputed in backward
       │  after autograd (Inductor only), in both graphs
+      │    row_sums_pass                   sum, mean (forward, `rollout.exact`) →  row_sum, row_mean
       │    rms_norm_backward_pass          adds around rms_norm_backward       →  its arguments dys and residual
       │    matmul_epilogues_pass           a·b -> swiglu, swiglu_backward, +   →  matmul_swiglu, .._backward, matmul_add
       ▼
@@ -35,6 +36,7 @@ from torch import fx
 from padfree.layers.passes.matmul_epilogues import matmul_epilogues_overwrite_pass, matmul_epilogues_pass
 from padfree.layers.passes.qk_norm_rope import qk_norm_rope_pass
 from padfree.layers.passes.rms_norm import rms_norm_backward_pass, rms_norm_pass
+from padfree.layers.passes.row_sums import row_sums_pass
 from padfree.layers.passes.swiglu import swiglu_overwrite_pass, swiglu_pass
 
 Stage = Literal["before autograd", "after autograd", "after inductor"]
@@ -46,6 +48,7 @@ class GraphPass:
 
     stage: Stage
     run: Callable[[fx.Graph], int]
+    exact_only: bool = False  # whether the pass runs only for `rollout.exact`, and only in forward graphs
     needs_epilogues: bool = False  # whether the pass runs only if there are kernels for matmuls with epilogues
 
 
@@ -53,6 +56,7 @@ PASSES: tuple[GraphPass, ...] = (
     GraphPass(stage="before autograd", run=rms_norm_pass),
     GraphPass(stage="before autograd", run=qk_norm_rope_pass),
     GraphPass(stage="before autograd", run=swiglu_pass),
+    GraphPass(stage="after autograd", run=row_sums_pass, exact_only=True),
     GraphPass(stage="after autograd", run=rms_norm_backward_pass),
     GraphPass(stage="after autograd", run=matmul_epilogues_pass, needs_epilogues=True),
     GraphPass(stage="after inductor", run=swiglu_overwrite_pass),

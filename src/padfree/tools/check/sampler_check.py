@@ -33,7 +33,7 @@ from padfree.errors import UserError
 from padfree.head import score
 from padfree.layers.compile import compile_layers
 from padfree.model import attach, hidden_states, lm_head_of
-from padfree.model.block_matmuls import use_block_matmuls
+from padfree.model.grouped_matmuls import use_exact_matmuls
 from padfree.model.load import load_model
 from padfree.model.sharing import state_obstacle
 from padfree.model.stacked_experts import stacked_experts
@@ -138,8 +138,7 @@ def check_sampler(
             "remove --sampler, and set rollout.exact=false",
         )
     model.train(False)
-    if device.type == "cpu":
-        use_block_matmuls(model)
+    use_exact_matmuls(model, device)
     problem = model_problem(model, device)
     trained = model
     step_rows, row_problem = _step_rows(trained, len(prompts), device, dtype)

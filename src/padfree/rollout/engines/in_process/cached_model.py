@@ -28,7 +28,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from padfree.batch import AttnContext, LmHead, LocalBatch
 from padfree.layers.compile import layer_compiler
-from padfree.model.block_matmuls import use_block_matmuls
+from padfree.model.grouped_matmuls import use_exact_matmuls
 from padfree.model.interface import NAME, attention, mark_image_layers, position_limit, text_config
 from padfree.model.outputs import base_of, described_head
 from padfree.model.route_replay import RouteRecorder
@@ -127,8 +127,8 @@ class CachedModel:
             self._language = getattr(self._base, self._family.language)
             if self._family.whole_images:
                 mark_image_layers(self._language)
-        if exact and self.device.type == "cpu":
-            use_block_matmuls(model)
+        if exact:
+            use_exact_matmuls(model, self.device)
         else:
             use_decode_experts(model)
         run = _run_layer

@@ -5,8 +5,12 @@
     RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
                               not compiled: the model's own code                   depends on the width only
     LayerNorm (CPU only)      the model's own code                                 the same order: `row_trial`
-    experts (CPU only)        blocks of 16 rows:                                   nothing: all matmuls have one shape
+    experts (CPU)             blocks of 16 rows:                                   nothing: all matmuls have one shape
                               `padfree.model.block_matmuls`
+    experts (GPU)             one grouped matmul for the rows of all experts:      a kernel that depends on the rows of
+                              `padfree.model.grouped_matmuls`                      an expert: `row_trial`
+    routers                   the model's own code. Compiled: sums over experts    the order of a sum over experts:
+                              are PyTorch's, `row_sums_pass`                       `row_trial` (GPU)
     linear layers, adapters   the library's matmul                                 a sum over K in parts: `row_trial`
     attention                 prefill: the trainer's kernel. Decode steps: a       the order of sums and the borders
                               kernel that is compared with it on the device,       of blocks of keys:
@@ -40,7 +44,7 @@ from padfree.model.vision.families import family_of
 from padfree.rollout.engines.in_process.cached_model import EXPERTS, layers_of_model, unsupported_reason
 from padfree.rollout.engines.in_process.decode_experts import all_stacked
 from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
-from padfree.rollout.engines.in_process.row_trial import is_row_invariant, trial
+from padfree.rollout.engines.in_process.row_trial import expert_problem, is_row_invariant, trial
 
 HOPPER = (9, 0)
 """The compute capability on which all operators have been compared."""
@@ -131,11 +135,8 @@ def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
         return reason
     if family_of(model) is not None:
         return "vision-language models were not compared"
-    if any(getattr(text_config(model.config), name, None) for name in EXPERTS):
-        if device.type != "cpu":
-            return "the matmuls of experts depend on how many tokens each expert gets"
-        if not all_stacked(model):
-            return "its experts are not stacked weights, and their matmuls depend on how many tokens each expert gets"
+    if any(getattr(text_config(model.config), name, None) for name in EXPERTS) and not all_stacked(model):
+        return "its experts are not stacked weights, and their matmuls depend on how many tokens each expert gets"
     if text_config(model.config).model_type in OWN_CODE:
         return "its layers compute matmuls in custom code, whose bits were measured to differ between packs"
     for name, module in model.named_modules():
@@ -143,6 +144,14 @@ def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
             return f"{name} has no entries for the positions of padding"
     layers = layers_of_model(model)
     assert layers is not None
+    if device.type != "cpu":
+        if getattr(text_config(model.config), "kv_lora_rank", None):
+            return "attention with latent keys and values was compared on a CPU only"
+        if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+            return "attention sinks were compared on a CPU only"
+        reason = expert_problem(layers, torch.bfloat16)
+        if reason is not None:
+            return reason
     known = {*stacked_experts(layers), *(part for router in routers_of(layers) for part in router.module.modules())}
     for name, module in _leaves(layers):
         if module not in known and not _is_row_invariant(module, device):

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from padfree.model.block_matmuls import BLOCK_ROWS, is_narrow
+from padfree.model.expert_adapters import ALIGNMENT, grouped_matmul, has_grouped_kernel, stacked_weights
 from padfree.model.routers import routers_of
 
 PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
@@ -38,13 +40,51 @@ STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 """The numbers of slots of a decode step that are tried, in addition to `rollout.max_concurrent`."""
 
 
+FEW_ROWS = (0, 1, 2, 16, 100)
+"""Numbers of rows of an expert that are tried."""
+
+
 class MatmulShape(NamedTuple):
     inputs: int  # K
     outputs: int  # N
     has_bias: bool
 
+    @property
+    def title(self) -> str:
+        return f"the matmul of {self.inputs} inputs and {self.outputs} outputs"
+
+
+class ExpertShape(NamedTuple):
+    """The shape of a matmul of stacked experts, grouped by expert."""
+
+    experts: int  # E
+    per_token: int  # k
+    inputs: int  # K
+    outputs: int  # N
+    is_transposed: bool  # whether the weight is [E, K, N] and not [E, N, K]
+
+    @property
+    def title(self) -> str:
+        return f"the matmul of {self.experts} experts with {self.inputs} inputs and {self.outputs} outputs"
+
+
+class RouterShape(NamedTuple):
+    """A router: a linear layer, and the choice of k experts for each row."""
+
+    name: str  # of the class
+    inputs: int
+    experts: int
+
+    @property
+    def title(self) -> str:
+        return f"the router {self.name} of {self.inputs} inputs and {self.experts} experts"
+
+
+Shape = MatmulShape | ExpertShape | RouterShape
+
 
 Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
@@ -62,6 +102,90 @@ def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
                 shape = MatmulShape(weight.shape[1], weight.shape[0], getattr(module, "bias", None) is not None)
                 shapes[MatmulShape(shape.inputs, BLOCK_ROWS, False) if is_narrow(module) else shape] = None
     return list(shapes)
+
+
+def expert_shapes(layers: Iterable[nn.Module]) -> list[ExpertShape]:
+    """Return the distinct shapes of the grouped matmuls of the stacked experts in `layers`, in their order."""
+    shapes: dict[ExpertShape, None] = {}
+    for layer in layers:
+        for block in layer.modules():
+            experts: Any = getattr(block, "experts", nn.Identity())
+            if stacked_weights(experts):
+                per_token = choices_per_token(block)
+                assert per_token is not None, "`expert_problem` refuses such models"
+                for name in stacked_weights(experts):
+                    _, first, second = getattr(experts, name).shape
+                    sizes = (first, second) if experts.is_transposed else (second, first)
+                    shapes[ExpertShape(experts.num_experts, per_token, *sizes, experts.is_transposed)] = None
+    return list(shapes)
+
+
+def choices_per_token(block: nn.Module) -> int | None:
+    """Return the number of experts that the router next to `block.experts` chooses for a token; None if not known."""
+    counts = {getattr(router.module, "top_k", None) for router in routers_of(block)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def expert_problem(layers: Iterable[nn.Module], dtype: torch.dtype) -> str | None:
+    """Return why the experts and routers of `layers` cannot be tried on a GPU; None if they can.
+
+    All experts are stacked.
+    """
+    for layer in layers:
+        for block in layer.modules():
+            if stacked_weights(getattr(block, "experts", nn.Identity())) and choices_per_token(block) is None:
+                return f"it is not known how {type(block).__name__} chooses experts"
+        for router in routers_of(layer):
+            if len(inspect.signature(type(router.module).forward).parameters) != 2:  # self, hidden
+                return f"the router {type(router.module).__name__} needs other inputs than the hidden states"
+    for shape in expert_shapes(layers):
+        if not has_grouped_kernel((shape.inputs, shape.outputs), dtype):
+            return f"{shape.title} has no grouped kernel, because its sizes are not multiples of {ALIGNMENT} bytes"
+    return None
+
+
+def _distinct_routers(layers: Iterable[nn.Module]) -> dict[RouterShape, nn.Module]:
+    routers: dict[RouterShape, nn.Module] = {}
+    for layer in layers:
+        for router in routers_of(layer):
+            weight: Any = router.module.weight
+            routers.setdefault(RouterShape(type(router.module).__name__, weight.shape[1], len(weight)), router.module)
+    return routers
+
+
+@torch.no_grad()
+def agreeing_rows_of_router(
+    router: nn.Module,
+    rows: Collection[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    reference_rows: int = REFERENCE_ROWS,
+) -> frozenset[int]:
+    """Return the row counts in `rows` at which a router gives each row the bits that it has at `reference_rows`.
+
+    A copy of `router` with random weights is tried. The result is empty if the router gives other bits in training.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    tried: Any = copy.deepcopy(router).to_empty(device=device)
+    for module in tried.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            values = torch.randn(parameter.shape, device=device, generator=generator) * parameter.shape[-1] ** -0.5
+            setattr(module, name, nn.Parameter(values.to(dtype)))
+    for buffer in tried.buffers():
+        buffer.copy_(torch.randn(buffer.shape, device=device, generator=generator))
+    x = torch.randn(reference_rows, tried.weight.shape[1], device=device, generator=generator).to(dtype)
+
+    def call(rows: Tensor) -> list[Tensor]:
+        outputs = type(tried).forward(tried, rows)  # without the hooks and replacements of the instance
+        return [each for each in outputs if isinstance(each, Tensor)]
+
+    tried.train()
+    in_training = call(x)
+    tried.eval()
+    if not all(map(torch.equal, in_training, call(x))):
+        return frozenset()
+    return _agreeing(call, x, rows)
 
 
 @torch.no_grad()
@@ -82,22 +206,85 @@ def agreeing_rows(
 
     x, weight = random(reference_rows, shape.inputs), random(shape.outputs, shape.inputs)
     bias = random(shape.outputs) if shape.has_bias else None
-    expected = matmul(x, weight, bias)
+    return _agreeing(lambda rows: [matmul(rows, weight, bias)], x, rows)
+
+
+def _agreeing(call: Callable[[Tensor], Sequence[Tensor]], x: Tensor, rows: Collection[int]) -> frozenset[int]:
+    """Return the row counts in `rows` at which `call` gives each row of x [R, K] the bits that it has in all of x."""
+    expected = call(x)
 
     def agrees(count: int) -> bool:
-        starts = {0, (reference_rows - count) // 2, reference_rows - count}
         return all(
-            torch.equal(matmul(x[start : start + count], weight, bias), expected[start : start + count])
-            for start in starts
+            torch.equal(part, whole[start : start + count])
+            for start in {0, (len(x) - count) // 2, len(x) - count}
+            for part, whole in zip(call(x[start : start + count]), expected, strict=True)
         )
 
-    return frozenset(count for count in rows if count <= reference_rows and agrees(count))
+    return frozenset(count for count in rows if count <= len(x) and agrees(count))
+
+
+@torch.no_grad()
+def agreeing_tokens(
+    shape: ExpertShape,
+    tokens: Collection[int],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    matmul: GroupedMatmul = grouped_matmul,
+    reference_rows: int = REFERENCE_ROWS,
+) -> frozenset[int]:
+    """Return the token counts in `tokens` at which `matmul` gives each row the bits of a reference, however the rows
+    are divided over the experts.
+
+    In the reference, all experts have the same rows, `reference_rows` in total. A call for T tokens has T k rows, drawn
+    from these, and is tried with each of the divisions of `divisions`.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = (shape.inputs, shape.outputs) if shape.is_transposed else (shape.outputs, shape.inputs)
+    weight = torch.empty(shape.experts, *sizes, device=device, dtype=dtype)
+    for matrix in weight:
+        matrix.copy_(torch.randn(sizes, device=device, generator=generator))
+    if not shape.is_transposed:
+        weight = weight.mT
+    each = max(1, reference_rows // shape.experts)
+    x = torch.randn(each, shape.inputs, device=device, generator=generator).to(dtype)
+
+    def grouped(rows: Tensor, counts: Tensor) -> Tensor:
+        return matmul(x[rows], weight, counts.cumsum(0).to(device=device, dtype=torch.int32))
+
+    everything = torch.arange(each, device=device).repeat(shape.experts)
+    expected = grouped(everything, torch.full((shape.experts,), each)).view(shape.experts, each, -1)
+
+    def agrees(counts: Tensor) -> bool:
+        rows = torch.randint(each, (int(counts.sum()),), device=device, generator=generator)
+        experts = torch.arange(shape.experts).repeat_interleave(counts).to(device)
+        return torch.equal(grouped(rows, counts), expected[experts, rows])
+
+    return frozenset(count for count in tokens if all(map(agrees, divisions(count * shape.per_token, shape.experts))))
+
+
+def divisions(rows: int, experts: int) -> Iterator[Tensor]:
+    """Yield ways to divide `rows` over experts, as the number of rows of each expert [E].
+
+    The first way is random. In the others, one expert has most of the rows, and the others get 0, 1, 2, 16 or 100 of
+    them; in the last way, the first expert has all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    yield torch.bincount(torch.randint(experts, (rows,), generator=generator), minlength=experts)
+    for offset in range(len(FEW_ROWS)):
+        counts = torch.tensor([FEW_ROWS[(expert + offset) % len(FEW_ROWS)] for expert in range(experts)])
+        counts[(counts.cumsum(0) > rows).nonzero()] = 0
+        counts[offset % experts] += rows - int(counts.sum())
+        yield counts
+    yield torch.tensor([rows, *[0] * (experts - 1)])
 
 
 @functools.cache
 def _agreeing_on_device(
-    shape: MatmulShape, rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    shape: MatmulShape | ExpertShape, rows: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> frozenset[int]:
+    if isinstance(shape, ExpertShape):
+        return agreeing_tokens(shape, rows, device=device, dtype=dtype)
     return agreeing_rows(shape, rows, device=device, dtype=dtype)
 
 
@@ -111,14 +298,14 @@ class RowChoice(NamedTuple):
     problem: str | None
 
 
-def choose_rows(num_slots: int, agreeing: Mapping[MatmulShape, Collection[int]]) -> RowChoice:
+def choose_rows(num_slots: int, agreeing: Mapping[Shape, Collection[int]]) -> RowChoice:
     """Choose the numbers of rows that decode steps may have: those at which matmuls have the same bits as in a pack.
 
-    `agreeing`: for each shape of a matmul, the numbers of rows with the same bits. One of the chosen numbers, the
-    largest, is at least `num_slots`. If there is no such number, the result has a reason and no numbers.
+    `agreeing`: for each shape of a matmul, and each router, the numbers of rows with the same bits. One of the chosen
+    numbers, the largest, is at least `num_slots`. If there is no such number, the result has a reason and no numbers.
     """
     for shape, rows in agreeing.items():
-        name = f"the matmul of {shape.inputs} inputs and {shape.outputs} outputs"
+        name = shape.title
         differing = [count for count in PACK_ROWS if count not in rows]
         if differing:
             return RowChoice((), f"{name} has other bits in a pack of {differing[0]} tokens than in a longer one")
@@ -136,9 +323,20 @@ def candidates(num_slots: int) -> tuple[int, ...]:
 
 
 def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
-    """Try the matmuls of `layers` on the device, and choose the numbers of rows that decode steps may have."""
-    rows = (*PACK_ROWS, *candidates(num_slots))
-    agreeing = {shape: _agreeing_on_device(shape, rows, device, dtype) for shape in matmul_shapes(layers)}
+    """Try the matmuls of `layers` on the device, and choose the numbers of rows that decode steps may have.
+
+    On a GPU, grouped matmuls of stacked experts and whole routers are tried too.
+    """
+    layers, rows = list(layers), (*PACK_ROWS, *candidates(num_slots))
+    shapes: list[MatmulShape | ExpertShape] = [*matmul_shapes(layers)]
+    if device.type != "cpu":
+        shapes += expert_shapes(layers)
+    agreeing: dict[Shape, Collection[int]] = {
+        shape: _agreeing_on_device(shape, rows, device, dtype) for shape in shapes
+    }
+    if device.type != "cpu":
+        for shape, router in _distinct_routers(layers).items():
+            agreeing[shape] = agreeing_rows_of_router(router, rows, device=device, dtype=dtype)
     return choose_rows(num_slots, agreeing)
 
 

@@ -1,0 +1,57 @@
+"""Stacked experts as grouped matmuls whose bits for a token do not depend on the other tokens, on a GPU
+(`rollout.exact`).
+
+There are T tokens of width D with k of E experts each. The R = T k pairs of a token and an expert are sorted by expert:
+
+    choices [T, k]    0 2 | 2 1 | 2 0          rows of expert 0: tokens 0 2, of expert 1: token 1, of expert 2: 0 1 2
+    ends [E]          2 3 6                    where the rows of each expert end
+
+`grouped_matmul` multiplies all rows in one call. Sampler and trainer use it, and `row_trial` tries on the device that
+a row has the same bits however the rows are divided over the experts. The results of the k experts of a token are added
+in the order of its choices, in float32. No shape depends on the routes, so that CUDA graphs can capture the operators.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from padfree.model.block_matmuls import use_block_matmuls, widen_narrow_layers
+from padfree.model.expert_adapters import grouped_matmul
+from padfree.model.stacked_experts import stacked_experts
+
+
+def use_exact_matmuls(model: nn.Module, device: torch.device) -> None:
+    """Let the model use the matmuls of `rollout.exact` on `device`, in place: on a CPU those of `block_matmuls`."""
+    if device.type == "cpu":
+        use_block_matmuls(model)
+        return
+    for module in stacked_experts(model):
+        object.__setattr__(module, "forward", partial(experts_forward, module))
+    widen_narrow_layers(model)
+
+
+def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """Compute stacked experts: hidden [T, D], choices [T, k] and weights [T, k] give [T, D]. Differentiable."""
+    own: Any = module
+    experts, order = torch.sort(choices.reshape(-1), stable=True)
+    numbers = torch.arange(own.num_experts, device=experts.device, dtype=experts.dtype)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+
+    def linear(rows: Tensor, name: str) -> Tensor:
+        weight = getattr(own, name)
+        result = grouped_matmul(rows, weight if own.is_transposed else weight.mT, ends)
+        return result + getattr(own, f"{name}_bias")[experts] if own.has_bias else result
+
+    rows = linear(hidden[order // choices.shape[1]], "gate_up_proj" if own.has_gate else "up_proj")
+    rows = linear(own._apply_gate(rows) if own.has_gate else own.act_fn(rows), "down_proj")
+    if getattr(own, "has_post_expert_norm", False):
+        rows = own.post_expert_norm(rows)
+    first, *others = (rows[torch.argsort(order)].view(*choices.shape, -1) * weights[..., None]).unbind(1)
+    total = first.float()
+    for chosen in others:
+        total = total + chosen
+    return total.to(hidden.dtype)
