@@ -11,12 +11,14 @@ from padfree.attention.backend import Pages
 from padfree.attention.selection import BACKENDS
 from padfree.attention.spec import AttentionSpec
 from padfree.batch import IGNORE
+from padfree.config import LoraConfig
 from padfree.cp import shard
 from padfree.head import fused_loss, score
 from padfree.layers.compile import compile_layers
 from padfree.layers.recompute import Kept
 from padfree.model import attach, hidden_states, lm_head_of
 from padfree.model.grouped_matmuls import use_exact_matmuls
+from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of
 from padfree.packing import collate
 from padfree.rollout.engines.in_process.exact_attention import has_bits_of_trainer
@@ -129,12 +131,19 @@ def test_a_run_accepts_mixtures_of_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("kept", ["none", "selective", "input"])
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "mixtral"])
-def test_training_has_the_bits_of_the_sampler(name: str, kept: Kept) -> None:
-    """With gradients, the fused loss, shared groups and whatever is saved for backward."""
-    model = on_gpu(name)
-    policy = PolicyModel(model, torch.bfloat16, CUDA)
-    policy.update(model)
+@pytest.mark.parametrize(("name", "rank"), [("qwen3", 0), ("qwen3", 8), ("qwen3_moe", 0), ("mixtral", 0)])
+def test_training_has_the_bits_of_the_sampler(name: str, rank: int, kept: Kept) -> None:
+    """With gradients, the fused loss, shared groups, adapters and whatever is saved for backward."""
+    trained = attach(on_gpu(name), "fa4")
+    lora = LoraConfig(rank=rank) if rank else None
+    if lora is not None:
+        add_adapters(trained, lora)
+        for parameter in trained.parameters():
+            parameter.data = parameter.data.to(device=CUDA, dtype=torch.bfloat16)
+            if parameter.requires_grad:
+                parameter.data.normal_(std=0.1)
+    policy = PolicyModel(trained, torch.bfloat16, CUDA, adapters=lora)
+    policy.update(trained)
     sampler = InProcessSampler(
         policy, stops=(VOCABULARY,), temperature=1.0, batch_size=20, attention="fa4", compiled=True, exact=True
     )
@@ -148,7 +157,6 @@ def test_training_has_the_bits_of_the_sampler(name: str, kept: Kept) -> None:
         )
         for request, response in zip(requests, responses, strict=True)
     ]
-    trained = attach(model, "fa4")
     use_exact_matmuls(trained, CUDA)
     compile_layers(layers_of(trained), "inductor", kept, exact=True)
     sampled = np.concatenate([response.logprobs for response in responses])
