@@ -386,7 +386,7 @@ def make_model(device: torch.device, dtype: torch.dtype = torch.bfloat16, shape:
 def chosen_model(arguments: argparse.Namespace, device: torch.device) -> Any:
     if arguments.model is None:
         return make_model(device, shape=arguments.shape)
-    with distributed(device=str(device)):
+    with distributed(device=device.type):
         return cast_parameters(load_model(arguments.model, device=device), torch.bfloat16)
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from padfree.config import LoraConfig
+from padfree.model import attach
 from padfree.model.lora import add_adapters
 from padfree.model.named_tensors import named_tensors
 from padfree.optim.master_weights import compute_copies, keep_master_weights
@@ -109,3 +110,14 @@ def test_a_model_with_adapters_is_copied() -> None:
     addresses = [tensor.data_ptr() for tensor in copied.parameters()]
     sampler.update_weights(model, 1)
     assert [tensor.data_ptr() for tensor in copied.parameters()] == addresses
+
+
+def test_adapters_that_are_not_merged_have_the_dtype_of_the_sampler() -> None:
+    """The trainer keeps adapters in float32 but computes with them in bfloat16."""
+    model, settings = attach(build("qwen3")), LoraConfig(rank=2)
+    add_adapters(model, settings)
+    policy = PolicyModel(model, torch.bfloat16, CPU, adapters=settings)
+    policy.update(model)
+    own = dict(policy.model.named_parameters())
+    assert {parameter.dtype for parameter in own.values()} == {torch.bfloat16}
+    assert all(torch.equal(own[name], parameter.bfloat16()) for name, parameter in model.named_parameters())

@@ -38,6 +38,10 @@ class PolicyModel:
         self._keeps_adapters = adapters is not None
         if adapters is not None:
             add_adapters(self.model, adapters)
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(
+                    dtype
+                )  # adapters are made in float32; the trainer computes in `dtype`
         self.state_obstacle = state_obstacle(trained)  # None, or why decoding needs more state than keys and values
         self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
         # Computed buffers, such as the frequencies of RoPE, are taken from the trained model, because another device
