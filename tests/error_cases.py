@@ -129,6 +129,7 @@ def one_by_one(*calls: Mistake) -> Mistake:
 
 DISTILL = ("loss.kind=distill", "teacher.path=m")
 PLAYED = "rollout.environment=padfree.rollout.environment.calculator:episode"
+JOB = ("slurm.nodes=2", "slurm.processes=8")
 SERVED = 'rollout.launch.command=["vllm", "serve"]'
 
 HELD_OUT = "eval.path=test.jsonl"
@@ -320,6 +321,14 @@ CASES["config"] = [
         )
     ),
     ("batch.samples", changed("rollout.reward=exact_match", "batch.samples=12", recipe="rl")),
+    ("slurm.processes", changed("slurm.nodes=2")),
+    ("slurm.processes", changed("slurm.processes=8")),
+    ("slurm.nodes", changed("slurm.nodes=0", "slurm.processes=8"), "slurm.nodes=1"),
+    ("slurm.restarts", changed("slurm.restarts=-1", *JOB), "slurm.restarts=1"),
+    ("slurm.sbatch", changed('slurm.sbatch={"--time" = "1"}', *JOB), 'slurm.sbatch={time = "1"}'),
+    ("slurm.sbatch.time", changed('slurm.sbatch={time = "1\\n2"}', *JOB), 'slurm.sbatch={time = "1"}'),
+    ("slurm.setup", changed('slurm.setup=["a\\nb"]', *JOB), 'slurm.setup=["a", "b"]'),
+    ("slurm.python", changed("slurm.python=''", *JOB), "slurm.python=python3"),
     ("schedule.warmup", changed("schedule.warmup=-1")),
     ("schedule.warmup", changed("schedule.warmup=9", "run.steps=3")),
     ("schedule.final", changed("schedule.final=2"), "schedule.final=0.1"),

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
+from padfree.cli.slurm import is_job_description, processes_of_job, recipe_script, write_recipe_script
 from padfree.config import Config, load_config
+from padfree.config.inputs import check_regular
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
-from padfree.config.recipe_files import default_recipe
+from padfree.config.recipe_files import default_recipe, recipe_path
 from padfree.data.first_look import check_inputs
 from padfree.errors import UserError
 from padfree.garbage_collection import paused_collector
@@ -77,6 +79,19 @@ def run(settings: argparse.Namespace) -> int:
         )
     processes = processes_of(meet=not settings.dry_run)
     check_inputs(config)  # before torch is imported, so that a mistake fails quickly
+    if is_job_description(config.slurm):
+        if settings.recipe is not None:
+            check_regular(recipe_path(settings.recipe), "config", once=False)  # the job reads it again
+        words = [settings.command, *([] if settings.recipe is None else [settings.recipe]), *overrides]
+        if not settings.dry_run:
+            write_recipe_script(config, words)
+            return 0
+        with processes_of_job(config.slurm):
+            for line in description(config, all_settings=settings.all):
+                print(line)
+        path, script = recipe_script(config, words)
+        print(f"\nbatch script {path}:\n\n{script}", end="")
+        return 0
     if settings.dry_run:
         for line in description(config, all_settings=settings.all) if processes.is_first else ():
             print(line)

@@ -300,6 +300,12 @@ READ_BY: dict[str, Reason | None] = {
     "run.device": None,
     "run.timeout": None,
     "run.deterministic": None,
+    "slurm.nodes": None,
+    "slurm.processes": None,
+    "slurm.restarts": None,
+    "slurm.sbatch": None,
+    "slurm.setup": None,
+    "slurm.python": None,
 }
 """For each setting or table, the rule that says whether a run reads it.
 

@@ -220,7 +220,7 @@ class RolloutConfig:
         most=1,
         about="With rollout.colocated: fraction of a GPU's memory that a server uses while it is awake. The run passes "
         "it to vLLM servers that it starts, and --dry-run shows it.",
-        needs=need_of("colocated"),
+        needs=need_of("colocated", fix="set rollout.colocated=true, or leave it out"),
     )
     sleeping_memory: float = setting(
         2.0,

@@ -44,6 +44,7 @@ WITHOUT_EFFECT = (
     "eval.",
     "track.",
     "run.timeout",
+    "slurm.",
 )
 """Prefixes of settings that may differ when responses are reused: they change results by rounding errors at most."""
 
