@@ -129,6 +129,7 @@ def one_by_one(*calls: Mistake) -> Mistake:
 
 DISTILL = ("loss.kind=distill", "teacher.path=m")
 PLAYED = "rollout.environment=padfree.rollout.environment.calculator:episode"
+JOB = ("slurm.nodes=2", "slurm.processes=8")
 SERVED = 'rollout.launch.command=["vllm", "serve"]'
 
 HELD_OUT = "eval.path=test.jsonl"
@@ -290,6 +291,20 @@ CASES["config"] = [
     ("rollout.canary", changed("rollout.canary=-1", recipe="rl-vllm")),
     ("rollout.transfer_folder", changed('rollout.transfer_folder=""', recipe="rl-vllm")),
     ("rollout.transfer", changed("rollout.transfer=file", recipe="rl-vllm")),
+    ("rollout.staleness", changed("rollout.colocated=true", "rollout.staleness=1", recipe="rl-vllm")),
+    ("rollout.transfer", changed("rollout.colocated=true", "rollout.transfer=group", recipe="rl-vllm")),
+    ("rollout.colocated", changed("rollout.colocated=true", recipe="rl-local")),
+    ("rollout.server_memory", changed("rollout.server_memory=0.5", recipe="rl-vllm"), "rollout.colocated=true"),
+    (
+        "rollout.server_memory",
+        changed("rollout.colocated=true", "rollout.server_memory=60", recipe="rl-vllm"),
+        "rollout.server_memory=0.6",
+    ),
+    (
+        "rollout.sleeping_memory",
+        changed("rollout.colocated=true", "rollout.sleeping_memory=-1", recipe="rl-vllm"),
+        "rollout.sleeping_memory=1.5",
+    ),
     ("rollout.launch.command", changed('rollout.launch.command=["vllm", ""]', recipe="rl-vllm"), SERVED),
     ("rollout.launch.command", changed("rollout.launch.command=vllm", recipe="rl-local")),
     ("rollout.launch.devices", changed("rollout.launch.devices=[]", recipe="rl-vllm"), "rollout.launch.devices=cpu"),
@@ -306,6 +321,14 @@ CASES["config"] = [
         )
     ),
     ("batch.samples", changed("rollout.reward=exact_match", "batch.samples=12", recipe="rl")),
+    ("slurm.processes", changed("slurm.nodes=2")),
+    ("slurm.processes", changed("slurm.processes=8")),
+    ("slurm.nodes", changed("slurm.nodes=0", "slurm.processes=8"), "slurm.nodes=1"),
+    ("slurm.restarts", changed("slurm.restarts=-1", *JOB), "slurm.restarts=1"),
+    ("slurm.sbatch", changed('slurm.sbatch={"--time" = "1"}', *JOB), 'slurm.sbatch={time = "1"}'),
+    ("slurm.sbatch.time", changed('slurm.sbatch={time = "1\\n2"}', *JOB), 'slurm.sbatch={time = "1"}'),
+    ("slurm.setup", changed('slurm.setup=["a\\nb"]', *JOB), 'slurm.setup=["a", "b"]'),
+    ("slurm.python", changed("slurm.python=''", *JOB), "slurm.python=python3"),
     ("schedule.warmup", changed("schedule.warmup=-1")),
     ("schedule.warmup", changed("schedule.warmup=9", "run.steps=3")),
     ("schedule.final", changed("schedule.final=2"), "schedule.final=0.1"),

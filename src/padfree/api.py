@@ -83,6 +83,7 @@ class Sections(TypedDict, total=False):
     checkpoint: Mapping[str, Any]
     track: Mapping[str, Any]
     eval: Any
+    slurm: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

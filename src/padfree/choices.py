@@ -53,7 +53,7 @@ SAMPLING_ENGINES = {
 """For each value of `rollout.engine`, the function that makes the sampler. Users may also give their own function as
 module:function.
 """
-WeightTransfer = Literal["group", "files"]
+WeightTransfer = Literal["auto", "group", "files"]
 WeightSyncKind = Literal["auto", "full", "difference"]
 OnUpdate = Literal["continue", "finish", "restart"]
 RolloutFilter = Literal["none", "equal"]

@@ -160,6 +160,111 @@ def test_the_script_has_the_directives_of_the_example(
     assert subprocess.run(["bash", "-n", str(path)], check=False).returncode == 0
 
 
+# [slurm] in a recipe
+
+JOB = """
+[slurm]
+nodes = 2
+processes = 4
+restarts = 3
+setup = ["export FIRST='1 2'"]
+
+[slurm.sbatch]
+time = "24:00:00"
+exclusive = ""
+"""
+
+
+@pytest.fixture
+def recipe(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe with the section `slurm`, outside of a job."""
+    for name in ("SLURM_JOB_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    given = dict(word.split("=", 1) for word in words[1:]) | {"batch.samples": "4"}
+    sections: dict[str, list[str]] = {}
+    for name, value in given.items():
+        section, _, setting = name.partition(".")
+        shown = value if value.isdecimal() else json.dumps([value] if name == "data.path" else value)
+        sections.setdefault(section, []).append(f"{setting} = {shown}")
+    path = tmp_path / "my recipe.toml"
+    path.write_text("".join(f"[{name}]\n" + "\n".join(lines) + "\n" for name, lines in sections.items()) + JOB)
+    return path
+
+
+def test_a_recipe_writes_the_script_of_its_job(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.sbatch"
+    assert main(["sft", str(recipe), "run.seed=3", "--dry-run"]) == 0
+    shown, _, dry = capsys.readouterr().out.partition(f"\nbatch script {path}:\n\n")
+    assert "layout: 8 processes = " in shown
+    assert "WORLD_SIZE" not in os.environ
+    assert not path.exists()
+    assert main(["sft", str(recipe), "run.seed=3"]) == 0
+    assert capsys.readouterr().out == f"the job is described in {path}; submit it with: sbatch {path}\n"
+    text = path.read_text()
+    assert text == dry
+    assert not (tmp_path / "run").exists(), "nothing was trained"
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if "#SBATCH" in line]
+    assert lines == [
+        *("job-name=padfree", "nodes=2", "ntasks-per-node=1", "gpus-per-node=4", "signal=TERM@120", "requeue"),
+        *("time=24:00:00", "exclusive"),
+    ]
+    program(tmp_path, "srun", 'shift 3; echo "$FIRST"; pwd; for word in "$@"; do printf "%s\\0" "$word"; done')
+    program(tmp_path, "scontrol", "echo first; echo second")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "7"}
+    found = subprocess.run(["bash", str(path)], env=variables, cwd="/", capture_output=True, text=True, check=True)
+    first, folder, rest = found.stdout.split("\n", 2)
+    assert (first, folder) == ("1 2", str(tmp_path))
+    arguments: Any = torch.distributed.run.parse_args(rest.split("\0")[:-1])
+    assert (arguments.nnodes, arguments.nproc_per_node, arguments.max_restarts) == ("2", "4", 3)
+    assert arguments.training_script_args == ["sft", str(recipe), "run.seed=3"]
+
+
+def test_a_script_is_not_overwritten_by_another(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sft", str(recipe)]) == 0
+    before = (tmp_path / "run.sbatch").read_text()
+    assert main(["sft", str(recipe)]) == 0, "the same script"
+    capsys.readouterr()
+    assert main(["sft", str(recipe), "slurm.nodes=4"]) == 1
+    line = f"padfree sft: slurm: {tmp_path / 'run.sbatch'} exists and is another script; remove it, or"
+    assert capsys.readouterr().err.startswith(line)
+    assert (tmp_path / "run.sbatch").read_text() == before
+    assert main(["sft", str(recipe), "run.step=1", "slurm.nodes=4"]) == 1, "settings are checked first"
+    assert main(["sft", str(recipe), "run.folder=/dev/null/run"]) == 1
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_job_cannot_read_a_recipe_from_a_pipe(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, recipe.read_bytes())
+    os.close(writing)
+    capsys.readouterr()
+    assert main(["sft", f"/dev/fd/{reading}"]) == 1
+    os.close(reading)
+    assert capsys.readouterr().err.startswith(f"padfree sft: config: /dev/fd/{reading} is a FIFO, not a file; give a")
+    assert not (tmp_path / "run.sbatch").exists()
+
+
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "WORLD_SIZE"])
+def test_the_job_itself_trains(
+    variable: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert main(["sft", str(recipe), "--dry-run"]) == 0
+    assert "layout: 1 processes" in (shown := capsys.readouterr().out)
+    assert "batch script" not in shown
+    if variable == "SLURM_JOB_ID":
+        assert main(["sft", str(recipe)]) == 0
+        assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
+    assert not (tmp_path / "run.sbatch").exists()
+
+
 def test_options_of_sbatch_replace_the_defaults(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--nodes", "1", "--processes", "2", "--dry-run"]
     for given in ("job-name=first", "time=24:00:00", "exclusive", "gpus-per-node=h200:2"):

@@ -1,4 +1,8 @@
-"""The batch script of `padfree launch --slurm FILE`: one torchrun per node, as in `padfree launch --hosts`.
+"""Batch scripts for Slurm: one torchrun per node, as in `padfree launch --hosts`.
+
+    padfree launch --slurm FILE     writes FILE
+    a recipe with [slurm]           outside of a Slurm job, `padfree sft recipe.toml` writes RUN_FOLDER.sbatch; inside
+                                    the job, the same command trains
 
 Examples:
 
@@ -12,13 +16,19 @@ shell that submits it. The command and its settings are checked before the scrip
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from contextlib import chdir
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 from padfree.cli.on_host import checked_recipe
+from padfree.config import Config
+from padfree.config.hub import check_names
+from padfree.config.output_sections import check_output
+from padfree.config.slurm_section import SlurmConfig
 from padfree.errors import UserError
 
 SAVE_SECONDS = 120
@@ -62,6 +72,62 @@ def write_script(settings: argparse.Namespace, words: Sequence[str]) -> None:
     print(f"sbatch {shlex.quote(settings.slurm)}")
 
 
+def is_job_description(slurm: SlurmConfig) -> bool:
+    """Return whether the section `slurm` asks for a batch script, because this process is not part of a job."""
+    return slurm.nodes is not None and not os.environ.keys() & {"SLURM_JOB_ID", "WORLD_SIZE"}
+
+
+def recipe_script(config: Config, words: Sequence[str]) -> tuple[Path, str]:
+    """Return the path and the text of the batch script for a recipe with the section `slurm`.
+
+    `words`: the padfree command that the job runs.
+    """
+    slurm = config.slurm
+    assert slurm.nodes is not None, "no batch script was asked for"
+    assert slurm.processes is not None, "SlurmConfig refuses this"
+    text = sbatch_script(
+        words,
+        nodes=slurm.nodes,
+        processes=slurm.processes,
+        restarts=slurm.restarts,
+        folder=os.getcwd(),
+        python=slurm.python or sys.executable,
+        options={name: value or None for name, value in slurm.sbatch.items()},
+        setup=slurm.setup,
+    )
+    return Path(f"{config.run.folder.rstrip('/')}.sbatch"), text
+
+
+def write_recipe_script(config: Config, words: Sequence[str]) -> None:
+    """Write the batch script for a recipe with the section `slurm`, and say how to submit it."""
+    check_names(config)
+    path, text = recipe_script(config, words)
+    check_output(path, "run.folder", makes_folder=True)
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise UserError("slurm", f"{path} exists and is another script", "remove it, or set another run.folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"{path} cannot be written ({error.strerror})"
+        raise UserError("run.folder", problem, "give another folder") from None
+    print(f"the job is described in {path}; submit it with: sbatch {shlex.quote(str(path))}")
+
+
+@contextmanager
+def processes_of_job(slurm: SlurmConfig) -> Iterator[None]:
+    """Context manager in which a dry run describes the processes of the job and not those of this machine."""
+    assert slurm.nodes is not None, "no batch script was asked for"
+    assert slurm.processes is not None, "SlurmConfig refuses this"
+    variables = {"WORLD_SIZE": str(slurm.nodes * slurm.processes), "LOCAL_WORLD_SIZE": str(slurm.processes)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+
+
 def _option(given: str) -> tuple[str, str | None]:
     found = OPTION.fullmatch(given)
     if found is None:
@@ -78,9 +144,10 @@ def sbatch_script(
     folder: str,
     python: str,
     options: Mapping[str, str | None],
+    setup: Sequence[str] = (),
 ) -> str:
     """Return the batch script that runs the padfree command `words`. `options` are options of sbatch, which replace
-    defaults.
+    defaults. `setup` are lines of shell that the script runs before the command.
     """
     directives: dict[str, str | None] = {
         "job-name": "padfree",
@@ -100,6 +167,7 @@ def sbatch_script(
             "",
             "set -euo pipefail",
             shlex.join(["cd", folder]),
+            *setup,
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={TORCHRUN_SECONDS}  # seconds for a checkpoint after a signal",
             "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # lets a lost host rejoin",
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
+from padfree.cli.slurm import is_job_description, processes_of_job, recipe_script, write_recipe_script
 from padfree.config import Config, load_config
+from padfree.config.inputs import check_regular
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
-from padfree.config.recipe_files import default_recipe
+from padfree.config.recipe_files import default_recipe, recipe_path
 from padfree.data.first_look import check_inputs
 from padfree.errors import UserError
 from padfree.garbage_collection import paused_collector
@@ -77,6 +79,19 @@ def run(settings: argparse.Namespace) -> int:
         )
     processes = processes_of(meet=not settings.dry_run)
     check_inputs(config)  # before torch is imported, so that a mistake fails quickly
+    if is_job_description(config.slurm):
+        if settings.recipe is not None:
+            check_regular(recipe_path(settings.recipe), "config", once=False)  # the job reads it again
+        words = [settings.command, *([] if settings.recipe is None else [settings.recipe]), *overrides]
+        if not settings.dry_run:
+            write_recipe_script(config, words)
+            return 0
+        with processes_of_job(config.slurm):
+            for line in description(config, all_settings=settings.all):
+                print(line)
+        path, script = recipe_script(config, words)
+        print(f"\nbatch script {path}:\n\n{script}", end="")
+        return 0
     if settings.dry_run:
         for line in description(config, all_settings=settings.all) if processes.is_first else ():
             print(line)
@@ -147,7 +162,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.disk import check_disk, disk_line
     from padfree.train.microbatch import plan_samples
     from padfree.train.preflight import preflight
-    from padfree.train.resolve_auto import device_memory, resolve_auto
+    from padfree.train.resolve_auto import resolve_auto, training_memory, whole_memory
     from padfree.train.shared_turns import copied_keys, run_cost
     from padfree.train.training_data import image_share
 
@@ -200,7 +215,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
         model,
         processes=processes,
         device_type=device_type,
-        memory=device_memory(torch.device(device_type)),
+        memory=training_memory(config, torch.device(device_type)),
         **facts,
     )
     asked, config = config, resolved.config
@@ -233,6 +248,8 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     for line in resolved.lines():
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
+    if config.rollout.colocated and device_type == "cuda":
+        yield shared_memory_line(memory, config, whole_memory(torch.device(device_type)))
     yield disk_line(config, model)
     yield (
         f"first step{', if every response is as long as it may be' if sampled else ''}: {len(lengths)} samples, "
@@ -342,6 +359,24 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             yield f"  {name:<12}{_gib(size):>12}  {meaning}"
     if memory.host:
         yield f"  and {_gib(memory.host)} of CPU memory for each process"
+
+
+def shared_memory_line(memory: MemoryEstimate, config: Config, whole: float) -> str:
+    """Return the line of a dry run about a GPU of `whole` bytes that the run shares with a server."""
+    rollout = config.rollout
+    awake = None if rollout.server_memory is None else rollout.server_memory * whole
+    turns = (
+        ("training", memory.device, rollout.sleeping_bytes, "sleeping server"),
+        ("sampling", memory.between_steps, awake, "server"),
+    )
+    shown = []
+    for turn, own, server, name in turns:
+        if server is None:
+            shown.append(f"{turn} {_gib(own)} + the {name} (set rollout.server_memory to count it)")
+        else:
+            fits = "" if own + server <= whole else ", which does not fit"
+            shown.append(f"{turn} {_gib(own)} + {_gib(server)} of the {name}{fits}")
+    return f"shared GPU of {_gib(whole)}: {'; '.join(shown)}"
 
 
 def _gib(size: float) -> str:

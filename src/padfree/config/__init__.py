@@ -25,6 +25,7 @@ from padfree.config.sections import (
     RunConfig,
     TrackConfig,
 )
+from padfree.config.slurm_section import SlurmConfig
 from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ScheduleConfig",
+    "SlurmConfig",
     "TrackConfig",
     "config_from_dict",
     "load_config",

@@ -25,6 +25,7 @@ from padfree.config.sections import (
     TrackConfig,
 )
 from padfree.config.setting import check_needs
+from padfree.config.slurm_section import SlurmConfig
 from padfree.errors import UserError, need
 from padfree.optim.optimizer_settings import OptimizerConfig, ScheduleConfig
 
@@ -56,6 +57,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     # Names of the settings that the recipe or an override sets to a value other than none
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 

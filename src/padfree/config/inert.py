@@ -58,6 +58,7 @@ _sampled = _unless(
 _served = _unless(
     lambda config: config.rollout.has_servers, lambda config: f"with rollout.engine={config.rollout.engine}"
 )
+_colocated = _unless(lambda config: config.rollout.colocated, lambda _: "with rollout.colocated=false")
 _adapters = _unless(lambda config: config.lora.rank > 0, lambda config: "with lora.rank=0")
 _evaluated = _unless(lambda config: bool(config.eval.path), lambda config: "without eval.path")
 _kl = _unless(lambda config: config.loss.kl_coefficient > 0, lambda config: "with loss.kl_coefficient=0")
@@ -154,13 +155,16 @@ READ_BY: dict[str, Reason | None] = {
         _served,
         _unless(lambda config: bool(config.rollout.launch.command), lambda _: "without rollout.launch.command"),
     ),
+    "rollout.colocated": _first(_sampled, _served),
+    "rollout.server_memory": _first(_sampled, _served, _colocated),
+    "rollout.sleeping_memory": _first(_sampled, _served, _colocated),
     "rollout.transfer": _first(_sampled, _served),
     "rollout.weight_sync": _first(_sampled, _served),
     "rollout.transfer_folder": _first(
         _sampled,
         _served,
         _unless(
-            lambda config: config.rollout.transfer == "files",
+            lambda config: config.rollout.resolved_transfer == "files",
             lambda config: f"with rollout.transfer={config.rollout.transfer}",
         ),
     ),
@@ -296,6 +300,12 @@ READ_BY: dict[str, Reason | None] = {
     "run.device": None,
     "run.timeout": None,
     "run.deterministic": None,
+    "slurm.nodes": None,
+    "slurm.processes": None,
+    "slurm.restarts": None,
+    "slurm.sbatch": None,
+    "slurm.setup": None,
+    "slurm.python": None,
 }
 """For each setting or table, the rule that says whether a run reads it.
 

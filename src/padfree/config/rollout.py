@@ -58,6 +58,7 @@ UNSUPPORTED = {
 }
 """Settings of other samplers that users look for, each with the problem and the fix of its error message."""
 
+COLOCATED_FIX = "leave it out, or set rollout.servers or rollout.launch.command, because only servers can sleep"
 SERVED_FIX = "leave it out, or set rollout.engine=vllm"
 FILTERED = need_of("filter", "equal", fix="set rollout.filter=equal")
 
@@ -207,13 +208,35 @@ class RolloutConfig:
         needs=need_of("may_have_servers", fix=SERVED_FIX, about="rollout.engine=vllm or an engine of your own"),
     )
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    colocated: bool = setting(
+        False,
+        about="Whether the servers share the GPUs of the run: they sleep while the run trains, and wake for the next "
+        "weight sync.",
+        needs=need_of("has_servers", fix=COLOCATED_FIX, about="rollout.servers or rollout.launch.command"),
+    )
+    server_memory: float | None = setting(
+        None,
+        above=0,
+        most=1,
+        about="With rollout.colocated: fraction of a GPU's memory that a server uses while it is awake. The run passes "
+        "it to vLLM servers that it starts, and --dry-run shows it.",
+        needs=need_of("colocated", fix="set rollout.colocated=true, or leave it out"),
+    )
+    sleeping_memory: float = setting(
+        2.0,
+        **GIB,
+        about="With rollout.colocated: memory in GiB that a sleeping server keeps on its GPU; automatic choices, such "
+        "as parallel.checkpointing=auto, leave it free.",
+    )
     transfer: WeightTransfer = setting(
-        "group", about="How weights reach the servers: broadcast in a process group, or as files."
+        "auto",
+        about="How weights reach the servers: broadcast in a process group, or as files; auto is files with "
+        "rollout.colocated, otherwise group.",
     )
     weight_sync: WeightSyncKind = setting(
         "auto",
         about="What a weight sync sends: all weights (full), or only the elements whose bits changed since the last "
-        "weight sync (difference); auto is difference in bfloat16 and full in float32.",
+        "weight sync (difference); auto is difference in bfloat16 and full in float32 or with rollout.colocated.",
     )
     transfer_folder: str | None = setting(
         None,
@@ -255,6 +278,11 @@ class RolloutConfig:
         return None if self.kv_cache_memory == "auto" else int(self.kv_cache_memory * 2**30)
 
     @property
+    def sleeping_bytes(self) -> int:
+        """The bytes that a sleeping server keeps on each GPU of the run; 0 without `colocated`."""
+        return int(self.sleeping_memory * 2**30) if self.colocated else 0
+
+    @property
     def may_have_servers(self) -> bool:
         return self.engine != "in_process"
 
@@ -267,11 +295,18 @@ class RolloutConfig:
         """Return whether each weight sync keeps its weights, so that the next sync sends only the changed elements.
 
         With `weight_sync="auto"`, this depends on `dtype`. In float32, nearly every element changes in a training step,
-        so that nothing would be saved.
+        so that nothing would be saved. A colocated server discards its weights while it sleeps if weight syncs send all
+        weights, which saves host memory.
         """
-        return self.has_servers and self.weight_sync in (
-            ("auto", "difference") if dtype == "bfloat16" else ("difference",)
-        )
+        automatic = dtype == "bfloat16" and not self.colocated
+        return self.has_servers and self.weight_sync in (("auto", "difference") if automatic else ("difference",))
+
+    @property
+    def resolved_transfer(self) -> Literal["group", "files"]:
+        """`transfer`, with "auto" replaced by its meaning."""
+        if self.transfer == "auto":
+            return "files" if self.colocated else "group"
+        return self.transfer
 
     @property
     def source(self) -> str | None:
@@ -292,6 +327,7 @@ class RolloutConfig:
         expand_home(self, "transfer_folder")
         self._check_engine()
         self._check_truncation()
+        self._check_colocated()
         self._check_episodes()
         servers, command = list(self.servers), list(self.launch.command)
         own = is_path(self.engine)
@@ -310,6 +346,14 @@ class RolloutConfig:
         right = 0 <= self.min_new_tokens <= self.max_new_tokens
         fix = f"give 0 to {self.max_new_tokens}, which is rollout.max_new_tokens"
         need(right, "rollout.min_new_tokens", self.min_new_tokens, fix)
+
+    def _check_colocated(self) -> None:
+        if not self.colocated:
+            return
+        fix = "set it to 0, or rollout.colocated=false: colocated servers sleep during training and cannot sample ahead"
+        need(self.staleness == 0, "rollout.staleness", self.staleness, fix)
+        fix = "set rollout.transfer=files, because NCCL does not connect processes that share a GPU"
+        need(self.transfer != "group", "rollout.transfer", self.transfer, fix)
 
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"

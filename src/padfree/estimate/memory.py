@@ -109,11 +109,17 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def between_steps(self) -> int:
+        """Return the bytes of the device memory that stay in use between two training steps."""
+        standing = self.sampler
+        standing += 0 if self.offloaded else self.weights + self.optimizer
+        standing += 0 if self.reference_offloaded else self.reference
+        return standing
+
+    @property
     def device(self) -> int:
         """Return the peak of the device memory in bytes, either in a training step or while the sampler generates."""
-        standing = self.sampler
-        standing += 0 if self.offloaded else self.states
-        standing += 0 if self.reference_offloaded else self.reference
+        standing = self.between_steps + (0 if self.offloaded else self.gradients)
         training = self.gathered + self.activations + self.working
         sampler = self.cache + self.sampling
         return standing + (training + sampler if self.cache_stays else max(training, sampler))

@@ -310,6 +310,7 @@ COLLECTION = MetricGroup(
         ),
         Metric("sampler/servers", "servers", "Servers: number of servers that have the current weights."),
         Metric("sampler/weight_sync_seconds", "s", "Servers: time of the last weight sync, without the canary check."),
+        Metric("sampler/sleep_seconds", "s", "With `rollout.colocated`: time until the servers slept."),
         Metric("sampler/weight_sync_bytes", "bytes", "Servers: bytes sent in the last weight sync."),
         Metric(
             "sampler/canary_difference",

@@ -172,6 +172,13 @@ class Sampler(Protocol):
         """Release all resources. The sampler cannot be used afterwards."""
 
 
+class SleepingSampler(Sampler, Protocol):
+    """A sampler that shares devices with the run (`rollout.colocated`)."""
+
+    def sleep(self) -> None:
+        """Release the memory of the devices until the next `update_weights`. Collective."""
+
+
 class AsyncSampler(Sampler, Protocol):
     """A sampler that keeps sampling during training and across weight syncs (`rollout.staleness` above 0)."""
 

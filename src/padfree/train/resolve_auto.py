@@ -167,7 +167,7 @@ def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
     samples = config.rollout.source is not None and config.rollout.exact is not False
     if not samples and "auto" not in (parallel.compile, parallel.checkpointing, parallel.reshard):
         return ResolvedAuto(config=config, reasons={})
-    memory = torch.tensor(device_memory(mesh.device), dtype=torch.float64, device=mesh.device)
+    memory = torch.tensor(training_memory(config, mesh.device), dtype=torch.float64, device=mesh.device)
     dist.all_reduce(memory, op=dist.ReduceOp.MIN, group=mesh.loss.group)
     model = model_skeleton(config)
     found = resolve_auto(
@@ -217,6 +217,22 @@ def device_memory(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device))
     return _machine_memory()
+
+
+def training_memory(config: Config, device: torch.device) -> float:
+    """Return the number of bytes that this process can use on the device while it trains.
+
+    With `rollout.colocated`, this is the memory of the whole GPU without what a sleeping server keeps. The free memory
+    does not matter, because the server may be awake when this function is called.
+    """
+    if not config.rollout.colocated or device.type != "cuda":
+        return device_memory(device)
+    return whole_memory(device) - config.rollout.sleeping_bytes
+
+
+def whole_memory(device: torch.device) -> float:
+    """Return the number of bytes of a GPU, or what a dry run assumes if this machine has none."""
+    return float(torch.cuda.mem_get_info(device)[1]) if torch.cuda.is_available() else ASSUMED_MEMORY
 
 
 def _machine_memory() -> float:

@@ -14,7 +14,7 @@ from padfree.config.rollout import RolloutConfig
 from padfree.rollout.base import SamplingRequest
 from padfree.rollout.engines.servers.canary import Canary, CanaryScores
 from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerApi
-from padfree.rollout.engines.servers.start import check_servers, check_truncation
+from padfree.rollout.engines.servers.start import check_colocated, check_servers, check_truncation
 from padfree.rollout.engines.servers.weight_stream import Bucket
 from padfree.rollout.engines.servers.weight_sync import FilesTransport
 from padfree.rollout.engines.vllm import VllmServer
@@ -106,6 +106,31 @@ def truncated(**changes: Any) -> Attempt:
     return attempt
 
 
+def colocated(**changes: Any) -> Attempt:
+    """Check a server before a run with rollout.colocated."""
+
+    def attempt(folder: Path) -> None:
+        fake = FakeVllm(vocabulary=46)
+        for name, value in changes.items():
+            setattr(fake, name, value)
+        with serving(fake) as (url,):
+            asyncio.run(VllmServer(url, 20.0).check(served_of(colocated=True)))
+
+    return attempt
+
+
+def colocated_engine(api: type[ServerApi]) -> Attempt:
+    """Make the servers of an engine for a run with rollout.colocated."""
+
+    def attempt(folder: Path) -> None:
+        settings = RolloutConfig(
+            engine="module:function", reward="exact_match", servers=("http://a:1",), colocated=True
+        )
+        check_colocated(api, settings)
+
+    return attempt
+
+
 def truncation_of_engine(api: type[ServerApi]) -> Attempt:
     """Make the servers of an engine for a run with rollout.min_new_tokens."""
 
@@ -147,5 +172,8 @@ CASES: list[tuple[str, Attempt, Attempt]] = [
     ("rollout.top_k", truncated(logprobs_mode="raw_logprobs"), truncated()),
     ("rollout.top_k", truncated(scales_out=False), truncated()),
     ("rollout.min_new_tokens", truncation_of_engine(LineServer), truncation_of_engine(VllmServer)),
+    ("rollout.colocated", colocated(sleep_mode=False), colocated()),
+    ("rollout.colocated", colocated_engine(LineServer), colocated_engine(VllmServer)),
+    (SERVERS, colocated(missing={"/is_sleeping"}), colocated()),
     ("rollout.transfer_folder", files("file"), files("folder")),
 ]

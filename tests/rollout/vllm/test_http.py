@@ -95,7 +95,7 @@ class Answers(FakeVllm):
         super().__init__(vocabulary=46)
         self.everything = status, answer
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, path: str, body: dict[str, Any], query: str = "") -> tuple[int, Any]:
         return self.everything
 
 

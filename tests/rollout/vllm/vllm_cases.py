@@ -20,11 +20,22 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import torch
 
 from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
 
+NEEDED_PARTS = {
+    "/v1/completions": {"weights", "kv_cache"},
+    "/inference/v1/generate": {"weights", "kv_cache"},
+    "/v1/load_lora_adapter": {"weights"},
+    "/start_weight_update": {"weights"},
+    "/update_weights": {"weights"},
+    "/finish_weight_update": {"weights"},
+    "/resume": {"weights", "kv_cache"},
+}
+"""The parts of a server that a route uses. While one of them sleeps, the route fails."""
 FAULTS = ("500", "hang", "half", "malformed", "list", "cut", "abort", "short", "logprobs", "version", "other model")
 
 
@@ -54,18 +65,27 @@ class FakeVllm:
         self._lock, self._compute = threading.Lock(), threading.Lock()
         self._receiver = Receiver(torch.device("cpu"))
         self._updating = False
+        self.sleep_mode = True  # the option --enable-sleep-mode
+        self.asleep: set[str] = set()  # the parts that sleep: weights, kv_cache
+        self.levels: list[int] = []  # the level of each sleep
+        self.broken: list[str] = []  # calls that would have read memory of a sleeping part, or discarded weights
+        self.discarded = False  # whether the weights are lost
         self.paused, self._pauses = False, 0
         self._resumed = threading.Event()
         self._resumed.set()
         self._loaded = {} if model is None else {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def answer(self, path: str, body: dict[str, Any], query: str = "") -> tuple[int, Any]:
         """Return the status and the JSON answer of a route."""
-        self.calls.append(path)
+        self.calls.append(path + (f"?{query}" if path in ("/sleep", "/wake_up") else ""))
         if path in self.missing:
             return 404, {"detail": "Not Found"}
         if path in self.failing:
             return 500, {"error": {"message": "the engine failed"}}
+        needed = NEEDED_PARTS.get(path, set())
+        if needed & self.asleep:
+            self.broken.append(path)
+            return 500, {"error": {"message": f"{path} needs {sorted(needed & self.asleep)}, which sleeps"}}
         if path in ("/v1/completions", "/inference/v1/generate"):
             with self._lock:
                 self.at_once += 1
@@ -87,6 +107,7 @@ class FakeVllm:
                     "model_config": {
                         "logprobs_mode": self.logprobs_mode,
                         "skip_tokenizer_init": self.tokenizer is None,
+                        "enable_sleep_mode": self.sleep_mode,
                         "enable_return_routed_experts": self.routed_experts is not None,
                         **({} if self.returns_kept is None else {"return_sampling_mask": self.returns_kept}),
                     },
@@ -97,6 +118,9 @@ class FakeVllm:
             "/v1/unload_lora_adapter": lambda: "Success: LoRA adapter removed successfully.",
             "/pause": lambda: self._pause(True),
             "/resume": lambda: self._pause(False),
+            "/sleep": lambda: self._sleep(int(parse_qs(query)["level"][0])),
+            "/wake_up": lambda: self._wake(parse_qs(query)["tags"]),
+            "/is_sleeping": lambda: {"is_sleeping": self.paused or bool(self.asleep)},
             "/is_paused": lambda: {"is_paused": self.paused},
             "/reset_prefix_cache": lambda: {"success": True},
             "/init_weight_transfer_engine": lambda: self._join(body["init_info"]),
@@ -117,10 +141,32 @@ class FakeVllm:
         self.name, self.version = name, "default"
         self._receiver.leave()
         self._updating = False
+        self.asleep.clear()
+        self.discarded = False
         if self.model is not None:
             with self._compute:
                 self.model.load_state_dict(self._loaded)
         return self._pause(False)
+
+    def _sleep(self, level: int) -> dict[str, Any]:
+        """Sleeping pauses the scheduler. With level 2, the weights are lost."""
+        if not self.sleep_mode:
+            raise RuntimeError("sleep mode is not enabled")
+        self._pause(True)
+        if self.asleep:
+            return {}  # vLLM 0.24 ignores this call if any part sleeps
+        self.asleep, self.levels = {"weights", "kv_cache"}, [*self.levels, level]
+        self.discarded = level == 2
+        if self.discarded and self.model is not None:
+            with torch.no_grad(), self._compute:
+                for parameter in self.model.parameters():
+                    parameter.fill_(torch.nan)
+        return {}
+
+    def _wake(self, tags: list[str]) -> dict[str, Any]:
+        """Wake these parts. vLLM resumes the scheduler as soon as no part sleeps."""
+        self.asleep -= set(tags)
+        return {} if self.asleep else self._pause(False)
 
     # Weights
 
@@ -155,6 +201,7 @@ class FakeVllm:
 
     def _finish(self, body: dict[str, Any]) -> dict[str, Any]:
         self._updating = False
+        self.discarded &= "weight_version" not in body
         self.version = body.get("weight_version", self.version)
         return {}
 
@@ -186,6 +233,9 @@ class FakeVllm:
         prompts = body["prompt"] if isinstance(body["prompt"][0], list) else [body["prompt"]]
         if max(max(prompt) for prompt in prompts) >= self.vocabulary:
             return 400, {"error": {"message": "Token id is out of vocabulary"}}
+        if self.discarded:
+            self.broken.append("weights")
+            return 500, {"error": {"message": "the weights were discarded"}}
         if max(len(prompt) for prompt in prompts) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": "This model's maximum context length is exceeded"}}
         if fault == "500":
@@ -293,8 +343,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(json.loads(content) if content else {})
 
     def _reply(self, body: dict[str, Any]) -> None:
-        path = self.path.partition("?")[0]
-        status, answer = self.fake.answer(path, body)
+        path, _, query = self.path.partition("?")
+        status, answer = self.fake.answer(path, body, query)
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         length = len(content)
         if path == "/v1/completions" and self.fake.fault == "malformed":

@@ -186,6 +186,11 @@ class Collector:
         rest = {"sampling": 0.0} if self._async else {"rewards": 0.0, "waiting": 0.0}
         self.timings = {"weight_sync": time.perf_counter() - begin, **rest}
 
+    def _let_servers_sleep(self) -> None:
+        """With `rollout.colocated`, put the servers to sleep. Call this when no more responses are needed."""
+        if self.settings.colocated:
+            self.sampler.sleep()
+
     def put(
         self, groups: Sequence[RolloutGroup], *, batch: int, version: int, cursor: Mapping[str, Any] | None = None
     ) -> None:
@@ -215,6 +220,7 @@ class Collector:
         begin = time.perf_counter()
         queued = self._batches[batch]
         outcomes = self._finished(queued)
+        self._let_servers_sleep()
         del self._batches[batch]
         if self.response_log is not None:
             self.response_log.sync()
@@ -267,6 +273,7 @@ class Collector:
         watch = Watcher(on_progress=lambda done: on_sampling(done, len(share)))
         error = self._play(queued, watch, None if reward is None else RewardWorkers(reward))
         outcomes = self._complete(queued, error, model=reward is None)
+        self._let_servers_sleep()
         assert outcomes is not None
         return [outcomes[number] for number in range(len(keys))]
 

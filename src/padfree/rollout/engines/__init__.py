@@ -45,6 +45,7 @@ USER_ENGINE = UserFunction(
     result="a Sampler",
 )
 METHODS = ("update_weights", "sample", "metrics", "close")
+SLEEPING_METHODS = (*METHODS, "sleep")
 ASYNC_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
 
 
@@ -69,9 +70,14 @@ def make_sampler(config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer
     make = USER_ENGINE.load(name)
     with _user_code(name):
         sampler = make(config, mesh, trained, tokenizer, score)
-    missing = [method for method in (ASYNC_METHODS if staleness else METHODS) if not hasattr(sampler, method)]
+    kind = "Sampler"
+    methods: tuple[str, ...] = METHODS
+    if staleness:
+        kind, methods = f"AsyncSampler for rollout.staleness {staleness}", ASYNC_METHODS
+    elif config.rollout.colocated:
+        kind, methods = "SleepingSampler for rollout.colocated", SLEEPING_METHODS
+    missing = [method for method in methods if not hasattr(sampler, method)]
     if missing:
-        kind = f"AsyncSampler for rollout.staleness {staleness}" if staleness else "Sampler"
         raise UserError(
             "rollout.engine",
             f"returned an object of type {type(sampler).__name__}, which has no {missing[0]}",
@@ -146,6 +152,10 @@ class CheckedSampler:
         )
         check_routes([checked.routes], self._routers)
         return checked
+
+    def sleep(self) -> None:
+        with _user_code(self._name):
+            self.sampler.sleep()
 
     def metrics(self) -> Mapping[str, float]:
         metrics: Mapping[str, float] = self.sampler.metrics()

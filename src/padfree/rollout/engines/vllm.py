@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from padfree.errors import UserError
 from padfree.rollout.base import SamplingRequest
@@ -43,6 +43,7 @@ SUPPORTED = ((0, 24), (0, 33))
 START = 'start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "padfree"}\''
 LORA = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 KEPT = "start the server with --return-sampling-mask, --enable-scale-out and --logprobs-mode processed_logprobs"
+SLEEP = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"  # the only route that returns kept sets
 KEPT_SINCE = "0.30"  # the first version of vLLM that has this route and its options
@@ -64,6 +65,7 @@ class VllmServer(HttpServer):
     takes_adapters = True
     takes_differences = True
     takes_truncation = True
+    can_sleep = True
     fix_route = START
     fix_stops = "start the server with --generation-config vllm"
     fix_length = "start the server with --max-model-len {length} or more"
@@ -75,7 +77,7 @@ class VllmServer(HttpServer):
 
     async def check(self, served: ServedModel) -> str:
         await self.version()
-        await self._end_interrupted_sync()
+        was_asleep = await self._end_interrupted_sync()
         name = (await self.models(fix="set the URL of a vLLM server"))[0]
         release = await self._check_release()
         options = (await self.call("GET", "/server_info?config_format=json")).get("vllm_config")
@@ -99,9 +101,15 @@ class VllmServer(HttpServer):
                 "start the server with --enable-return-routed-experts, or set rollout.routing=recompute",
                 "replay",
             )
+        if served.colocated and not options["model_config"].get("enable_sleep_mode"):
+            raise UserError("rollout.colocated", f", but {self.url} has no sleep mode", SLEEP, "true")
+        if served.colocated:
+            await self.call("GET", "/is_sleeping", fix=SLEEP)
         if served.returns_kept is not None:
-            await self._check_kept(served.returns_kept, name, options["model_config"], release)
-        await self._check_vocabulary(name, served.vocabulary)
+            await self._check_kept(served.returns_kept, options["model_config"], release)
+        if served.returns_kept is not None and not was_asleep:
+            await self._check_kept_route(served.returns_kept, name)
+        await self._check_vocabulary(name, served.vocabulary, has_weights=not was_asleep)
         if not options["model_config"].get("skip_tokenizer_init"):
             answer = await self.call("POST", "/tokenize", {"prompt": served.text, "add_special_tokens": False})
             if answer.get("tokens") != list(served.tokens):
@@ -124,13 +132,23 @@ class VllmServer(HttpServer):
                 raise IncompleteError("an empty list")
         return names
 
-    async def _end_interrupted_sync(self) -> None:
-        """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded."""
-        if (await self.call("GET", "/is_paused")).get("is_paused"):
+    async def _end_interrupted_sync(self) -> bool:
+        """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded.
+
+        A run with `rollout.colocated` may also have left the server asleep. A sleeping server is paused, and it must be
+        awake before its weights are touched. Return whether the server was paused or asleep, so that its weights may
+        have arbitrary values until the next weight sync.
+        """
+        was_paused = bool((await self.call("GET", "/is_paused")).get("is_paused"))
+        if was_paused:
+            if (await self.call("GET", "/is_sleeping")).get("is_sleeping"):  # vLLM also says so if it is only paused
+                await self.wake("weights")
+                await self.wake("kv_cache")
             with suppress(ServerLostError):  # vLLM refuses to start an update if one is already open
                 await self.call("POST", "/start_weight_update", {})
             await self.call("POST", "/finish_weight_update", {})
             await self.resume()
+        return was_paused
 
     async def _check_release(self) -> str:
         """Return the version of vLLM, such as 0.32.0. Raise an error unless it is one of `SUPPORTED`."""
@@ -142,26 +160,32 @@ class VllmServer(HttpServer):
             raise UserError("rollout.servers", f"{self.url} runs vLLM {release}", f"use vLLM {shown}")
         return release
 
-    async def _check_kept(self, setting: str, name: str, options: Mapping[str, Any], release: str) -> None:
-        """Raise an error unless the server returns kept sets (the ids from which each token was sampled).
+    async def _check_kept(self, setting: str, options: Mapping[str, Any], release: str) -> None:
+        """Raise an error unless the server's options let it return kept sets (the ids from which tokens were sampled).
 
-        `setting`: the setting that needs kept sets. `name`: the name of the served model. `options`: the server's
-        `model_config`. `release`: the version of vLLM that the server runs.
+        `options`: the server's `model_config`. `release`: the version of vLLM that the server runs. `setting`: the
+        setting that needs kept sets.
         """
         if "return_sampling_mask" not in options:
             problem = f"{self.url} runs vLLM {release}, which does not return kept sets"
             raise UserError(setting, problem, f"use vLLM {KEPT_SINCE} or newer, or leave the setting out")
         if not options["return_sampling_mask"] or options.get("logprobs_mode") != "processed_logprobs":
             raise UserError(setting, f"{self.url} does not return kept sets", KEPT)
+
+    async def _check_kept_route(self, setting: str, name: str) -> None:
+        """Raise an error unless the server has the route that returns kept sets. `name`: of the served model."""
         try:
             body = _generate_body({"model": name, "prompt": [0], "max_tokens": 1, "top_k": 1})
             await self.call("POST", GENERATE, body, fix=KEPT)
         except UserError as error:
             raise UserError(setting, f"{error.problem}, so the server does not return kept sets", KEPT) from None
 
-    async def _check_vocabulary(self, name: str, vocabulary: int) -> None:
-        """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one."""
-        for token, expected in ((vocabulary - 1, True), (vocabulary, False)):
+    async def _check_vocabulary(self, name: str, vocabulary: int, *, has_weights: bool) -> None:
+        """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one.
+
+        The model of a server without weights (`has_weights`) must not compute, so that only the rejection is tested.
+        """
+        for token, expected in ((vocabulary - 1, True), (vocabulary, False)) if has_weights else ((vocabulary, False),):
             try:
                 async with self.connected() as connection:
                     body = {"model": name, "prompt": [token], "max_tokens": 1, "top_k": 1}
@@ -329,6 +353,13 @@ class VllmServer(HttpServer):
                 await self.tell("/v1/unload_lora_adapter", {"lora_name": other}, fix=LORA)
         await self.call("POST", "/update_weight_version", {"new_version": str(version)})
 
+    async def sleep(self, level: int) -> None:
+        await self.call("POST", f"/sleep?level={level}", fix=SLEEP)
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        # vLLM ignores the call if this part is awake. Without tags, vLLM 0.24 would map awake parts a second time.
+        await self.call("POST", f"/wake_up?tags={part}", fix=SLEEP)
+
     # Servers that a run starts
 
     @classmethod
@@ -343,6 +374,10 @@ class VllmServer(HttpServer):
             ("--logprobs-mode", "processed_logprobs"),
             ("--generation-config", "vllm"),
         ]
+        if served.colocated:
+            wanted.append(("--enable-sleep-mode",))
+        if served.memory is not None:
+            wanted.append(("--gpu-memory-utilization", f"{served.memory:g}"))
         if served.model.tokenizer is not None:
             wanted.append(("--tokenizer", served.model.tokenizer))
         if served.random:

@@ -28,6 +28,9 @@ from padfree.version import __version__
 WITHOUT_EFFECT = (
     "rollout.servers",
     "rollout.launch.",
+    "rollout.colocated",
+    "rollout.server_memory",
+    "rollout.sleeping_memory",
     "rollout.transfer",
     "rollout.weight_sync",
     "rollout.timeout",
@@ -41,6 +44,7 @@ WITHOUT_EFFECT = (
     "eval.",
     "track.",
     "run.timeout",
+    "slurm.",
 )
 """Prefixes of settings that may differ when responses are reused: they change results by rounding errors at most."""
 

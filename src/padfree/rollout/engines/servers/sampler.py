@@ -3,9 +3,15 @@
     update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary (a
                       comparison of log-probabilities) verifies that each server has the weights
     sample            each rank sends its own requests; then all ranks check whether responses are missing
+    sleep             with `rollout.colocated`: the servers release their memory until the next `update_weights`
 
 Responses are missing if no server has the weights any more, e.g. because all have restarted. Then rank 0 waits until a
 server comes back, the weights are sent again, and the requests without a response are repeated.
+
+With `rollout.colocated`, servers and trainer share GPUs, and use their memory in turns:
+
+    trainer      train | empty cache |      | send weights |          | score canary |        | train
+    server       asleep              | wake | weights      | KV cache | canary, sample | sleep |
 
 A server that fails during a weight sync, or is down at that time, is not used until the next weight sync. Finished
 responses are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
@@ -24,12 +30,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
@@ -45,6 +53,7 @@ from padfree.rollout.engines.servers.weight_sync import WeightSync, broadcast_ob
 from padfree.rollout.loop_thread import LoopThread
 from padfree.rollout.sampling_rng import key_behind
 from padfree.rollout.token_ids import vocabulary_of
+from padfree.warning import PadfreeWarning
 
 PROBE_EVERY = 5.0
 """Maximum seconds between two probes of a server."""
@@ -78,6 +87,7 @@ class ServerSampler:
     concurrency: int  # requests in flight for each server
     on_update: OnUpdate
     timeout: float
+    colocated: bool = False  # whether the servers share GPUs with the run, and sleep while it trains
 
     def __post_init__(self) -> None:
         self._first, self._version = self.mesh.loss.rank == 0, -1
@@ -85,6 +95,7 @@ class ServerSampler:
         self._sync_metrics: dict[str, float] = {}
         self._queue: RequestQueue | None = None  # requests of `begin`
         self._count = _TokenCount()
+        self._asleep = False
         every = min(PROBE_EVERY, self.timeout / 4)
         self._pool = Pool(
             self.servers,
@@ -100,6 +111,8 @@ class ServerSampler:
     def update_weights(self, trained: PreTrainedModel, version: int) -> None:
         assert version >= self._version, "policy versions never decrease"
         self._metrics, self._sync_metrics = self._queue_metrics(), {}
+        if self.colocated:
+            self._make_room()
         with self._gate_closed():
             self.trained, self._version = trained, version
             self._send_weights()
@@ -107,6 +120,60 @@ class ServerSampler:
     def renew(self) -> None:
         with self._gate_closed():
             self._send_weights()
+
+    def sleep(self) -> None:
+        """Put the servers to sleep, so that the run can use their memory until `update_weights`. Collective.
+
+        A server that is lost does not sleep. If the run started it, it restarts first, because it would otherwise
+        allocate memory during training. Later it is restarted only after `update_weights` has begun.
+        """
+        assert self.colocated, "rollout.colocated is false"
+        begin = time.perf_counter()
+        lost: dict[ServerApi, ServerLostError] = {}
+        error = None
+        if self._first:
+            try:
+                lost = self.loop.run(self._put_to_sleep())
+                if self.launcher is not None:
+                    self.loop.run(self.launcher.probe_lock.acquire())
+                self._asleep = True
+            except UserError as wrong:
+                error = str(wrong)
+        raise_together(error, self.mesh.loss.group)  # no rank trains before the servers have released their memory
+        for problem in lost.values():
+            warnings.warn(
+                f"{problem}; if this server is running, it does not sleep, and training may run out of memory",
+                PadfreeWarning,
+                stacklevel=2,
+            )
+        self._sync_metrics["sleep_seconds"] = time.perf_counter() - begin
+
+    async def _put_to_sleep(self) -> dict[ServerApi, ServerLostError]:
+        """Put every server to sleep, and return the servers that were lost. Rank 0 only."""
+        # Only a weight sync that sends all weights replaces weights that a server has discarded.
+        level = 2 if self.sync.sends_all else 1
+
+        async def put_to_sleep(server: ServerApi) -> None:
+            await server.sleep(level)
+
+        awake, deadline = list(self.servers), time.monotonic() + self.timeout
+        while True:
+            lost = await for_each(awake, put_to_sleep)
+            if not lost or self.launcher is None or time.monotonic() > deadline:
+                return lost
+            if self.launcher.fatal_error is not None:
+                raise UserError.of(self.launcher.fatal_error)
+            awake = list(lost)
+            await asyncio.sleep(1.0)
+
+    def _make_room(self) -> None:
+        """Release memory that this process no longer uses, so that the servers can wake. Collective."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+        gather_objects(None, self.mesh.loss.group, "the release of memory for the servers")
+        if self._asleep and self.launcher is not None:
+            self.loop.call(self.launcher.probe_lock.release)
+        self._asleep = False
 
     @contextmanager
     def _gate_closed(self) -> Iterator[None]:

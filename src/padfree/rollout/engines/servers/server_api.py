@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -88,6 +88,8 @@ class ServedModel:
     text: str  # a text to compare tokenizers with
     tokens: Sequence[int]  # token ids of `text` by the tokenizer of the run
     returns_routes: bool = False  # whether the server must return the routes of tokens
+    colocated: bool = False  # whether the server must be able to sleep
+    memory: float | None = None  # fraction of the GPU's memory for a server that the run starts
     returns_kept: str | None = None  # the setting for which the server must return kept sets, such as rollout.top_p
 
     @property
@@ -122,6 +124,8 @@ class ServerApi(ABC):
     takes_differences: ClassVar[bool] = False
     # Whether `complete` truncates the softmax by `SamplingSettings.truncation`, and returns kept sets.
     takes_truncation: ClassVar[bool] = False
+    # Whether the engine implements `sleep` and `wake`, which `rollout.colocated` needs.
+    can_sleep: ClassVar[bool] = False
     fix_stops: ClassVar[str] = "start the server with the stop tokens of the run"
     fix_length: ClassVar[str] = "start the server with a maximum length of {length} tokens or more"
     fix_name: ClassVar[str] = "start all servers with the same name"
@@ -224,6 +228,21 @@ class ServerApi(ABC):
         Only an engine with `takes_adapters` implements this.
         """
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
+
+    async def sleep(self, level: int) -> None:
+        """Release the memory of the GPU. Requests are not answered until both parts are awake again (`wake`).
+
+        `level`: 1 backs the weights up in host memory, 2 discards them. Only an engine with `can_sleep` implements
+        this.
+        """
+        raise AssertionError(f"{type(self).__name__} cannot sleep: rollout.colocated is refused")
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Allocate the memory of a part again, if it sleeps. Discarded weights have arbitrary values afterwards.
+
+        Weights can be sent once "weights" is awake. Only an engine with `can_sleep` implements this.
+        """
+        raise AssertionError(f"{type(self).__name__} cannot sleep: rollout.colocated is refused")
 
     def complete_name(self, sampling: SamplingSettings) -> str:
         """Return how error messages name the call that samples a response, e.g. the route of the server."""

@@ -53,6 +53,7 @@ def make_server_sampler(
             "start the servers yourself and set rollout.servers",
         )
     check_truncation(api, rollout)
+    check_colocated(api, rollout)
     served = served_model(config, trained, tokenizer)
     loop = LoopThread("servers")
     launcher: Launcher | None = None
@@ -90,13 +91,14 @@ def make_server_sampler(
                 stream=stream,
                 sent=SentWeights(stream=stream, group=mesh.loss.group) if by_difference else None,
                 transport=GroupTransport(mesh.device, rollout.timeout)
-                if rollout.transfer == "group"
+                if rollout.resolved_transfer == "group"
                 else FilesTransport(folder),
                 folder=folder,
                 base=config.model.path,
                 model=shared[1],
                 adapters=adapters,
                 launcher=launcher,
+                colocated=rollout.colocated,
             ),
             launcher=launcher,
             sampling=SamplingSettings(
@@ -112,6 +114,7 @@ def make_server_sampler(
             salt=broadcast_object(secrets.token_hex(8), mesh),
             concurrency=rollout.max_concurrent,
             on_update=rollout.on_update,
+            colocated=rollout.colocated,
             timeout=rollout.timeout,
         )
     except BaseException:
@@ -132,6 +135,8 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
         text=TEXT,
         tokens=[int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]],
         returns_routes=config.rollout.routing == "replay",
+        colocated=config.rollout.colocated,
+        memory=config.rollout.server_memory,
         returns_kept=next(iter(active_truncation(config.rollout, TRUNCATION_BY_LOGITS)), None),
     )
 
@@ -151,6 +156,13 @@ def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
         name = names[0].removeprefix("rollout.")
         problem = f"is not supported by the servers of rollout.engine={settings.engine}"
         raise UserError(names[0], problem, "leave it out", getattr(settings, name))
+
+
+def check_colocated(api: type[ServerApi], settings: RolloutConfig) -> None:
+    """Raise a `UserError` for `rollout.colocated` if the servers of this engine cannot sleep."""
+    if settings.colocated and not api.can_sleep:
+        problem = f", but the servers of rollout.engine={settings.engine} cannot sleep"
+        raise UserError("rollout.colocated", problem, "set it to false, or set rollout.engine=vllm", "true")
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
@@ -193,13 +205,13 @@ def transfer_folder(config: Config) -> Path:
     """Return the folder for the weight files of this run.
 
     It is inside `rollout.transfer_folder` if this is set. Otherwise, it is in shared memory for servers that the run
-    starts, and in the run folder for other servers.
+    starts and for colocated servers, and in the run folder for other servers.
     """
     digest = hashlib.sha256(str(Path(config.run.folder).resolve()).encode()).hexdigest()[:12]
     memory = Path("/dev/shm")
     if config.rollout.transfer_folder is not None:
         parent = Path(config.rollout.transfer_folder).resolve()
-    elif config.rollout.launch.command and memory.is_dir():
+    elif (config.rollout.launch.command or config.rollout.colocated) and memory.is_dir():
         parent = memory
     else:
         parent = Path(config.run.folder).resolve()

@@ -239,6 +239,7 @@ class WeightSync:
     model: str  # the name of this model on the servers
     adapters: bool  # whether only adapters are sent
     launcher: Launcher | None
+    colocated: bool = False  # whether the servers sleep between a rollout batch and the next weight sync
 
     def __post_init__(self) -> None:
         self.first = self.mesh.loss.rank == 0
@@ -248,6 +249,11 @@ class WeightSync:
     def name(self, version: int) -> str:
         """Return the name under which the servers serve policy version `version`."""
         return f"{self.model}-step-{version}" if self.adapters else self.model
+
+    @property
+    def sends_all(self) -> bool:
+        """Whether each weight sync sends all weights to the servers."""
+        return self.sent is None and not self.adapters
 
     def close(self) -> None:
         for server in self.servers:
@@ -283,6 +289,8 @@ class WeightSync:
 
         async def finish(server: ServerApi) -> None:
             await server.finish(version)
+            if self.colocated:
+                await server.wake("kv_cache")
             await server.resume()
             self._confirmed[server.url] = version
 
@@ -290,6 +298,8 @@ class WeightSync:
         return outcome
 
     async def _begin(self, server: ServerApi) -> None:
+        if self.colocated:
+            await server.wake("weights")
         await server.pause()
         found, confirmed = await server.version(), self._confirmed.get(server.url)
         self._behind.pop(server.url, None)
@@ -369,6 +379,9 @@ class WeightSync:
             return outcome
 
         async def load(server: ServerApi) -> None:
+            if self.colocated:
+                await server.wake("weights")
+                await server.wake("kv_cache")
             await server.pause()
             # The pause interrupts the responses of the previous version. Loading adapters alone would need no pause.
             await server.resume()
