@@ -512,7 +512,8 @@ def gradient_speed(model: Any, exact: bool, backend: str = "fa4", sizes: str = "
 
     def gradients() -> None:
         trained.zero_grad()
-        fused_loss(hidden_states(trained, local), head, local.labels, negative, num_labels=num_labels).loss.backward()
+        fused = fused_loss(hidden_states(trained, local), head, local.labels, negative, num_labels=num_labels)
+        fused.loss.backward()  # type: ignore[no-untyped-call]
 
     seconds = median_seconds(gradients, model.device, repeats=5, warmup=3)
     found = sum(map(len, samples)) / seconds
