@@ -17,7 +17,7 @@ from tests.refused import refused
 
 PACKAGE = Path(padfree.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-SAME_JOB = {"matmul_epilogues", "matmuls", "qk_norm_rope", "rms_norm", "swiglu", "sampler"}
+SAME_JOB = {"matmul_epilogues", "matmuls", "qk_norm_rope", "rms_norm", "row_sums", "swiglu", "sampler"}
 """Stems of two files that do the same job: an operator and the graph pass that inserts it, two samplers, the matmuls of
 layers and of the head."""
 
