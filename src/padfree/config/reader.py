@@ -184,7 +184,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
         )
     hints = _hints(kind)  # type: ignore[arg-type]
     names: dict[str, Field[Any]] = {entry.name: entry for entry in fields(kind) if entry.metadata.get("setting", True)}
-    renamed = {rules_of(entry).formerly: name for name, entry in names.items()}
+    renamed = {formerly: name for name, entry in names.items() if (formerly := rules_of(entry).formerly)}
     for name in values:
         if name in renamed:
             raise UserError(f"{prefix}{name}", "has a new name", f"write {prefix}{renamed[name]}")
@@ -192,7 +192,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
             problem, fix = UNSUPPORTED[f"{prefix}{name}"]
             raise UserError(f"{prefix}{name}", problem, fix)
         if name not in names:
-            raise UserError(f"{prefix}{name}", "no such setting", f"{_closest(name, tuple(names), prefix)}")
+            raise UserError(f"{prefix}{name}", "no such setting", _closest(name, tuple(names), renamed, prefix))
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
@@ -232,10 +232,11 @@ def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
     return tuple(_build(kind, entry, f"{name}.{number}.", set()) for number, entry in enumerate(entries))
 
 
-def _closest(name: str, names: Sequence[str], prefix: str) -> str:
-    near = closest(name, names)
+def _closest(name: str, names: Sequence[str], renamed: Mapping[str, str], prefix: str) -> str:
+    """Return the fix for the unknown setting `name`. `renamed` maps former names of settings to their names today."""
+    near = closest(name, (*names, *renamed))
     if near is not None:
-        return f"did you mean {prefix}{near}?"
+        return f"did you mean {prefix}{renamed.get(near, near)}?"
     return f"choose one of {', '.join(prefix + each for each in names)}"
 
 
