@@ -22,6 +22,7 @@ from padfree.cli.train import recipe_lines
 from padfree.config import Config, OptimizerConfig, config_from_dict, load_config
 from padfree.config.checkpointing import levels_of, stretched
 from padfree.config.mixture import DataSource
+from padfree.config.settings_table import setting_entries
 from tests.refused import refused
 
 NEEDED: dict[str, Any] = {
@@ -101,6 +102,19 @@ def test_whole_numbers_serve_as_numbers_but_not_the_other_way_round() -> None:
 def test_a_config_is_plain_and_comes_back() -> None:
     config = config_from_dict(with_changes(loss={"kind": "gspo", "corrections": ["opsm"]}))
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+FORMER = {f"{entry.section}.{entry.formerly}": entry.name for entry in setting_entries() if entry.formerly}
+"""The setting that has replaced each former name."""
+
+
+@pytest.mark.parametrize("former", FORMER)
+def test_a_misspelt_former_name_is_answered_with_the_new_name(former: str) -> None:
+    section, _, name = former.partition(".")
+    misspelt = name[:-2] + name[-1] + name[-2]
+    with refused(f"{section}.{misspelt}") as caught:
+        config_from_dict(with_changes(**{section: {misspelt: 1}}))
+    assert FORMER[former] in caught.value.fix
 
 
 @pytest.mark.parametrize(
