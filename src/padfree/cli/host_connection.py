@@ -153,7 +153,7 @@ class HostConnection:
         if "No module named" in last:
             return UserError(
                 "--hosts",
-                f"{self.host} has no padfree of this version ({last})",
+                f"padfree is missing on {self.host}, or has another version there ({last})",
                 "install the same version on all hosts",
             )
         return UserError(

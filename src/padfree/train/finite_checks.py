@@ -82,8 +82,8 @@ def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sampl
             name = f"at index {index}" if sample.uid is None else sample.uid
             raise UserError(
                 setting,
-                f"the {what} of token {token} of sample {name} is {values[token]}",
-                "check the weights of the model and the sample",
+                f"the {what} of token {token} of sample {name} is {values[token]}, which is not finite",
+                "check this sample, and the weights of the model",
             )
 
 
@@ -96,5 +96,5 @@ def check_metrics(found: Mapping[str, float], step: int) -> None:
         raise UserError(
             "eval",
             f"{wrong[0]} is {found[wrong[0]]}{after}{more}",
-            "check the weights of the model and the rows of eval.path",
+            "check the rows of eval.path, and the weights of the model",
         )
