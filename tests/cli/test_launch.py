@@ -124,7 +124,10 @@ def test_what_a_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             r"--hosts: gone cannot be reached \(ssh: connect to host gone .*: No route to host\); make ssh gone work",
         ),
         ("a,bare", r"--python: .* cannot be run on bare \(sh: 1: python: not found\); install Python on the host, or"),
-        ("a,empty", r"--hosts: padfree is missing on empty, or has another version there \(.*No module named padfree\); install the same"),
+        (
+            "a,empty",
+            r"--hosts: padfree is missing on empty, or has another version there \(.*No module named padfree\); install the same",
+        ),
         ("a,old", r"--hosts: padfree on old is 0.0.9, here it is .*; install the same version on all"),
         (
             "a,changed",
