@@ -119,6 +119,8 @@ class LoopThread:
         until = time.monotonic() + CLOSING / 2
         # Other threads may submit coroutines meanwhile, and a cancelled task may start another one.
         while (tasks := asyncio.all_tasks() - {asyncio.current_task()}) and time.monotonic() < until:
+            # A task that is cancelled before its first step never closes the socket that it was given.
+            await asyncio.sleep(0)
             for task in tasks:
                 if getattr(task.get_coro(), "__qualname__", "") != CONNECTING:
                     task.cancel()
