@@ -75,8 +75,8 @@ LARGE = 4096
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
-"""`gumbel_argmax` may skip a token if its probability is below RARE / CANDIDATES, and its hash is not in the top
-fraction RARE of all hashes.
+"""On the CPU, `gumbel_argmax` computes the noise of a token only if its probability is above RARE / CANDIDATES, or if
+its uniform random number is above 1 - RARE.
 """
 
 
@@ -90,8 +90,9 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
         uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
         and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
 
-    If a candidate has a sum above this bound, the token with the largest sum is therefore a candidate. In about one of
-    exp(CANDIDATES) = 5e8 samples, no candidate has; then all V tokens are compared. The result is always exact.
+    If the sum of some candidate is above this bound, the token with the largest sum is therefore a candidate. In about
+    one of exp(CANDIDATES) = 5e8 samples, no candidate has a sum above the bound. Then the noise of all V tokens is
+    computed. The result is always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -144,7 +145,7 @@ def _largest(
 
 
 def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the candidates of each response: the tokens that may have the largest sum of score and noise.
+    """Return for each response the tokens whose noise must be computed, because their sum with it may be the largest.
 
     `scores` [r, V]: log-probabilities. `at_position` [r]: hashes of the response's random key and the position.
     """

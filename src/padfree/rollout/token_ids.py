@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUNDING = 1e-3
-"""A log-probability may exceed 0 by this much, because samplers have low precision."""
+"""A log-probability from a sampler may exceed 0 by this much, because samplers compute in low precision."""
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

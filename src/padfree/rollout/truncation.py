@@ -49,9 +49,9 @@ class Truncation:
 
     @property
     def depends_on_logits(self) -> bool:
-        """Whether top-k, top-p or min-p is set, so that the logits decide which ids are kept.
+        """Whether the ids from which a token is sampled depend on its logits, i.e. top-k, top-p or min-p is set.
 
-        Otherwise only the position of a token decides, by `min_new_tokens`.
+        If only `min_new_tokens` is set, these ids depend only on the position of the token in its response.
         """
         return self != Truncation(min_new_tokens=self.min_new_tokens)
 
@@ -83,7 +83,7 @@ def kept_mask(
 
 
 def _rules(logits: Tensor, truncation: Truncation) -> Tensor:
-    """Return bools [R, V]: the ids that top-k, top-p and min-p keep."""
+    """Return a mask [R, V] that is True for the ids that top-k, top-p and min-p keep."""
     vocabulary = logits.shape[1]
     peak = logits.amax(1, keepdim=True)
     threshold = torch.full_like(peak, -torch.inf)
@@ -119,10 +119,10 @@ def truncated_logits(
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return for each row the largest threshold [R, 1] at which enough weight is left: at least `needed` [R, 1].
+    """Return for each of R tokens the largest logit threshold, [R, 1], that keeps at least the weight `needed` [R, 1].
 
-    The weight left at a threshold is the sum of the `weights` [R, V] of the ids whose logits are not below it. The
-    threshold is found by bisection over int32 numbers that have the order of the float32 logits (`_ordered`).
+    A threshold keeps the ids whose logits are not below it. Its weight is the sum of their `weights` [R, V]. The
+    threshold is found by bisection over int32 numbers that have the same order as the float32 logits (`_ordered`).
     """
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
@@ -134,7 +134,7 @@ def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tens
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Return int32 numbers in the order of float32 values. Equal values, also -0 and 0, get equal numbers."""
+    """Map float32 values to int32 numbers that have the same order. Equal values, also -0 and 0, get equal numbers."""
     bits = (values + 0.0).contiguous().view(torch.int32)
     return torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
 
@@ -145,7 +145,7 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_of(mask: Tensor) -> KeptSets:
-    """Return the kept sets of R tokens on the host: for each row of `mask` [R, V], the ids with True. Synchronises.
+    """Return the kept sets of R tokens on the host: the ids that are True in `mask` [R, V]. Synchronises.
 
     A set with more than half of the vocabulary is stored as its excluded ids.
     """

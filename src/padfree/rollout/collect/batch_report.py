@@ -101,7 +101,7 @@ def queue_metrics(
     """
     ages = version - np.concatenate([one.versions for group in groups for one in group.episodes])
     assert ages.min() >= 0, "a token is newer than the current policy version"
-    assert ages.max() <= oldest, "older groups are dropped when they are queued"
+    assert ages.max() <= oldest, "a token is older than rollout.staleness allows, but its group was not dropped"
     metrics = {
         "version_age": float(ages.mean()),
         "version_age_max": float(ages.max()),

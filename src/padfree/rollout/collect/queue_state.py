@@ -124,7 +124,7 @@ def dropped_reason(extra: Mapping[str, Any], environment: str, staleness: int) -
         return None
     if not staleness:
         return "rollout.staleness is 0 now"
-    return None if extra.get(OF) == environment else "they belong to another environment or version of padfree"
+    return None if extra.get(OF) == environment else "the responses belong to another environment or padfree version"
 
 
 def _length(routes: Routes | None) -> int:

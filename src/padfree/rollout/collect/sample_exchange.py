@@ -39,10 +39,12 @@ from padfree.routes import Routes, route_keys
 from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
-"""Placeholder ids start here, so that they are larger than any token id."""
+"""The smallest id that stands in for an unknown token in a placeholder sample. It is larger than any token id."""
 
 ROUTED = 1 << 41
-"""The distance between placeholder ids of one prompt with different routes."""
+"""This number is added to the ids of a prompt in a placeholder sample if the prompt has other routes (experts of each
+token) than in an earlier sample, so that samples with different routes share no prefix.
+"""
 
 Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None, Routes | None]
 """The arrays of a sample: token ids [n], log-probabilities [n], kept sets [n] if the softmax was truncated, routes [n,
@@ -285,7 +287,8 @@ class SampleStore:
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
 
-        `packs[data rank]`: an array of positions for each pack. Position p stands for sample `indices[p]` of the store.
+        `packs[data rank]`: for each pack of this data rank, an array of numbers. Number p stands for sample
+        `indices[p]` of the store.
         """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
@@ -306,7 +309,7 @@ class TravellingSample(Sample):
     index: int
 
     def itself(self) -> Sample:
-        """Return the sample with its real tokens if this rank holds them; otherwise return this placeholder sample."""
+        """Return the sample with its real tokens if this rank holds them, and otherwise with its placeholder tokens."""
         arrays = self.store.get(self.index)
         if arrays is None:
             return self

@@ -67,7 +67,7 @@ class _PrefillLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """What attention needs in one layer of the first forward pass, which finds the shapes of keys and values."""
+    """What attention needs in one layer of the forward pass that only finds the shapes of keys and values."""
 
     shapes: list[LayerShape]
     packed: AttnContext
@@ -84,16 +84,17 @@ class _Context:
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Return the reason why this model cannot be decoded with padfree's KV cache, or None if it can."""
     if position_limit(text_config(model.config)) is not None:
-        return "its rotary frequencies depend on the longest response in the batch"
+        return "the model's rotary frequencies depend on the longest response in the batch"
     if layers_of_model(model) is None:
-        return "its layers are not in a ModuleList"
+        return "the model's layers are not in a ModuleList"
     return None
 
 
 def can_be_captured(model: PreTrainedModel) -> bool:
-    """Return whether a CUDA graph can capture a decode step: the launched kernels must not depend on the tokens.
+    """Return whether a CUDA graph can capture a decode step, i.e. whether every step launches the same kernels.
 
-    Experts whose weights are not stacked into one tensor cannot be captured, because a step skips unused experts.
+    Experts whose weights are not stacked into one tensor cannot be captured, because a step skips the experts that no
+    token has chosen.
     """
     config = text_config(model.config)
     return not any(getattr(config, name, None) for name in EXPERTS) or all_stacked(model)

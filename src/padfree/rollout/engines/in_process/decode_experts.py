@@ -42,7 +42,7 @@ def all_stacked(model: PreTrainedModel) -> bool:
 
 
 def use_decode_experts(model: PreTrainedModel) -> None:
-    """Let the stacked experts of a model run `experts_forward`, in place. The model must not be trained afterwards."""
+    """Replace the forward method of the model's stacked experts by `experts_forward`, which cannot be trained."""
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
 

@@ -2,7 +2,8 @@
 
     a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
 
-A slot holds one response that is being sampled. `slots` [F, L] holds F fields for each of L slots, such as the cache
+L is the number of slots, D the hidden size and V the vocabulary size. A slot holds one response that is being sampled.
+`slots` [F, L] holds F fields for each of L slots, such as the cache
 range of its keys, its next input token, and its request. A step reads and writes only device memory. On CUDA, a step is
 a CUDA graph; there is one graph for each of a few slot counts.
 """
@@ -36,25 +37,29 @@ from padfree.sample import Sample
 
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST, SHIFT = range(5, 10)
 NUM_SLOT_FIELDS = 10
-"""Fields of `slots`: those that attention reads, the next token, the random key, the token limit, the request, and the
-shift: the position of a token in the model minus its index. The shift is 0 except after images.
+"""Number of fields of a slot: the five that attention reads (`sampled_tokens`), then the five above.
+
+TOKEN is the next input token, KEY the random key, MAX_NEW_TOKENS the token limit and REQUEST the index of the request.
+SHIFT is the position of a token in the model minus its index in the sequence; it is 0 except after images.
 """
 
 MIN_SLOTS = 16
-"""Steps are captured for all slots, half of them, a quarter of them, and so on, down to this number of slots."""
+"""Minimum number of slots of a captured step. Steps are captured for all slots, half of them, a quarter, and so on."""
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
 
 PREFILL_ROWS = (1024, 2048, 4096, 8192)
-"""Numbers of tokens of a prefill pass with `rollout.exact`. With fewer rows, a matmul may split its sums."""
+"""With `rollout.exact`, a prefill pass is padded to one of these numbers of tokens, because matmuls of fewer tokens may
+split their sums, which changes the bits.
+"""
 
 GROWTH = 1.1
-"""The cache is allocated larger by this factor, for longer prompts in later batches."""
+"""The KV cache is allocated larger than needed by this factor, so that longer prompts of later batches fit."""
 
 
 KEYS_STEP = 512
-"""A captured step depends on the maximum number of keys of a slot, which is rounded up to a multiple of this."""
+"""A CUDA graph of a step is captured for a maximum number of keys per slot, which is a multiple of this."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +177,7 @@ class DecodeSteps:
     # Memory
 
     def _fitting_buffers(self, requests: Sequence[SamplingRequest]) -> Buffers:
-        """Return the existing buffers if they are large enough for all requests, else new ones."""
+        """Return the existing buffers of decode steps if they are large enough for all requests, else new ones."""
         if self.shapes is None:
             self.shapes = self.model.layer_shapes()
             if self.model.recorder is not None:
@@ -393,7 +398,7 @@ class DecodeSteps:
         return tensor.to(self.device, non_blocking=True)
 
     def copy_status(self) -> StatusCopy:
-        """Start to copy to the host how many tokens each response has and whether it has ended. Do not wait."""
+        """Start to copy to the host how many tokens each response has, and whether it has ended. Return at once."""
         assert self._buffers is not None
         status = self._buffers.status
         if self.device.type != "cuda":

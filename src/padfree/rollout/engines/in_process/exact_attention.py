@@ -47,7 +47,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import (
 from padfree.segments import Segments
 
 COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
-"""Lengths of the samples in the pack that `has_bits_of_trainer` compares."""
+"""Lengths of the samples in the random pack with which `has_bits_of_trainer` compares sampler and trainer."""
 
 
 class StepKeys(NamedTuple):
@@ -114,8 +114,8 @@ def exact_decode_attention(
 ) -> Tensor:
     """Attend from the new token of each slot, with output that is bitwise equal to that of the trainer's backend.
 
-    Return the output [L, H, dv], and store k and v in the cache. `backend`: see `choose_backend`. Other arguments: see
-    `decode_attention`.
+    Return the output [L, H, dv], and store k and v in the cache. `backend`: the name of the trainer's attention
+    backend. Other arguments: see `decode_attention`.
     """
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
@@ -170,9 +170,9 @@ def has_bits_of_trainer(
 def _compared(
     backend: str, num_heads: int, heads: int, size: int, scale: float, window: int | None, device: torch.device
 ) -> bool:
-    """Return whether decode steps give all tokens of a pack the same output bits as the trainer's attention.
+    """Return whether decode attention gives all tokens of a pack the same output bits as the trainer's attention.
 
-    Each token of the pack is in a slot of its own.
+    In the decode step, each token of the pack is the new token of a separate slot.
     """
     from padfree.rollout.engines.in_process.triton_exact_attention import attend
 

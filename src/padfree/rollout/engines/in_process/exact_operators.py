@@ -47,19 +47,23 @@ from padfree.rollout.engines.in_process.exact_attention import has_bits_of_train
 from padfree.rollout.engines.in_process.row_trial import expert_problem, is_row_invariant, trial
 
 HOPPER = (9, 0)
-"""The compute capability on which all operators have been compared."""
+"""Compute capability of the GPUs on which sampler and trainer have been compared bit by bit for all operators."""
 
 OWN_CODE = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text")
-"""Model types whose log-probabilities differ between packs, although all modules of their layers are known ones."""
+"""Model types for which a token gets other log-probabilities in another pack, because their code computes matmuls
+outside of the modules that this file checks.
+"""
 
 _METHOD_PROBLEMS = {
-    "ring": "parallel.method=ring merges the results of blocks of keys in another order for each rank",
-    "ulysses": "the bits of parallel.method=ulysses were not compared",
+    "ring": "parallel.method=ring merges the results of key blocks in an order that differs between ranks",
+    "ulysses": "sampler and trainer were not compared bit by bit with parallel.method=ulysses",
 }
-"""Why a method of context parallelism is not allowed."""
+"""Why `rollout.exact` does not allow a method of context parallelism, by `parallel.method`."""
 
 LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU, nn.ModuleDict, nn.ParameterDict)
-"""Modules without children that may occur in a layer, besides RMSNorm and activations without parameters."""
+"""Modules that a layer may contain, because they give a token the same bits in any pack. For linear layers, `row_trial`
+finds the batch sizes for which this holds.
+"""
 
 
 def problem(
@@ -89,19 +93,19 @@ def problem(
 
 def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: LoraConfig) -> str | None:
     if rollout.engine != "in_process":
-        return f"rollout.engine={rollout.engine} has other kernels than the trainer"
+        return f"rollout.engine={rollout.engine} computes with other kernels than the trainer"
     if any(getattr(rollout, name) != neutral for name, neutral in TRUNCATION.items()):
-        return "log-probabilities of truncated distributions (rollout.top_p, top_k, min_p) were not compared"
+        return "sampler and trainer were not compared bit by bit for truncated sampling (rollout.top_p, top_k, min_p)"
     if parallel.linear != "bfloat16":
-        return f"parallel.linear={parallel.linear} is used in training only"
+        return f"parallel.linear={parallel.linear} is used in training, but not in the sampler"
     if lora.rank and lora.dropout:
         return f"lora.dropout={lora.dropout} changes the results of the trainer at random"
     if parallel.context != 1 and parallel.method != "allgather":
         return _METHOD_PROBLEMS[parallel.method]
     if parallel.expert != 1:
-        return f"parallel.expert={parallel.expert} divides the experts"
+        return f"parallel.expert={parallel.expert} divides the experts over ranks in training, but not in the sampler"
     if parallel.compile not in ("none", "inductor"):
-        return f"parallel.compile={parallel.compile} was not compared"
+        return f"sampler and trainer were not compared bit by bit with parallel.compile={parallel.compile}"
     if parallel.compile == "inductor" and parallel.kernels != "auto":
         return f"parallel.kernels={parallel.kernels} lets the compiler choose the order of sums in RMSNorm"
     return None
@@ -110,22 +114,25 @@ def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: Lo
 def _device_problem(device: torch.device, dtype: torch.dtype, parallel: ParallelConfig) -> str | None:
     if device.type == "cpu":
         if parallel.compile != "none":
-            return f"parallel.compile={parallel.compile} was compared on a GPU only"
-        return None if dtype == torch.float32 else "on a CPU, kernels were compared in float32 only"
+            return f"with parallel.compile={parallel.compile}, sampler and trainer were compared on a GPU only"
+        return None if dtype == torch.float32 else "on a CPU, sampler and trainer were compared in float32 only"
     if not torch.cuda.is_available():
-        return "this machine has no GPU to try the matmuls on"
+        return "this machine has no GPU on which the matmuls of sampler and trainer can be compared"
     if parallel.context != 1:
-        return f"parallel.context={parallel.context} was compared on a CPU only"
+        return f"with parallel.context={parallel.context}, sampler and trainer were compared on a CPU only"
     capability = torch.cuda.get_device_capability(device)
     if capability != HOPPER:
-        return f"kernels were compared on compute capability 9.0 only, not on {capability[0]}.{capability[1]}"
+        return (
+            "sampler and trainer were compared bit by bit on GPUs of compute capability 9.0 only, "
+            f"not {capability[0]}.{capability[1]}"
+        )
     if dtype != torch.bfloat16:
-        return f"kernels were compared in bfloat16 only, not in {str(dtype).removeprefix('torch.')}"
+        return f"on a GPU, sampler and trainer were compared in bfloat16, not in {str(dtype).removeprefix('torch.')}"
     return None
 
 
 def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return the operator that may give other bits in a decode step than in a pack; None if there is none.
+    """Return why an operator of the model may give other bits in a decode step than in a pack; None if all agree.
 
     `model` may be on the meta device. If `device` is a CPU, norms and activations with weights are run with different
     numbers of rows, and their bits are compared.
@@ -134,28 +141,28 @@ def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
     if reason is not None:
         return reason
     if family_of(model) is not None:
-        return "vision-language models were not compared"
+        return "sampler and trainer were not compared bit by bit for vision-language models"
     if any(getattr(text_config(model.config), name, None) for name in EXPERTS) and not all_stacked(model):
-        return "its experts are not stacked weights, and their matmuls depend on how many tokens each expert gets"
+        return "the model's experts are not stacked weights; their matmuls depend on how many tokens each expert gets"
     if text_config(model.config).model_type in OWN_CODE:
-        return "its layers compute matmuls in custom code, whose bits were measured to differ between packs"
+        return "the model's layers compute matmuls in custom code, which gives a token other bits in another pack"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
-            return f"{name} has no entries for the positions of padding"
+            return f"the embedding {name} has no entries for the positions of padding tokens"
     layers = layers_of_model(model)
     assert layers is not None
     if device.type != "cpu":
         if getattr(text_config(model.config), "kv_lora_rank", None):
-            return "attention with latent keys and values was compared on a CPU only"
+            return "attention with latent keys and values was compared with the trainer on a CPU only"
         if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-            return "attention sinks were compared on a CPU only"
+            return "attention sinks were compared with the trainer on a CPU only"
         reason = expert_problem(layers, torch.bfloat16)
         if reason is not None:
             return reason
     known = {*stacked_experts(layers), *(part for router in routers_of(layers) for part in router.module.modules())}
     for name, module in _leaves(layers):
         if module not in known and not _is_row_invariant(module, device):
-            return f"{type(module).__name__} ({name}) has no kernel whose bits are known not to depend on other tokens"
+            return f"the bits that {type(module).__name__} ({name}) gives a token may depend on other tokens"
     return None
 
 
@@ -177,7 +184,7 @@ def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch
         return f"no attention backend: {error}"
     for module in model.modules():
         if chunk_of(module) is not None:
-            return "attention in chunks of positions divides the keys into other blocks than packed attention"
+            return "attention in chunks of positions divides the keys into other blocks in a decode step than in a pack"
         window = getattr(module, "sliding_window", None)
         spec = AttentionSpec(
             scale=key_shape[1] ** -0.5, window=window if isinstance(window, int) else None, softcap=capped
@@ -187,12 +194,16 @@ def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch
             or has_bits_of_trainer(name, num_heads, key_shape, spec, dtype, device)
         ):
             what = f"a window of {window} keys" if spec.window else f"heads of size {key_shape[1]}"
-            return f"the backend {name!r} computes attention with {what} with other bits for one query than for a pack"
+            return f"the attention backend {name!r} gives one query other bits than the same query in a pack ({what})"
     return None
 
 
 def _adapter_problem(model: PreTrainedModel, lora: LoraConfig) -> str | None:
-    return "adapters of experts and routers were not compared" if lora.rank and needs_merging(model) else None
+    return (
+        "sampler and trainer were not compared bit by bit with adapters of experts or routers"
+        if lora.rank and needs_merging(model)
+        else None
+    )
 
 
 def _matmul_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_slots: int) -> str | None:
@@ -209,11 +220,11 @@ def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_row_invariant(module: nn.Module, device: torch.device) -> bool:
-    """Return whether a row of the module's output has the same bits for any number of rows.
+    """Return whether the module gives a token the same output bits with any number of other tokens in the input.
 
-    `module` has no child modules. The result is True for linear layers, whose matmuls `row_trial` compares, for
-    RMSNorms and for elementwise modules without weights. Other norms and activations are run and compared if `device`
-    is a CPU.
+    `module` has no child modules. The result is True for RMSNorms, for elementwise modules without weights, and for
+    linear layers, because `row_trial` compares their matmuls. If `device` is a CPU, other norms and activations are run
+    with different numbers of tokens and compared. For all other modules, the result is False.
     """
     name = type(module).__name__
     if isinstance(module, LEAVES) or name.endswith("RMSNorm"):

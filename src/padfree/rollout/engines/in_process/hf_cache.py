@@ -64,8 +64,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> t
 
 
 CacheUse = Literal["padded", "equal lengths", "none"]
-"""How batches and the cache are used. "padded": prompts of similar length share a batch. "equal lengths": only prompts
-of equal length share a batch. "none": like "equal lengths", but without a cache.
+"""How a model is sampled. "padded": with a KV cache, in batches of padded prompts of similar length. "equal lengths":
+with a KV cache, in batches of prompts of equal length. "none": like "equal lengths", but without a KV cache.
 """
 
 TRIED_LENGTHS = (6, 1, 14, 6)
@@ -92,7 +92,7 @@ def cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _tried_use(copy: PreTrainedModel) -> CacheUse:
-    """Return the result of `cache_use` for `copy`, a small model on the CPU."""
+    """Return the fastest `CacheUse` that gives correct results for `copy`, a small model on the CPU."""
     rng = np.random.default_rng(0)
     requests = [
         SamplingRequest(tokens=rng.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)
@@ -246,9 +246,9 @@ def _write(
 
 
 def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnTokens:
-    """Wrap the callback `on_tokens` for a batch, whose indices differ from those of the requests.
+    """Wrap the callback `on_tokens`, so that it gets the index of a request instead of the index in a batch.
 
-    `requests[i]`: the index of the request that is number i of the batch.
+    `requests[i]`: the index of the request that is at index i of the batch.
     """
     return lambda index, tokens, logprobs: on_tokens(requests[index], tokens, logprobs)
 

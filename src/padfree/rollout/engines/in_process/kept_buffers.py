@@ -2,7 +2,7 @@
 
 The kept set of a token is the set of ids from which truncated sampling (top-k, top-p, min-p) has drawn it.
 
-    a step     mask [L, V], request [L], position [L]  ->  row `step` of the buffers
+    a step     mask [L, V], request [L], position [L]  ->  index `step` of the buffers
     a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
     at the end tokens in the order of the steps        ->  sorted by request and position
 
@@ -83,7 +83,10 @@ class KeptTokens:
         self.owners.append(owners[active].cpu().numpy())
 
     def sets(self, num_requests: int) -> list[KeptSets] | None:
-        """Return, for each response, the kept sets of its tokens; None if the softmax is not truncated."""
+        """Return for each response the kept sets of its tokens, i.e. the ids from which each token was sampled.
+
+        Return None if the softmax is not truncated.
+        """
         if self.buffers is None:
             return None
         owners = np.concatenate([np.zeros((0, 2), np.int64), *self.owners])

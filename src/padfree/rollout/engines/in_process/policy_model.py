@@ -33,7 +33,7 @@ class PolicyModel:
     def __init__(
         self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device, adapters: LoraConfig | None = None
     ) -> None:
-        """`adapters`: the settings of the adapters of `trained` if they are not merged."""
+        """`adapters`: the settings of the adapters of `trained`; None: adapters are merged into the weights, if any."""
         self.model = empty_copy(trained, dtype)
         self._keeps_adapters = adapters is not None
         if adapters is not None:
@@ -118,4 +118,4 @@ def copy_weights(trained: PreTrainedModel, copy: PreTrainedModel, *, keep_adapte
     targets = named_tensors(copy)
     for name, tensor in separate_tensors(trained) if keep_adapters else whole_tensors(trained):
         targets.pop(name).copy_(tensor)
-    assert not targets, f"{min(targets)} is not in the trained model"
+    assert not targets, f"the sampling model has the tensor {min(targets)}, but the trained model does not"

@@ -1,4 +1,4 @@
-"""Find the numbers of rows with which a matmul gives a row the same bits as in the packs of the trainer.
+"""Find batch sizes at which a matmul gives each row of its input the same bits as in the packs of the trainer.
 
 In x [R, K] @ weight.T [K, N], output row i depends only on row i of x. But its bits depend on the order in which the
 library sums over K: with few rows, the library may split the sum into parts. The result of a trial, for example:
@@ -29,19 +29,19 @@ from padfree.model.expert_adapters import ALIGNMENT, grouped_matmul, has_grouped
 from padfree.model.routers import routers_of
 
 PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
-"""Numbers of rows of a pack at which a matmul must agree with REFERENCE_ROWS."""
+"""Pack sizes, in tokens, at which a matmul must give each token the same bits as with REFERENCE_ROWS tokens."""
 
 SHORTEST_PACK = PACK_ROWS[0]
-"""A shorter pack is padded to this number of tokens."""
+"""With `rollout.exact`, shorter packs are padded to this number of tokens, the smallest that is compared."""
 
 REFERENCE_ROWS = 16384
 
 STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""The numbers of slots of a decode step that are tried, in addition to `rollout.max_concurrent`."""
+"""Batch sizes of a decode step, in slots, whose matmuls are compared. `rollout.max_concurrent` is compared too."""
 
 
 FEW_ROWS = (0, 1, 2, 16, 100)
-"""Numbers of rows of an expert that are tried."""
+"""Grouped matmuls are compared with these numbers of tokens for an expert."""
 
 
 class MatmulShape(NamedTuple):
@@ -55,7 +55,7 @@ class MatmulShape(NamedTuple):
 
 
 class ExpertShape(NamedTuple):
-    """The shape of a matmul of stacked experts, grouped by expert."""
+    """The shape of a grouped matmul: each token is multiplied with the weights of its k experts."""
 
     experts: int  # E
     per_token: int  # k
@@ -69,7 +69,7 @@ class ExpertShape(NamedTuple):
 
 
 class RouterShape(NamedTuple):
-    """A router: a linear layer, and the choice of k experts for each row."""
+    """A router: a linear layer that scores the experts for each token, and the choice of the k best."""
 
     name: str  # of the class
     inputs: int
@@ -129,7 +129,7 @@ def choices_per_token(block: nn.Module) -> int | None:
 def expert_problem(layers: Iterable[nn.Module], dtype: torch.dtype) -> str | None:
     """Return why the experts and routers of `layers` cannot be tried on a GPU; None if they can.
 
-    All experts are stacked.
+    The weights of all experts of a layer must be stacked in one tensor.
     """
     for layer in layers:
         for block in layer.modules():
@@ -137,7 +137,7 @@ def expert_problem(layers: Iterable[nn.Module], dtype: torch.dtype) -> str | Non
                 return f"it is not known how {type(block).__name__} chooses experts"
         for router in routers_of(layer):
             if len(inspect.signature(type(router.module).forward).parameters) != 2:  # self, hidden
-                return f"the router {type(router.module).__name__} needs other inputs than the hidden states"
+                return f"the router {type(router.module).__name__} needs other inputs besides the hidden states"
     for shape in expert_shapes(layers):
         if not has_grouped_kernel((shape.inputs, shape.outputs), dtype):
             return f"{shape.title} has no grouped kernel, because its sizes are not multiples of {ALIGNMENT} bytes"
@@ -162,9 +162,10 @@ def agreeing_rows_of_router(
     dtype: torch.dtype,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the row counts in `rows` at which a router gives each row the bits that it has at `reference_rows`.
+    """Return the batch sizes in `rows` at which the router gives each row the same bits as for all reference rows.
 
-    A copy of `router` with random weights is tried. The result is empty if the router gives other bits in training.
+    A copy of `router` with random weights is run on `reference_rows` random rows, then on parts of them. The result is
+    empty if the router gives other bits in training mode than in evaluation mode.
     """
     generator = torch.Generator(device).manual_seed(0)
     tried: Any = copy.deepcopy(router).to_empty(device=device)
@@ -198,7 +199,7 @@ def agreeing_rows(
     matmul: Matmul = nn.functional.linear,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return those row counts of `rows` at which `matmul` gives a row the same bits as at `reference_rows` rows."""
+    """Return the batch sizes in `rows` at which `matmul` gives each row the same bits as for `reference_rows` rows."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
@@ -210,7 +211,7 @@ def agreeing_rows(
 
 
 def _agreeing(call: Callable[[Tensor], Sequence[Tensor]], x: Tensor, rows: Collection[int]) -> frozenset[int]:
-    """Return the row counts in `rows` at which `call` gives each row of x [R, K] the bits that it has in all of x."""
+    """Return the batch sizes in `rows` at which `call`, on a part of x [R, K], gives the same bits as on all of x."""
     expected = call(x)
 
     def agrees(count: int) -> bool:
@@ -233,11 +234,11 @@ def agreeing_tokens(
     matmul: GroupedMatmul = grouped_matmul,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the token counts in `tokens` at which `matmul` gives each row the bits of a reference, however the rows
-    are divided over the experts.
+    """Return the token counts in `tokens` at which a grouped matmul gives the same bits as a reference matmul.
 
-    In the reference, all experts have the same rows, `reference_rows` in total. A call for T tokens has T k rows, drawn
-    from these, and is tried with each of the divisions of `divisions`.
+    A row is a pair of a token and one of its k experts. In the reference matmul, each expert gets the same number of
+    rows, `reference_rows` in total. For T tokens, T k rows are drawn from them, and are divided over the experts in
+    several ways (`divisions`). A token count is returned only if the bits of every row agree for all these ways.
     """
     generator = torch.Generator(device).manual_seed(0)
     sizes = (shape.inputs, shape.outputs) if shape.is_transposed else (shape.outputs, shape.inputs)
@@ -264,10 +265,10 @@ def agreeing_tokens(
 
 
 def divisions(rows: int, experts: int) -> Iterator[Tensor]:
-    """Yield ways to divide `rows` over experts, as the number of rows of each expert [E].
+    """Yield ways to divide `rows` rows over `experts` experts. A way is the number of rows of each expert, [E].
 
-    The first way is random. In the others, one expert has most of the rows, and the others get 0, 1, 2, 16 or 100 of
-    them; in the last way, the first expert has all.
+    The first way is random. In the following ways, one expert gets most of the rows, and each other expert gets 0, 1,
+    2, 16 or 100 rows. In the last way, the first expert gets all rows.
     """
     generator = torch.Generator().manual_seed(0)
     yield torch.bincount(torch.randint(experts, (rows,), generator=generator), minlength=experts)
@@ -289,9 +290,9 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The numbers of rows that a decode step may have, in descending order. A row is a slot with one token.
+    """The batch sizes, in slots, that a decode step may have, in descending order.
 
-    If no number is possible, `problem` says why.
+    If no batch size is possible, `step_rows` is empty and `problem` says why.
     """
 
     step_rows: tuple[int, ...]
@@ -299,22 +300,22 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[Shape, Collection[int]]) -> RowChoice:
-    """Choose the numbers of rows that decode steps may have: those at which matmuls have the same bits as in a pack.
+    """Choose the batch sizes of decode steps: those at which all matmuls give the same bits as in a pack.
 
-    `agreeing`: for each shape of a matmul, and each router, the numbers of rows with the same bits. One of the chosen
-    numbers, the largest, is at least `num_slots`. If there is no such number, the result has a reason and no numbers.
+    `agreeing`: for each shape of a matmul and for each router, the batch sizes that give the same bits. The largest
+    chosen size is at least `num_slots`. If there is no such size, the result has a problem instead of sizes.
     """
     for shape, rows in agreeing.items():
         name = shape.title
         differing = [count for count in PACK_ROWS if count not in rows]
         if differing:
-            return RowChoice((), f"{name} has other bits in a pack of {differing[0]} tokens than in a longer one")
+            return RowChoice((), f"{name} gives other bits in a pack of {differing[0]} tokens than in a longer pack")
         if not any(count >= num_slots for count in rows if count in candidates(num_slots)):
-            return RowChoice((), f"{name} has other bits with {num_slots} to {STEP_ROWS[-1]} rows than in a pack")
+            return RowChoice((), f"{name} gives other bits for {num_slots} to {STEP_ROWS[-1]} slots than in a pack")
     common = [count for count in candidates(num_slots) if all(count in rows for rows in agreeing.values())]
     enough = [count for count in common if count >= num_slots]
     if not enough:
-        return RowChoice((), f"no number of rows of at least {num_slots} agrees with a pack in every matmul")
+        return RowChoice((), f"no decode step of {num_slots} or more slots has the same bits as a pack in every matmul")
     return RowChoice(tuple(sorted((count for count in common if count <= enough[0]), reverse=True)), None)
 
 
@@ -323,9 +324,9 @@ def candidates(num_slots: int) -> tuple[int, ...]:
 
 
 def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
-    """Try the matmuls of `layers` on the device, and choose the numbers of rows that decode steps may have.
+    """Try the matmuls of `layers` on the device, and choose the batch sizes that decode steps may have.
 
-    On a GPU, grouped matmuls of stacked experts and whole routers are tried too.
+    On a GPU, grouped matmuls of stacked experts and complete routers are tried too.
     """
     layers, rows = list(layers), (*PACK_ROWS, *candidates(num_slots))
     shapes: list[MatmulShape | ExpertShape] = [*matmul_shapes(layers)]
@@ -341,17 +342,17 @@ def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dty
 
 
 MODULE_ROWS = (1, 2, 3, 8, 17, 64, 100, 1024, 1531)
-"""Numbers of rows at which a module without matmuls must agree with `MODULE_REFERENCE_ROWS`."""
+"""Batch sizes at which a module without matmuls must give the same bits as with MODULE_REFERENCE_ROWS rows."""
 
 MODULE_REFERENCE_ROWS = 4096
 
 
 @torch.no_grad()
 def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a module [T, ...] -> [T, ...] gives a row the same bits for any number of rows.
+    """Return whether a module [T, ...] -> [T, ...] gives a token the same bits for any number T of tokens.
 
-    `module` may be on the meta device: a copy with random weights is run with several numbers of rows. If the shape of
-    its inputs is not known, the result is False.
+    A copy of `module` with random weights is run for several T, so `module` may be on the meta device. If the shape of
+    the module's input is not known, the result is False.
     """
     shape = _row_shape(module)
     if shape is None:
@@ -370,10 +371,10 @@ def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape of a row of the module's input, or None if it is not known.
+    """Return the shape of one token in the module's input, or None if it is not known.
 
-    The row has the shape of the module's weight. A module whose tensors are all scalars accepts rows of any shape; for
-    such a module the result is (64,).
+    For a LayerNorm, for example, this is the shape of its weight. A module whose tensors are all scalars accepts tokens
+    of any shape; for such a module the result is (64,).
     """
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(tensor.numel() == 1 for tensor in tensors):

@@ -42,8 +42,8 @@ def scaled_logits(logits: Tensor, head: LmHead, temperature: float) -> Tensor:
 def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
     """Sample a token in each of L slots: the reference implementation.
 
-    `logits` [L, V] come from `products`. `keys` and `positions` [L] int64: random key of each slot's response, and
-    position of the new token in it.
+    `logits` [L, V]: the products of the hidden states and the LM head. `keys` and `positions` [L] int64: the random key
+    of each slot's response, and the position of the new token in the response.
     """
     scores = torch.log_softmax(scaled_logits(logits, head, temperature), dim=-1)
     tokens = gumbel_argmax(scores, keys, positions)

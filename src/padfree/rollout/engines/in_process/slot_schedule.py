@@ -154,7 +154,7 @@ class SlotSchedule:
             if slot is None and not self.occupied and not admitted:
                 self._evict_prompts()
                 slot = self._admitted(self.waiting[0], missing)
-                assert slot is not None, "the empty cache has space for one response"
+                assert slot is not None, "the KV cache is empty, but has no space for one response"
             if slot is None:
                 break
             self.waiting.popleft()

@@ -29,22 +29,26 @@ from torch import Tensor
 from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMPT, STORED, WRITTEN
 
 BLOCK = 64
-"""Number of keys that a program reads per iteration. Large heads use half as many."""
+"""Number of keys that a Triton program reads per iteration. Large heads use half as many."""
 
 SHARED_MEMORY = 96 << 10
-"""Maximum bytes of shared memory of a program, chosen so that small GPUs also have enough."""
+"""Maximum bytes of shared memory of a Triton program, chosen so that small GPUs also have enough."""
 
 SPAN = 512
-"""Number of keys per split. With fewer than FEW_PROGRAMS programs, it is half as many."""
+"""Number of keys of a slot that one Triton program handles. It is halved if there are fewer than 512 (slot, key head)
+pairs (FEW_PROGRAMS), so that more programs run at the same time.
+"""
 
 FEW_PROGRAMS = 512
-"""Number of programs (slots times key heads) below which splits are shorter, so that there are more of them."""
+"""With fewer (slot, key head) pairs than this, each program handles SPAN / 2 keys instead of SPAN, so that there are
+more programs.
+"""
 
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
 
 def is_interpreted() -> bool:
-    """Return whether these kernels run in Triton's interpreter, which is decided when the module is imported."""
+    """Return whether these Triton kernels are interpreted (TRITON_INTERPRET=1 when this module was imported)."""
     return not isinstance(_attend_kernel, triton.JITFunction)
 
 

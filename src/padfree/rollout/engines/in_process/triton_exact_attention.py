@@ -9,10 +9,10 @@ The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_s
 `peak` is the largest score so far:
 
     scores          query · key, summed over d in the order of the tensor cores
-    shares          exp2(score · s - peak · s) for s = scale · log2(e); the first product is not rounded
-    total           four sums: the share of column c is added to sum c // 2 % 4, in the order of the columns, because
-                    each of four threads holds these columns of a row; in the end (0 + 1) + (2 + 3)
-    weighted        sum · exp2((old peak - new peak) · s) + shares in bfloat16 · values
+    shares          exp2(score · s - peak · s) for s = scale · log2(e); the product score · s is not rounded
+    total           four sums: the share of key c of a block is added to sum c // 2 % 4, in the order of the keys, as
+                    flash-attn-4 does with four threads; the total is (sum 0 + sum 1) + (sum 2 + sum 3)
+    weighted        weighted · exp2((old peak - new peak) · s) + shares in bfloat16 · values
     result          weighted · (1 / total), with the GPU's approximate reciprocal
 
 `exact_attention.has_bits_of_trainer` compares the bits before a run with `rollout.exact`.
@@ -33,13 +33,13 @@ from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMP
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
 BLOCK = 128
-"""Number of keys between two updates of the peak."""
+"""Number of keys in a block. After each block, the largest score so far (`peak`) is updated."""
 
 _BLOCK = tl.constexpr(BLOCK)
 
 
 def is_interpreted() -> bool:
-    """Return whether this kernel runs in Triton's interpreter, which is decided when the module is imported."""
+    """Return whether this Triton kernel is interpreted (TRITON_INTERPRET=1 when this module was imported)."""
     return not isinstance(_attend_kernel, triton.JITFunction)
 
 
@@ -90,7 +90,10 @@ def _add16(total, x, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_in_order(total, shares, ROWS: tl.constexpr):
-    """Add the shares [ROWS, 128] of a block to the four sums `total` [ROWS, 4], one column after the other."""
+    """Add the shares (exponentials of scores) of a block of 128 keys, [ROWS, 128], to the four sums `total` [ROWS, 4].
+
+    The shares are added in the order of the keys, so that the rounding is that of flash-attn-4.
+    """
     x = tl.permute(tl.reshape(shares, (ROWS, 16, 4, 2)), (0, 2, 1, 3))
     first, second = _halves(tl.reshape(x, (ROWS, 4, 32)), ROWS, 32)
     return _add16(_add16(total, first, ROWS), second, ROWS)

@@ -23,7 +23,10 @@ from torch import Tensor
 
 
 class Tiles(NamedTuple):
-    """Sizes of the part of the product that one program computes."""
+    """Sizes of a tile, the part of the output [R, N] that one Triton program computes.
+
+    `inner`: the number of inputs that the program multiplies at a time.
+    """
 
     rows: int
     columns: int
@@ -33,10 +36,10 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(num_rows: int, num_experts: int, element_size: int) -> Tiles:
-    """Choose the sizes of the tiles.
+    """Choose the sizes of the tiles that the Triton programs compute.
 
-    A block has space for twice the mean number of rows of an expert, but for at least 16 and at most 128 rows. A step
-    with few rows is limited by reading the weights, so its blocks have few rows, but more pipeline stages.
+    A tile has space for twice the mean number of rows of an expert, but for at least 16 and at most 128 rows. If there
+    are few rows, reading the weights limits the speed. Tiles of fewer than 128 rows therefore get more pipeline stages.
     """
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(2 * num_rows, num_experts))))
     inner = 128 // element_size
@@ -100,7 +103,7 @@ def _multiply_kernel(
 
 
 def is_interpreted() -> bool:
-    """Return whether this kernel runs in Triton's interpreter, which is decided when the module is imported."""
+    """Return whether this Triton kernel is interpreted (TRITON_INTERPRET=1 when this module was imported)."""
     return not isinstance(_multiply_kernel, triton.JITFunction)
 
 

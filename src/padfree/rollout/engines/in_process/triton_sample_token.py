@@ -27,7 +27,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import SampledTokens
 from padfree.rollout.sampling_rng import GREEDY
 
 BLOCK = 2048
-"""Number of tokens of the vocabulary that one program handles."""
+"""Number of vocabulary entries whose logits one Triton program reads."""
 
 _INCREMENT, _FIRST, _SECOND = (tl.constexpr(number) for number in SPLITMIX64)
 GREEDY_KEY = tl.constexpr(GREEDY)
@@ -91,7 +91,7 @@ def _sample_kernel(
 
 
 def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return the noise [L, V] float32 that the kernel adds. Tests compare it with `sampling_rng.gumbel_noise`."""
+    """Return the Gumbel noise [L, V] float32 that the Triton kernel adds. Tests compare it with `gumbel_noise`."""
     out = torch.empty(len(keys), vocabulary, dtype=torch.float32, device=keys.device)
     _noise_kernel[(len(keys), triton.cdiv(vocabulary, BLOCK))](keys, positions, out, vocabulary, N=BLOCK)
     return out
