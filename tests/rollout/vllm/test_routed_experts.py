@@ -58,7 +58,7 @@ def test_the_layers_with_experts(dtype: type) -> None:
         (experts_of(9).astype(np.int32), "but must be"),
         (experts_of(9)[:, 0], "but must be"),
         (experts_of(9)[..., :1], "one expert per token"),
-        (experts_of(9, dtype=np.uint16) + 256, "of a model with 256 experts"),
+        (experts_of(9, dtype=np.uint16) + 256, "the model has only 256 experts"),
     ],
 )
 def test_other_formats(array: np.ndarray, about: str) -> None:

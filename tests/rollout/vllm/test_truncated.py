@@ -147,14 +147,14 @@ class Wrong(Table):
     ("sets", "line"),
     [
         (lambda _: None, r"object of type 'NoneType' has no len"),
-        (lambda right: right[:-1], r"\(\d+ sets for \d+ tokens\)"),
+        (lambda right: right[:-1], r"\(\d+ kept sets for \d+ tokens\)"),
         (lambda right: [[50], *right[1:]], r"the kept set of token 0 has an id outside of 0 to 49"),
         (lambda right: [[-1], *right[1:]], r"the kept set of token 0 has an id outside of 0 to 49"),
         (lambda right: [[], *right[1:]], r"the kept set of token 0 is not a list of token ids"),
         (lambda right: [3, *right[1:]], r"the kept set of token 0 is not a list of token ids"),
         (lambda right: [[0.5], *right[1:]], r"the kept set of token 0 is not a list of token ids"),
         (lambda right: [[True], *right[1:]], r"the kept set of token 0 is not a list of token ids"),
-        (lambda right: [[0], *right[1:]], r"token \d+ is not in its set"),
+        (lambda right: [[0], *right[1:]], r"token \d+ is not in its kept set"),
     ],
 )
 def test_wrong_sets_are_requested_again(sets: Any, line: str) -> None:
@@ -179,10 +179,13 @@ def test_lists_of_a_server_in_both_forms() -> None:
     [
         (
             {"returns_kept": None, "release": "0.27.1"},
-            "runs vLLM 0.27.1, which does not return kept sets; use vLLM 0.3",
+            r"runs vLLM 0.27.1, which does not return kept sets \(.*\); use vLLM 0.3",
         ),
-        ({"returns_kept": False}, "does not return kept sets; start the server with --return-sampling-mask"),
-        ({"logprobs_mode": "raw_logprobs"}, "does not return kept sets; start the server with --return-sampling-mask"),
+        ({"returns_kept": False}, r"does not return kept sets \(.*\); start the server with --return-sampling-mask"),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            r"does not return kept sets \(.*\); start the server with --return-sampling-mask",
+        ),
         ({"scales_out": False}, r"\(403: Scale-out endpoints are disabled.\), so the server .*--enable-scale-out"),
         ({"missing": {GENERATE}}, f"has no route {GENERATE}, so the server does not return kept sets; start the"),
     ],

@@ -167,10 +167,15 @@ class VllmServer(HttpServer):
         setting that needs kept sets.
         """
         if "return_sampling_mask" not in options:
-            problem = f"{self.url} runs vLLM {release}, which does not return kept sets"
+            problem = (
+                f"{self.url} runs vLLM {release}, which does not return kept sets (the ids from which each token was "
+                "sampled)"
+            )
             raise UserError(setting, problem, f"use vLLM {KEPT_SINCE} or newer, or leave the setting out")
         if not options["return_sampling_mask"] or options.get("logprobs_mode") != "processed_logprobs":
-            raise UserError(setting, f"{self.url} does not return kept sets", KEPT)
+            raise UserError(
+                setting, f"{self.url} does not return kept sets (the ids from which each token was sampled)", KEPT
+            )
 
     async def _check_kept_route(self, setting: str, name: str) -> None:
         """Raise an error unless the server has the route that returns kept sets. `name`: of the served model."""

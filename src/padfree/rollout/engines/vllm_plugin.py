@@ -109,7 +109,7 @@ def _engine_class() -> type[Any]:
         _open = False
 
         def __init__(self, config: Any, vllm_config: Any, *others: Any) -> None:
-            """Create the engine. vLLM 0.24 passes its `parallel_config` as `vllm_config`, and then the model."""
+            """Create the engine. In vLLM 0.24, the arguments after `config` are a `parallel_config` and the model."""
             super().__init__(config, vllm_config, *others)
             if not hasattr(self, "device"):
                 self.device = next(self.model.parameters()).device

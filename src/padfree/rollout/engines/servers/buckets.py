@@ -59,7 +59,7 @@ class BucketForm:
 
     @classmethod
     def of(cls, transfer_info: Mapping[str, Any]) -> BucketForm:
-        """Return the form with this `transfer_info`."""
+        """Make a form from `transfer_info`, the dict that the trainer has sent."""
         differences = transfer_info.get("differences")
         found = None if differences is None else [RegionDifference(**one) for one in differences]
         return cls(**{**transfer_info, "differences": found})
@@ -70,7 +70,7 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """Return the fields of this form as JSON values. The server makes an equal form from them (`BucketForm.of`)."""
+        """Return this form as a dict of JSON values. The server makes an equal form from it (`BucketForm.of`)."""
         return asdict(self)
 
     def _ends(self) -> list[int]:
@@ -197,7 +197,9 @@ class Receiver:
         encoded = iter(arrived.values())
         for name, regions in groupby(differences, key=lambda difference: difference.name):
             if name not in self._kept:
-                raise RuntimeError(f"padfree: this server has not kept {name}")
+                raise RuntimeError(
+                    f"padfree: received a difference of {name}, but this server has no copy of the previous tensor"
+                )
             kept = self._kept[name]
             whole = kept.to(self.device)  # the same tensor on the CPU
             for difference in regions:
@@ -205,7 +207,7 @@ class Receiver:
                 bits = bits_of(region)
                 apply(bits, difference.encoding, next(encoded).to(self.device), next(encoded).to(self.device))
                 if checksum(bits) != difference.checksum:
-                    raise RuntimeError(f"padfree: the checksum of {name} differs from the trainer's")
+                    raise RuntimeError(f"padfree: after the update, the checksum of {name} differs from the trainer's")
                 if not region.is_contiguous():  # then `bits` is a copy
                     region.copy_(bits.view(region.dtype).view(region.shape))
             if whole is not kept:
@@ -235,5 +237,8 @@ def _read(form: BucketForm, device: torch.device) -> Iterator[tuple[str, Tensor]
         for name, dtype, shape in zip(form.names, form.dtypes, form.shapes, strict=True):
             tensor = file.get_tensor(name)
             if (str(tensor.dtype), list(tensor.shape)) != (f"torch.{dtype}", list(shape)):
-                raise RuntimeError(f"padfree: {name} in {form.file} is {tensor.dtype} {list(tensor.shape)}")
+                raise RuntimeError(
+                    f"padfree: {name} in {form.file} has an unexpected dtype or shape: "
+                    f"{tensor.dtype} {list(tensor.shape)}"
+                )
             yield name, tensor

@@ -71,7 +71,7 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
 
 
 ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""For each sequence, its tokens, and the log-probabilities of all its tokens except the first."""
+"""For each canary sequence, its tokens, and the log-probabilities of all its tokens except the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -97,7 +97,8 @@ class CanaryScores:
 class Canary:
     """Verifies a weight sync: compares the log-probabilities of each server with those of the trainer.
 
-    The log-probabilities are kept until the next weight sync, because one test compares how they have changed.
+    The log-probabilities are kept until the next weight sync. Then one test compares the changes since this sync on the
+    server and in the trainer.
     """
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype for the bits of an element, by its size in bytes."""
+"""The integer dtype as which the bits of a tensor element are read, by the size of the element in bytes."""
 
 _GAP_DTYPES = {"gaps8": torch.uint8, "gaps16": torch.int16}
 # A gap code of this value stands for as many unchanged elements without a changed one behind them.
@@ -144,7 +144,7 @@ def checksum(bits: Tensor) -> int:
 
 
 def _mixed(words: Tensor, begin: int) -> Tensor:
-    """Return the sum of the hashes of the words [n] int64, modulo 2^64. Word i has position `begin` + i.
+    """Return the sum modulo 2^64 of the hashes of the 64-bit words [n]. Word i has the position `begin` + i.
 
     The hash of a word depends on its bits and on its position. The hash function, that of the generator splitmix64, is
     a bijection, so that a change of one word always changes the sum.
@@ -156,5 +156,5 @@ def _mixed(words: Tensor, begin: int) -> Tensor:
 
 
 def _shifted(words: Tensor, shift: int) -> Tensor:
-    """Shift the words to the right, with zeros from the left."""
+    """Shift 64-bit words to the right and fill with zeros (torch repeats the sign bit)."""
     return (words >> shift).bitwise_and_((1 << 64 - shift) - 1)

@@ -50,7 +50,10 @@ class HttpServer(ServerApi):
             return await connection.call(method, path, body, fix=fix or self.fix_route)
 
     async def tell(self, path: str, body: Any, *, fix: str) -> None:
-        """Post `body` to a route, and ignore its answer, which is not JSON. `fix`: see `call`."""
+        """Post `body` to a route whose answer is not JSON, and ignore the answer.
+
+        `fix`: the advice that the error message gives if the server does not have the route.
+        """
         async with self.connected() as connection:
             await connection.answer("POST", path, body, fix=fix)
 

@@ -38,7 +38,9 @@ from padfree.rollout.engines.servers.server_api import RestartedError, ServerApi
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 POLL, WAIT = 0.2, 1.0
-"""`POLL`: seconds between two probes of a server that is down. `WAIT`: maximum seconds between two assignments."""
+"""`POLL`: seconds between two probes of a server that is down. `WAIT`: maximum seconds between two attempts to assign
+waiting requests to servers.
+"""
 
 Respond = Callable[[ServerApi, SamplingRequest], Awaitable[Response]]
 Probe = Callable[[ServerApi], Awaitable[None]]
@@ -50,10 +52,10 @@ class SupersededError(Exception):
 
 
 class Gate:
-    """Stops new requests while it is closed, i.e. during a weight sync.
+    """Holds new requests back while it is closed, i.e. during a weight sync.
 
-    A request that passes the gate gets a ticket. `closed_since` tells by the ticket whether the gate has closed since
-    then.
+    A request that passes the open gate gets a ticket, a number. `closed_since(ticket)` tells whether the gate has been
+    closed since the request passed.
     """
 
     def __init__(self) -> None:
@@ -74,7 +76,7 @@ class Gate:
         self._open.set()
 
     async def wait_open(self) -> int:
-        """Wait until the gate is open. Return a ticket for `closed_since`."""
+        """Wait until the gate is open. Return a ticket, with which `closed_since` tells whether it closed later."""
         while self.is_closed:
             await self._open.wait()
         return self._changes
@@ -185,7 +187,7 @@ class RequestQueue:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait although no server has the weights. A restarted server must receive them first."""
+        """Whether requests wait in vain: no server has the weights, and a restarted server must first receive them."""
         states = self._pool.states
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 

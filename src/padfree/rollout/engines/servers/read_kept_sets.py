@@ -35,18 +35,19 @@ def read_kept_sets(
         kept = KeptSets.of_arrays([excluded[:0] if end else excluded for end in ends])
     else:
         if len(lists) != len(tokens):
-            raise IncompleteError(f"{len(lists)} sets for {len(tokens)} tokens")
+            raise IncompleteError(f"{len(lists)} kept sets for {len(tokens)} tokens")
         kept = KeptSets.of_arrays([_ids(given, index, sampling.vocabulary) for index, given in enumerate(lists)])
     outside = ~kept.contain(np.array(tokens, np.int64))
     if outside.any():
-        raise IncompleteError(f"token {tokens[int(outside.argmax())]} is not in its set")
+        raise IncompleteError(f"token {tokens[int(outside.argmax())]} is not in its kept set")
     return kept
 
 
 def _ids(given: Any, index: int, vocabulary: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the ids `given` for token `index`, sorted, or the excluded ids if over half of the vocabulary is given.
+    """Return the kept set `given` for token `index` as `KeptSets` stores it.
 
-    The excluded ids are stored as -1 - id.
+    This is the sorted list of its ids. If a set has more than half of the vocabulary, it is instead the list of the
+    other ids, each as -1 - id.
     """
     ids = np.asarray(given)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):

@@ -4,9 +4,9 @@
     routes           [n + m, R, k]                                                   as `padfree.routes` stores them
 
 There are n tokens of the prompt and m sampled tokens. L is the number of all decoder layers of the model, of which R
-have experts, and k is the number of experts that a token uses in a layer. The last token was never an input, so it has
-no row. The server leaves 0 in rows that it did not compute. A router chooses k different experts for a token, so a row
-in which an expert occurs twice counts as unknown.
+have experts, and k is the number of experts that a token uses in a layer. The last token was never an input, so the
+server returns no routes for it. The server leaves 0 for tokens that it did not compute. A router chooses k different
+experts for a token, so the routes of a token count as unknown if an expert occurs twice in a layer.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def read_routed_experts(encoded: str, num_tokens: int, layers: RoutedLayers) -> 
         )
     top = found.shape[2]
     if top < 2:
-        problem = "has one expert per token, which cannot be distinguished from a token without routes"
+        problem = "has one expert per token, so tokens without routes (zeros) cannot be told from tokens of expert 0"
         raise UserError("routed_experts", problem, FIX)
     chosen = found[:, list(layers.numbers)]
     if chosen.size and chosen.max() >= layers.num_experts:
-        problem = f"names expert {chosen.max()} of a model with {layers.num_experts} experts"
+        problem = f"contains expert {chosen.max()}, but the model has only {layers.num_experts} experts"
         raise UserError("routed_experts", problem, FIX)
     repeated = (np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any(axis=(1, 2))
     dtype = route_dtype(layers.num_experts)

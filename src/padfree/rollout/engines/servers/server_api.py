@@ -230,7 +230,7 @@ class ServerApi(ABC):
         raise AssertionError(f"{type(self).__name__} does not take adapters: they are merged into the weights")
 
     async def sleep(self, level: int) -> None:
-        """Release the memory of the GPU. Requests are not answered until both parts are awake again (`wake`).
+        """Release GPU memory. Requests are not answered until weights and KV cache are both awake again (`wake`).
 
         `level`: 1 backs the weights up in host memory, 2 discards them. Only an engine with `can_sleep` implements
         this.
@@ -238,14 +238,16 @@ class ServerApi(ABC):
         raise AssertionError(f"{type(self).__name__} cannot sleep: rollout.colocated is refused")
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
-        """Allocate the memory of a part again, if it sleeps. Discarded weights have arbitrary values afterwards.
+        """Allocate the GPU memory of the weights or of the KV cache again after `sleep`.
+
+        Weights that `sleep` discarded have arbitrary values afterwards.
 
         Weights can be sent once "weights" is awake. Only an engine with `can_sleep` implements this.
         """
         raise AssertionError(f"{type(self).__name__} cannot sleep: rollout.colocated is refused")
 
     def complete_name(self, sampling: SamplingSettings) -> str:
-        """Return how error messages name the call that samples a response, e.g. the route of the server."""
+        """Return the name of the call that samples a response, for error messages, e.g. the route /v1/completions."""
         return "complete"
 
     # Helpers for engines, and calls with checks
@@ -309,12 +311,12 @@ class ServerApi(ABC):
     async def scored(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """Call `score` with these arguments, check the tokens and log-probabilities in its result, and return them."""
+        """Return the log-probabilities that the server computes for token sequences (`score`), after checking them."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
         with self.reading("did not return the log-probabilities of the canary"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
                 if len(tokens) != len(sequence) + num_sampled:
-                    raise IncompleteError(f"{len(tokens) - len(sequence)} tokens instead of {num_sampled}")
+                    raise IncompleteError(f"sampled {len(tokens) - len(sequence)} tokens instead of {num_sampled}")
                 checked_tokens(tokens[1:], logprobs, vocabulary=vocabulary)
         return scored
 

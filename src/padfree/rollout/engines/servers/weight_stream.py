@@ -55,7 +55,7 @@ class Bucket:
 
 
 class WeightStream:
-    """Produces the tensors of a model with the names, shapes and dtypes of an HF checkpoint in `dtype`."""
+    """Yields the weights of a model as an HF checkpoint in `dtype` would store them: names, shapes and dtypes."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._empty = empty_copy(model, dtype)
@@ -144,7 +144,9 @@ class SentWeights:
         self.version = version
 
     def buckets(self, model: PreTrainedModel, version: int, *, size: int = BUCKET) -> Iterator[Bucket]:
-        """Yield the differences between the weights that were last sent and the current weights, and keep the latter.
+        """Yield the differences between the weights that were last sent and the current weights.
+
+        The current weights are kept for the next call.
 
         All ranks must exhaust the iterator. Rank 0 yields buckets (tensors that are sent together) with the differences
         of all ranks; the other ranks yield empty buckets.
@@ -162,9 +164,9 @@ class SentWeights:
         self.version = version
 
     def _layers(self, model: PreTrainedModel) -> Iterator[tuple[int, list[_Region]]]:
-        """Yield for each layer the number of bytes of its tensors, and the regions that this rank compares and sends.
+        """Yield for each layer the size of its tensors, and the parts of tensors that this rank compares and sends.
 
-        The number of bytes is that of the whole tensors, so it is equal on all ranks.
+        The size is the number of bytes of the whole, unsharded tensors, so it is equal on all ranks.
         """
         tensors = named_tensors(model)
         gatherers = {} if tensors.keys() == self._names.keys() else tensor_gatherers(model)
@@ -233,7 +235,7 @@ def _own_start(tensor: Tensor, rank: int) -> list[int] | None:
     if not isinstance(tensor, DTensor):
         return None if rank else [0] * tensor.ndim
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is in the mesh of its own parameters"
+    assert coordinate is not None, "this rank is not in the device mesh of a parameter that it holds"
     is_copy = any(kind.is_replicate() and index for kind, index in zip(tensor.placements, coordinate, strict=True))
     if is_copy or not local_part(tensor).numel():
         return None

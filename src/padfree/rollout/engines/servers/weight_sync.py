@@ -104,7 +104,9 @@ class GroupTransport:
         self._groups[server.url] = await call_during(server, server.join(transfer_info), join), store
 
     def prepare(self, bucket: Bucket, *, keep: bool = False) -> BucketForm:
-        """Copy a bucket into the buffer that is sent to all servers, and return its form. Runs in the main thread.
+        """Copy a bucket of weights into the buffer that is sent to all servers. Runs in the main thread.
+
+        Return the description of the bucket for the servers.
 
         `keep`: whether the servers keep a copy of the tensors.
         """
@@ -131,7 +133,7 @@ class GroupTransport:
         self._groups.pop(server.url, None)
 
     def clear(self) -> None:
-        """Release the buffer after the last bucket."""
+        """Release the buffer for buckets of weights, after the last bucket of a weight sync."""
         self._buffer = None
 
 
