@@ -70,9 +70,10 @@ class RewardWorkers:
         return call_within(seconds, self._late(seconds, uid), self._reward, text, row, uid)
 
     async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
-        """Return the reward of a text, computed in a process or a thread. `row` and `uid`: see `within`.
+        """Return the reward of a text, computed in a process or a thread.
 
-        `seconds`: the time limit in a process. Waiting for a free process does not count.
+        `row`: the data row of the prompt. `uid`: the name of the sample, for messages. `seconds`: the time limit in a
+        process. Waiting for a free process does not count.
         """
         if not self.processes:
             return await asyncio.to_thread(self._reward, text, row, uid)

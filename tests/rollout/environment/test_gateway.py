@@ -212,10 +212,10 @@ def test_a_stream() -> None:
     [
         (chat("q", stop=["x"])[0], "chat/completions", 400, "stop is not supported"),
         (chat("q", response_format={"type": "json_object"})[0], "chat/completions", 400, "response_format is not"),
-        (chat("q", max_tokens=0.5)[0], "chat/completions", 400, "max_tokens: 0.5; give 1 or more"),
-        (chat("q", n=1000)[0], "chat/completions", 400, "n: 1000; give an integer from 1 to 128"),
+        (chat("q", max_tokens=0.5)[0], "chat/completions", 400, "max_tokens: 0.5 is not valid; give 1 or more"),
+        (chat("q", n=1000)[0], "chat/completions", 400, "n: 1000 is not valid; give an integer from 1 to 128"),
         (chat("q" * 90)[0], "chat/completions", 400, "the context exceeds the maximum length of a sample"),
-        ({"messages": []}, "chat/completions", 400, "messages: a list of 0; give a list"),
+        ({"messages": []}, "chat/completions", 400, "messages: a list of 0 is not valid; give a list"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "chat/completions", 400, "is not text"),
         ([1], "chat/completions", 400, "the body is not a JSON object"),
         ({"prompt": ["a", "b"]}, "completions", 400, "prompt: 'a' at index 0 is not an integer; give token ids"),

@@ -64,8 +64,8 @@ class ResponseWriter:
     ) -> list[Played]:
         """Play the episodes `plays` and return their results in the same order. Each rank passes its own episodes.
 
-        `gather` gathers an object from all ranks. `reward_workers`: compute the rewards in place of the writer's own
-        workers, if given. `watch`: callbacks for progress and responses.
+        `gather` gathers an object from all ranks. `reward_workers`, if given, compute the rewards instead of the
+        reward workers of this object. `watch`: callbacks for progress and responses.
         """
         reward_workers, watch = reward_workers or self._reward_workers, watch or Watcher()
         responses = {play.number: play.partial for play in plays if play.partial is not None}

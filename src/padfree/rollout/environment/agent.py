@@ -130,7 +130,7 @@ async def _close(process: asyncio.subprocess.Process) -> None:
 
 
 def agent_episode(command: Sequence[str]) -> Episode:
-    """Return the episode function of `rollout.agent`, which runs `command` for each episode."""
+    """Return the coroutine function that plays an episode of `rollout.agent`: it runs the program `command`."""
 
     async def episode(prompt: Prompt, policy: Policy) -> Trajectory:
         finished = await run_agent(policy, command)

@@ -92,9 +92,10 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
-"""The values of overridden fields that agree with the sampling of the policy. A call with other values is counted.
+"""Values of `OVERRIDDEN` fields that change nothing, because the policy samples without penalties.
 
-A temperature agrees if it equals `loss.temperature`. A seed never agrees.
+A call with other values is counted as overridden. So is a call with a temperature other than `loss.temperature`, and
+any call with a seed.
 """
 
 NEUTRAL: dict[str, Sequence[Any]] = {
@@ -191,7 +192,8 @@ def _no_constant(name: str) -> Any:
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
     """Return the values that an API call may give for each field of `TRUNCATION`, such as `top_p`.
 
-    The values of a field all mean what the run does. For example, `top_k` may be 0 or -1 if the run has no top-k.
+    Each of these values means the same truncation as the run's setting. For example, `top_k` may be 0 or -1 if the run
+    has no top-k.
     """
     every = (0, -1) if truncation.top_k is None else (truncation.top_k,)
     return {
@@ -217,7 +219,7 @@ def check_fields(body: Mapping[str, Any], route: str, temperature: float, trunca
         if rule is not None:
             right, fix = rule
             if not right(value):
-                raise CallError(400, f"{name}: {shown(value)}; {fix}")
+                raise CallError(400, f"{name}: {shown(value)} is not valid; {fix}")
         elif name in of_run:
             if not any(_same(value, one) for one in of_run[name]):
                 raise CallError(
@@ -255,22 +257,25 @@ def messages_of(messages: Sequence[Any]) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, dict):
-            raise CallError(400, f"{where}: {shown(message)}; give an object with role and content")
+            raise CallError(400, f"{where}: {shown(message)} is not an object; give an object with role and content")
         kept = {key: value for key, value in message.items() if value is not None}
         unknown = next((key for key in kept if key not in MESSAGE_KEYS and kept[key] != []), None)
         if unknown is not None:
             raise CallError(400, f"{where}: {shown(unknown)} is an unknown key; leave it out")
         if not _text(kept.get("role")) or not kept["role"]:
-            raise CallError(400, f"{where}.role: {shown(kept.get('role'))}; give a name such as user")
+            raise CallError(400, f"{where}.role: {shown(kept.get('role'))} is not a role; give a name such as user")
         for key in ("name", "tool_call_id"):
             if not _text(kept.get(key, "")):
-                raise CallError(400, f"{where}.{key}: {shown(kept[key])}; {_LINE[1]}")
+                raise CallError(400, f"{where}.{key}: {shown(kept[key])} is not valid; {_LINE[1]}")
         for key in ("reasoning_content", "reasoning", "thinking"):
             if not isinstance(kept.get(key, ""), str):
-                raise CallError(400, f"{where}.{key}: {shown(kept[key])}; give a string")
+                raise CallError(400, f"{where}.{key}: {shown(kept[key])} is not a string; give a string")
         calls = kept.get("tool_calls", [])
         if not isinstance(calls, list) or not all(map(_is_tool_call, calls)):
-            raise CallError(400, f'{where}.tool_calls: give a list of {{"function": {{"name", "arguments"}}}}')
+            raise CallError(
+                400,
+                f'{where}.tool_calls: not a list of tool calls; give a list of {{"function": {{"name", "arguments"}}}}',
+            )
         converted.append({**{key: kept[key] for key in kept if key in MESSAGE_KEYS}, "content": _content(kept, where)})
     return converted
 
@@ -290,7 +295,7 @@ def _content(message: Mapping[str, Any], where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise CallError(400, f"{where}.content: {shown(content)}; give a string, or a list of text parts")
+        raise CallError(400, f"{where}.content: {shown(content)} is not text; give a string, or a list of text parts")
     for part in content:
         right = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         if not right or set(part) - {"type", "text"}:

@@ -49,8 +49,8 @@ WRAPPERS = _names(
 SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs")
 """Programs that pass their arguments to a shell, or run them as commands."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)
-"""An option that is followed by code: -c, -lc, -e, -ne, --eval, /c. In some programs it means something else; checking
-it there is harmless.
+"""An option that is followed by code: -c, -lc, -e, -ne, --eval, /c. If such an option has another meaning in some
+program, its value is checked without need.
 """
 
 
@@ -140,9 +140,9 @@ def _danger(arguments: Sequence[str]) -> str | None:
 
 
 def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | None:
-    """Return the problem with the arguments of the interpreter `name`, or None if they are safe.
+    """Return why the arguments of the interpreter `name` could run data as code, or None if they are safe.
 
-    `surely`: whether the interpreter certainly runs. Otherwise, its name may be the argument of another program.
+    `surely`: whether `name` certainly starts the interpreter. Otherwise, it may be a plain argument of another program.
     """
     has_code, index = False, 0
     while index < len(arguments):

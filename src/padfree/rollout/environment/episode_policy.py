@@ -41,7 +41,7 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""Rendered in place of a response, to find the text that a chat template writes between a response and the next."""
+"""This text is rendered in place of a response. What the chat template writes after it follows every response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -113,8 +113,8 @@ class ChatTokenizer:
     def shown(self, content: Sequence[Any], role: str, end: str) -> tuple[list[int], tuple[Image, ...]]:
         """Return the token ids of a message with images between two responses, and the images.
 
-        `content`: the parts of the message (texts and images). `role`, `end`: see `between`. The position of an image
-        is an index of the returned ids.
+        `content`: the parts of the message (texts and images). `role`: the role of the message. `end`: the text with
+        which the earlier response ended. The position of an image is an index of the returned ids.
         """
         if self.images is None or self._reader is None or self.chat is None:
             raise UserError(
@@ -163,7 +163,10 @@ class ChatTokenizer:
         return content if self.chat is None else self._rendered(content, role, end)[0]
 
     def _rendered(self, content: str | list[Any], role: str, end: str) -> tuple[str, tuple[ImageReference, ...]]:
-        """Return the text between two responses, with a marker for each image of the message, and these images."""
+        """Return the text that the chat template writes between two responses for a message, and the message's images.
+
+        The text has a marker in place of each image.
+        """
         assert self.chat is not None
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
@@ -237,7 +240,7 @@ class Policy:
 
     @property
     def max_new_tokens(self) -> int:
-        """The number of tokens that this branch can still get; `rollout.max_new_tokens` limits its total."""
+        """The number of tokens that this branch can still get, of `rollout.max_new_tokens` after the prompt."""
         return 0 if self._full else self.tree.limit - len(self._branch.ids)
 
     @property
@@ -337,7 +340,7 @@ class Policy:
 
     @property
     def host(self) -> Host:
-        """The object that runs the episode. Environments that call the policy by its API in this process need it."""
+        """The object that runs the episode. An environment needs it to make a `PolicyResponder`, for example."""
         return self._host
 
     async def base_url(self) -> str:

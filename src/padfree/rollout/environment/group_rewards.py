@@ -35,9 +35,9 @@ class GroupReward:
 
 
 class PlayGroup:
-    """Those episodes of a prompt that this rank plays.
+    """The episodes of a prompt that this rank plays.
 
-    `size`: the number of episodes of the prompt on all ranks. `members`: the number of those on this rank.
+    `size`: the number of episodes of the prompt on all ranks. `members`: the number of them on this rank.
     """
 
     def __init__(self, size: int, members: int) -> None:

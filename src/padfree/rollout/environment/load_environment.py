@@ -56,7 +56,7 @@ def load_episode(settings: RolloutConfig) -> Episode:
     if settings.environment is not None:
         episode: Episode = USER_ENVIRONMENT.load(settings.environment)
         return episode
-    assert settings.agent, "without an environment there are no episodes"
+    assert settings.agent, "the settings name no environment whose episodes could be played"
     return agent_episode(settings.agent)
 
 

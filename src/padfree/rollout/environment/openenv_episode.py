@@ -33,11 +33,11 @@ from padfree.rollout.prompts import Prompt
 
 SETTING = "rollout.environment"
 RESET = "reset"
-"""The column with the arguments (an object) of the environment's reset. Most environments need none."""
+"""The column of the data whose value, an object, holds the arguments of the environment's reset. It is optional."""
 JSON = "json"
 TURNS = 16
 SECONDS = 30.0
-"""Timeout of the request for the schema of a server."""
+"""Timeout in seconds of the request for the schema of an OpenEnv server."""
 _GENERAL = {"done", "reward", "metadata"}
 _INVALID = "VALIDATION_ERROR"
 """The code with which a server refuses an action that does not fit its schema."""
@@ -49,7 +49,8 @@ Reward = Literal["sum", "last"]
 class OpenEnvServer:
     """The address of an OpenEnv server, and which fields hold the text of an action and of an observation.
 
-    `action`, `observation`: the name of a field, `json` for the whole object, or None for the only text field.
+    `action`, `observation`: the name of a field, or `json` for the whole object. None: the only text field if there is
+    one, otherwise `json`.
     """
 
     url: str
@@ -81,7 +82,7 @@ def openenv_server(name: str) -> OpenEnvServer:
 
 
 def openenv_episode(name: str) -> Episode:
-    """Return the episode function of a server such as `openenv:http://127.0.0.1:8000`."""
+    """Return the coroutine function that plays an episode at a server such as `openenv:http://127.0.0.1:8000`."""
     server = openenv_server(name)
     client_class = importlib.import_module("openenv.core.generic_client").GenericEnvClient
     fields: list[tuple[str, str]] = []  # the fields of action and observation, after the server has sent its schema
@@ -125,10 +126,10 @@ def openenv_episode(name: str) -> Episode:
 
 
 async def _step(client: Any, said: str, field: str, before: Any) -> tuple[Any, str | None]:
-    """Send the text of a turn as an action; return the result of the server, and None.
+    """Send the text of a turn to the server as an action. Return the pair (result, reason).
 
-    If the action is not valid, return `before` (the last valid result) and a reason instead. The policy then reads the
-    reason as its next observation.
+    If the server accepts the action, the pair is the server's result and None. If the action is not valid, the pair is
+    `before` (the last valid result) and the reason, which the policy reads as its next observation.
     """
     if field != JSON:
         action: Any = {field: said}
@@ -200,8 +201,9 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
     """Return the name of the field that holds the text, or `json` if the whole object is the text.
 
-    `given`: the field that the environment's address names. If it is None, `schema` must have exactly one text field,
-    which is then returned. `part` ("action" or "observation") and `name` (the environment) are for error messages.
+    `given`: the field that the environment's address names. If it is None, the result is the only text field of
+    `schema`, or `json` if there are several or none, or if an action has other required fields. `part` ("action" or
+    "observation") and `name` (the environment) are for error messages.
     """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:

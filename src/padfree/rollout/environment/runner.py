@@ -159,8 +159,8 @@ class EpisodeRunner:
         """Play episodes and return the results in order. `source` samples their tokens.
 
         `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
-        when all episodes have started, or one has failed. `compared`: if rewards may compare the episodes of a prompt,
-        the episodes on this rank for each rollout group.
+        when all episodes have started, or one has failed. `compared`: the `PlayGroup` of each rollout group, for
+        rewards that compare the episodes of a prompt; None: such rewards are an error.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -211,7 +211,8 @@ class _Session:
         """Create the session of the episode `play`.
 
         `free`: a function to call when the episode samples no more tokens, so that another episode can start.
-        `compared`: the episodes of the prompt on this rank, if a reward may compare them; otherwise None.
+        `compared`: the episodes of the prompt on this rank, for rewards that compare them; None: such rewards are an
+        error.
         """
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key

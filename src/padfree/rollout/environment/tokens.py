@@ -22,15 +22,15 @@ from padfree.rollout.base import AsyncSampler, Gather, Response, Sampler, Sampli
 from padfree.rollout.loop_thread import LoopThread
 
 TurnPath = tuple[int, ...]
-"""Identifies a turn of an episode, and orders the requests of a round."""
+"""Identifies a turn of an episode. The requests that are sampled together (a round) are sorted by episode and turn."""
 Round = list[tuple[tuple[int, TurnPath], SamplingRequest]]
 
 POLL = 0.2
 """Seconds between two checks while waiting for episodes."""
 
 QUIET_ITERATIONS = 16
-"""A round starts after this many iterations of the event loop without a new request. During this wait, all branches of
-an episode can send their requests.
+"""When all running episodes wait for tokens, their requests are sampled together (a round) after this many iterations
+of the event loop without a new request. Meanwhile, further branches of an episode can send requests.
 """
 
 
@@ -133,9 +133,9 @@ class Rounds:
                 self._thread.call(self._deliver, requests, responses)
 
     def _next(self, episodes: Future[Any]) -> tuple[Round, str | None]:
-        """Wait for the next round. Return its requests, and an error message or None.
+        """Wait for the next round (requests that are sampled together). Return them, and an error message or None.
 
-        After all episodes have ended, a round without requests is returned.
+        After all episodes have ended, the list of requests is empty.
         """
         while True:
             if episodes.done():

@@ -27,9 +27,11 @@ from padfree.errors import UserError
 from padfree.rollout.environment.episode_policy import MARK
 
 Found = tuple[str, list[dict[str, Any]]]
-"""The text before the tool calls, then the name and arguments of each call."""
+"""The tool calls found in a response: the text before them, then the name and arguments of each call."""
 Reader = Callable[[str], tuple[str, Any] | None]
-"""Returns the text before the tool calls and their JSON, which should be a list; None if there are no tool calls."""
+"""Parses the text of a response: returns the text before the tool calls, and the calls as parsed JSON, not checked yet.
+Returns None if the text has no tool calls.
+"""
 
 _TAGS = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _BRACKETS = "[TOOL_CALLS]"

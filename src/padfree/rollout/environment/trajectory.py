@@ -31,7 +31,9 @@ from padfree.rollout.prompts import Prompt
 from padfree.routes import Routes, merged_routes
 
 NO_IDS = np.zeros(0, np.int32)
-"""The kept ids of a token that was not sampled, or that was sampled from the whole vocabulary: an empty list."""
+"""An empty array: the kept set (ids from which a token was sampled) of a token that was not sampled, or that was
+sampled from the whole vocabulary.
+"""
 
 
 class Branch:

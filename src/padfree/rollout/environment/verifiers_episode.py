@@ -31,7 +31,7 @@ MODEL = "policy"
 
 
 def verifiers_episode(name: str) -> Episode:
-    """Return the episode function of an environment such as `verifiers:wordle`."""
+    """Return the coroutine function that plays an episode of an environment such as `verifiers:wordle`."""
     environment = load_verifiers(name)
     if environment.provides_advantages:
         raise UserError(
@@ -80,7 +80,7 @@ def verifiers_episode(name: str) -> Episode:
 
 @lru_cache(maxsize=2)
 def _parser_of(tokenizer: ChatTokenizer) -> ToolCallParser:
-    assert tokenizer.chat is not None, "without a template, a request with tools is refused before"
+    assert tokenizer.chat is not None, "a request with tools was not refused, although the run has no chat template"
     return ToolCallParser(tokenizer.chat)
 
 
@@ -140,7 +140,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
             return found
 
         async def raise_from_native_response(self, response: Responded) -> None:
-            """Nothing to check: the policy always answers."""
+            """Do nothing: the policy in this process never answers with an error."""
 
         async def from_native_response(self, response: Responded) -> Any:
             turn, answer = response.turn, response.answer
