@@ -134,7 +134,7 @@ class Refusing(LineService):
             Stale,
             r"was sent policy version 1, but its log-probabilities differ from the trainer's by .*; check that the",
         ),
-        (Refusing, r"failed in bucket \(RuntimeError: another model\), 3 times; start the server with the model"),
+        (Refusing, r"failed in bucket \(RuntimeError: another model\), in 3 weight syncs in a row; start the"),
     ],
 )
 def test_weights_that_do_not_arrive_end_the_run(

@@ -21,7 +21,9 @@ CLOSING = 10.0
 """Seconds in which cancelled tasks must end when the loop is closed."""
 
 CONNECTING = "BaseSubprocessTransport._connect_pipes"
-"""The task of asyncio that connects the pipes of a new program. If it is cancelled, the start of the program hangs."""
+"""Name of the asyncio task that connects the pipes of a new program. It is not cancelled at `close`, because the start
+of the program would then hang.
+"""
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -199,7 +199,7 @@ class OtherSizes(FakeVllm):
 def test_a_server_of_another_model_ends_the_run_at_once(model_folder: Path, tmp_path: Path) -> None:
     plain = fake_of(model_folder)
     fake = OtherSizes(vocabulary=plain.vocabulary, model=plain.model, tokenizer=plain.tokenizer)
-    line = r"/update_weights answered 500 \(the sizes of a layer are others\), 3 times; start the server with the"
+    line = r"/update_weights answered 500 \(the sizes of a layer are others\), in 3 weight syncs in a row; start the"
     with serving(fake) as (url,), pytest.raises(ValueError, match=line) as caught:
         train(make_config(tmp_path / "run", model_folder, servers=[url]))
     assert "\n" not in str(caught.value)

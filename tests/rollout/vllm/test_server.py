@@ -393,7 +393,7 @@ def test_a_server_of_something_else(server: VllmServer, folder: Path, tmp_path: 
         with pytest.raises(ValueError, match=line) as caught:
             asyncio.run(check_servers([asked], served))
         assert "\n" not in str(caught.value)
-    line = r"/update_weights answered 500 \(.*\), 3 times; start the server with the model of model.path"
+    line = r"/update_weights answered 500 \(.*\), in 3 weight syncs in a row; start the server with the model of"
     with pytest.raises(ValueError, match=line) as caught:
         train(make_config(folder, tmp_path / "wide", model={"path": str(folder / "wide")}, rollout=given))
     assert "\n" not in str(caught.value)

@@ -285,7 +285,7 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return two counts since the last call: groups dropped because of old tokens, and responses from the log."""
+        """Return two counts since the last call: groups dropped for old tokens, and responses from the response log."""
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

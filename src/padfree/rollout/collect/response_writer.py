@@ -129,7 +129,7 @@ class ResponseWriter:
         self._thread.close(self._reward_workers.close)
 
     def _supported(self, **callbacks: Any) -> dict[str, Any]:
-        """Return those callbacks that the sampler's method `sample` accepts. A user's sampler may lack some of them."""
+        """Return the callbacks that the sampler's method `sample` accepts. A user's sampler may accept only some."""
         parameters = inspect.signature(self._sampler.sample).parameters
         return {name: callback for name, callback in callbacks.items() if name in parameters}
 

@@ -166,7 +166,7 @@ class CheckedSampler:
 
 
 class CheckedAsyncSampler(CheckedSampler):
-    """Wraps a user's `AsyncSampler` and checks its responses. An invalid response sets `failure`."""
+    """Wraps a user's `AsyncSampler` and checks its responses. An invalid response stores an error in `failure`."""
 
     _wrong: Exception | None = None
 

@@ -289,7 +289,7 @@ class VllmServer(HttpServer):
             answer = await connection.call("POST", COMPLETIONS, body)
         scored = []
         choices = self._choices(answer, len(sequences), model)
-        with self.reading("did not return the log-probabilities of the canary"):
+        with self.reading("did not return the log-probabilities with which the canary checks a weight sync"):
             for sequence, choice in zip(sequences, choices, strict=True):
                 given = [
                     float(entry[str(token)]["logprob"])

@@ -23,7 +23,7 @@ from padfree.rollout.environment.tool_calls import ToolCallParser
 from padfree.rollout.environment.trajectory import Tree
 
 TEXT = "text"
-"""The role of a message that holds plain text, for environments without a chat template."""
+"""The role of messages that are not rendered by a chat template: their texts are concatenated to the context."""
 
 
 class OverlongContextError(Exception):

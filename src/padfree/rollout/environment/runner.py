@@ -198,7 +198,7 @@ class EpisodeRunner:
 
 
 class _Session:
-    """One running episode. It is the `Host` through which the episode's policies sample tokens."""
+    """One running episode. It implements `Host`, the interface through which the episode samples tokens."""
 
     def __init__(
         self,

@@ -14,6 +14,6 @@ decode_experts    experts with grouped matmuls: operator and reference; triton_g
 sample_token      samples the tokens of a decode step: reference; triton_sample_token is the kernel
 exact_operators   whether log-probabilities are bitwise equal to the trainer's, and if not, why (`rollout.exact`)
 exact_attention   attention of a decode step with the trainer's kernel
-row_trial         the numbers of rows at which matmuls have the same bits as in the trainer's packs
+row_trial         finds the batch sizes at which matmuls give the same bits as in the trainer's packs
 sampled_tokens    definitions shared by the kernels and their references
 """

@@ -95,7 +95,7 @@ def decode_attention(
     """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
 
     The module docstring explains the tensors. `sinks` [H]: learned scores in the softmax. `window`: number of keys that
-    a token sees, with its own; None: all keys. `softcap`: bound of the scores; None: no bound.
+    a token sees, including its own; None: all keys. `softcap`: bound of the scores; None: no bound.
     """
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_decode_attention import attend

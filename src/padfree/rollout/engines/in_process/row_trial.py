@@ -1,14 +1,15 @@
 """Find batch sizes at which a matmul gives each row of its input the same bits as in the packs of the trainer.
 
 In x [R, K] @ weight.T [K, N], output row i depends only on row i of x. But its bits depend on the order in which the
-library sums over K: with few rows, the library may split the sum into parts. The result of a trial, for example:
+library sums over K: with few rows, the library may split the sum into parts. The result of a trial of batch sizes R,
+for example:
 
     16384 rows   1024 to 12289 rows    16 rows   64 rows   256 rows
     reference    equal                 differ    differ    equal         a decode step uses 256 rows
 
 The trial multiplies random numbers with the library's kernel, in every shape of the model's layers, and compares bits.
-Decode steps then use only numbers of rows at which all matmuls agree. Rows without a response cost little, because a
-decode step mostly waits for the weights.
+A decode step then has one of the batch sizes at which all matmuls agree with the reference. Rows without a response
+cost little, because a decode step mostly waits for the weights.
 
 `is_row_invariant` tries a module without matmuls, such as a LayerNorm, in the same way.
 """

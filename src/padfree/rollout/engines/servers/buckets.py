@@ -140,7 +140,8 @@ class Receiver:
     def join(self, transfer_info: Mapping[str, Any], rank: int) -> None:
         """Connect to the trainer, which has rank 0. `rank`: the rank of this worker, from 1 on.
 
-        `transfer_info`: the argument of `ServerApi.join`.
+        `transfer_info`: the dict that the trainer has sent: the transport, "group" or "files", and for "group" the
+        backend, the rendezvous address and the number of processes.
         """
         self._group = None
         if transfer_info["transport"] == "files":

@@ -170,7 +170,7 @@ class ServerSampler:
         """Release memory that this process no longer uses, so that the servers can wake. Collective."""
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
-        gather_objects(None, self.mesh.loss.group, "the release of memory for the servers")
+        gather_objects(None, self.mesh.loss.group, "the release of GPU memory for the servers")
         if self._asleep and self.launcher is not None:
             self.loop.call(self.launcher.probe_lock.release)
         self._asleep = False
@@ -185,7 +185,7 @@ class ServerSampler:
         if self.on_update == "finish":
             self.loop.run(self._pool.drain())
             # A pause interrupts the responses of all ranks, so wait for the other ranks.
-            gather_objects(None, self.mesh.loss.group, "the end of responses before a weight sync")
+            gather_objects(None, self.mesh.loss.group, "the end of all responses before a weight sync")
 
         async def close() -> None:
             gate.close()
@@ -284,7 +284,10 @@ class ServerSampler:
         return [server for server in servers if server.url in scored]
 
     def _refused(self, messages: Mapping[str, str]) -> str:
-        return f"{next(iter(messages.values()))}, {REFUSALS} times; start the server with the model of model.path"
+        return (
+            f"{next(iter(messages.values()))}, in {REFUSALS} weight syncs in a row; start the server with the model of "
+            "model.path"
+        )
 
     def _timed_out(self, messages: Mapping[str, str]) -> str:
         return (

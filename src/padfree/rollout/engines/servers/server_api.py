@@ -313,7 +313,7 @@ class ServerApi(ABC):
     ) -> list[tuple[list[int], list[float]]]:
         """Return the log-probabilities that the server computes for token sequences (`score`), after checking them."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
-        with self.reading("did not return the log-probabilities of the canary"):
+        with self.reading("did not return the log-probabilities with which the canary checks a weight sync"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
                 if len(tokens) != len(sequence) + num_sampled:
                     raise IncompleteError(f"sampled {len(tokens) - len(sequence)} tokens instead of {num_sampled}")
