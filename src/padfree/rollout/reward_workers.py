@@ -40,7 +40,9 @@ from padfree.rollout.prompts import Prompt
 Result = TypeVar("Result")
 
 AGAIN = 1.0
-"""Seconds between alarms. The alarm repeats, because the function may catch the exception of the first one."""
+"""Seconds between the alarms that interrupt a reward function after its time limit. The alarm repeats, because the
+function may catch the exception of the first one.
+"""
 
 
 class _AlarmError(BaseException):

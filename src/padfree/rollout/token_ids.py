@@ -104,7 +104,7 @@ def checked_response(
         need(response.kept is not None, "no kept sets", "return them (rollout.top_p, top_k or min_p is set)")
     if response.kept is not None:
         right = isinstance(response.kept, KeptSets) and len(response.kept) == len(tokens)
-        need(right, "kept sets of another type or length", f"return padfree.kept_sets.KeptSets of {len(tokens)} tokens")
+        need(right, "kept sets of a wrong type or length", f"return padfree.kept_sets.KeptSets of {len(tokens)} tokens")
         ids = response.kept.ids
         largest = int(np.where(ids < 0, -1 - ids, ids).max(initial=0))
         need(largest < vocabulary, f"the kept id {largest}", f"return ids from 0 to {vocabulary - 1}")

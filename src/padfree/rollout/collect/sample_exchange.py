@@ -47,8 +47,8 @@ token) than in an earlier sample, so that samples with different routes share no
 """
 
 Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None, Routes | None]
-"""The arrays of a sample: token ids [n], log-probabilities [n], kept sets [n] if the softmax was truncated, routes [n,
-R, k] if recorded.
+"""The arrays of a sample of n tokens: token ids [n], log-probabilities [n], kept sets (ids from which each token was
+sampled) [n] if the softmax was truncated, and routes (k experts of each token in R layers) [n, R, k] if recorded.
 """
 
 RouteKind = tuple[tuple[int, ...], np.dtype[Any]]

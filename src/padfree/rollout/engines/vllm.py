@@ -188,7 +188,8 @@ class VllmServer(HttpServer):
     async def _check_vocabulary(self, name: str, vocabulary: int, *, has_weights: bool) -> None:
         """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one.
 
-        The model of a server without weights (`has_weights`) must not compute, so that only the rejection is tested.
+        `has_weights`: False if a killed run left arbitrary weights on the server. Then only the rejection is tested,
+        because the model must not compute with these weights.
         """
         for token, expected in ((vocabulary - 1, True), (vocabulary, False)) if has_weights else ((vocabulary, False),):
             try:

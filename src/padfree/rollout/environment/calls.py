@@ -9,9 +9,9 @@ are rendered as text. If the text begins with the context and the response of an
 from the token ids of that call, and only the new text is encoded. Otherwise all text is encoded, as a new branch. Every
 sample therefore has exactly the tokens that the model saw.
 
-Two metrics count calls whose context is encoded anew. `agent/cuts` counts calls whose messages continue an earlier
-call, but whose rendered text does not (call 2 above). `agent/conversations` counts calls, after the first, whose
-messages continue no earlier call.
+Calls that do not continue an earlier call are counted. The metric `agent/cuts` counts calls whose messages continue an
+earlier call, but whose rendered text does not (call 2 above). The metric `agent/conversations` counts calls after the
+first whose messages continue no earlier call.
 
 A program may receive a response as a parsed message, e.g. with tool calls. The template may write this message
 differently from the model. If the program returns the message unchanged, the call still continues from the ids,

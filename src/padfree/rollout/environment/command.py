@@ -50,7 +50,7 @@ SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh s
 """Programs that pass their arguments to a shell, or run them as commands."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)
 """An option that is followed by code: -c, -lc, -e, -ne, --eval, /c. If such an option has another meaning in some
-program, its value is checked without need.
+program, its value is checked too, which is harmless.
 """
 
 

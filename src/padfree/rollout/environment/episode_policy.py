@@ -41,7 +41,7 @@ from padfree.rollout.sampling_rng import turn_key
 from padfree.rollout.token_ids import checked_ids
 
 MARK = "\u2e28reply\u2e29"
-"""This text is rendered in place of a response. What the chat template writes after it follows every response."""
+"""Placeholder for a response. It is rendered to find the text that the chat template writes after a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

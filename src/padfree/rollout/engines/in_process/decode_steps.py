@@ -3,9 +3,9 @@
     a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
 
 L is the number of slots, D the hidden size and V the vocabulary size. A slot holds one response that is being sampled.
-`slots` [F, L] holds F fields for each of L slots, such as the cache
-range of its keys, its next input token, and its request. A step reads and writes only device memory. On CUDA, a step is
-a CUDA graph; there is one graph for each of a few slot counts.
+`slots` [F, L] holds F fields for each slot, such as the cache range of its keys, its next input token, and its request.
+A step reads and writes only device memory. On CUDA, a step is a CUDA graph; there is one graph for each of a few slot
+counts.
 """
 
 from __future__ import annotations

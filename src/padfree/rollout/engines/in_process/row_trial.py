@@ -42,7 +42,7 @@ STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 FEW_ROWS = (0, 1, 2, 16, 100)
-"""Grouped matmuls are compared with these numbers of tokens for an expert."""
+"""When grouped matmuls are compared, one expert gets most rows, and the others get these numbers of rows in turn."""
 
 
 class MatmulShape(NamedTuple):

@@ -76,7 +76,7 @@ class Gate:
         self._open.set()
 
     async def wait_open(self) -> int:
-        """Wait until the gate is open. Return a ticket, with which `closed_since` tells whether it closed later."""
+        """Wait until the gate is open. Return a ticket, with which `closed_since` tells whether it has closed since."""
         while self.is_closed:
             await self._open.wait()
         return self._changes

@@ -229,8 +229,8 @@ class ServerSampler:
     async def _wait_for_server(self, deadline: float, lost: Mapping[str, str]) -> str | None:
         """Wait until a server answers. Return an error message if none does before `deadline`. Rank 0 only.
 
-        `lost`: an error message for each server that failed in the last weight sync, by URL. It is empty if the sync
-        succeeded on at least one server.
+        `lost`: an error message for each server, by URL, if the last attempt to send the weights failed on all servers;
+        otherwise empty.
         """
         if lost and time.monotonic() > deadline:
             return self._timed_out(lost)

@@ -311,7 +311,7 @@ class ServerApi(ABC):
     async def scored(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """Return the log-probabilities that the server computes for token sequences (`score`), after checking them."""
+        """Let the server extend and score token sequences (`score`). Return the result after checking its format."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
         with self.reading("did not return the log-probabilities with which the canary checks a weight sync"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
