@@ -146,14 +146,14 @@ class QueuedBatch:
         return plays
 
     def own_outcomes(self) -> dict[int, EpisodeOutcome]:
-        """Return the outcomes of this rank's episodes."""
+        """Return the outcomes (rewards or failure) of this rank's finished episodes, by episode number."""
         return {
             number: EpisodeOutcome(one.rewards, one.failure, one.num_tokens, one.ended)
             for number, one in self.played.items()
         }
 
     def stored(self) -> list[Stored]:
-        """Return what a checkpoint stores: finished episodes of this rank, and tokens of unfinished responses."""
+        """Return what a checkpoint stores of this batch: finished episodes of this rank, and unfinished responses."""
         begun = {number: partial for number, partial in self.partial.items() if len(partial.tokens)}
         known: dict[int, Played | Response] = {**self.played, **begun}
         return [(self.batch, number, one) for number, one in known.items()]

@@ -2,7 +2,7 @@
 
 In this example, a, b and c are sampled tokens, E is a sampled stop token, and t and u are text of the environment:
 
-    prompt            p p p              root     p p p | a a E | t t | b b E        the calls on the left make this branch
+    prompt            p p p              root     p p p | a a E | t t | b b E        written by the calls on the left
     generate          a a E              mask     0 0 0   1 1 1   0 0   1 1 1
     add               t t                fork     p p p | a a E | u | c E            another branch, which starts after
     generate          b b E              mask     0 0 0   1 1 1   0   1 1            the first turn of the root

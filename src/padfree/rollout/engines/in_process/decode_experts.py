@@ -13,7 +13,7 @@ width inside an expert is I, and U is I or, with a gate, 2 I:
 In this example, 4 tokens have 2 of E = 3 experts each, and a block has 2 rows:
 
     choices    0 1 | 1 2 | 1 0 | 1 2        order   0 5 | 1 2 4 6 | 3 7        starts   0 2 6 8
-    blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and two programs without rows
+    blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and three programs without rows
 
 R rows need at most R // block + min(E, R) blocks, however they are divided over the experts. The grid has this many
 programs, so that the host need not read the routes. On CUDA, the custom operator `grouped_linear` runs a Triton kernel

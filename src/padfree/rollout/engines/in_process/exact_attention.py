@@ -8,8 +8,9 @@
 
 The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE`, counted from the first key, and combines the
 blocks from the last to the first. The output for a query depends on the keys that it sees and on the borders of the
-blocks, but not on other queries. Both ways therefore keep the borders. The KV cache is divided into pages of one block.
-Slots share the whole pages of a prompt. The rest of the prompt is copied to the slot's own first page:
+blocks, but not on other queries. Both ways therefore keep these borders. The KV cache is divided into pages of one
+block. Slots share the whole pages of a prompt. The rest of the prompt is copied to the slot's own first page. In this
+example, p is a key of the prompt, and a and b are keys of the responses in slots 0 and 1:
 
     prompt of 5 tokens, pages of 4             pages 0: p p p p   1: p . . .      prefilled once
     two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3

@@ -1,14 +1,14 @@
 """`rollout.exact`: whether sampler and trainer can be bitwise equal, and if not, which operator prevents it.
 
     operator                  kernel in the sampler and in the trainer             what could change the bits
-    embedding, RoPE angles    the model's own code                                 nothing: elementwise
+    embedding, RoPE angles    the model's own code                                 nothing, because it is elementwise
     RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
                               not compiled: the model's own code                   depends on the width only
-    LayerNorm (CPU only)      the model's own code                                 the same order: `row_trial`
-    experts (CPU)             blocks of 16 rows:                                   nothing: all matmuls have one shape
-                              `padfree.model.block_matmuls`
-    experts (GPU)             one grouped matmul for the rows of all experts:      a kernel that depends on the rows of
-                              `padfree.model.grouped_matmuls`                      an expert: `row_trial`
+    LayerNorm (CPU only)      the model's own code                                 the order of a sum: `row_trial`
+    experts (CPU)             blocks of 16 rows:                                   nothing, because all matmuls have
+                              `padfree.model.block_matmuls`                        the same shape
+    experts (GPU)             one grouped matmul for the rows of all experts:      a kernel that depends on the number
+                              `padfree.model.grouped_matmuls`                      of rows of an expert: `row_trial`
     routers                   the model's own code. Compiled: sums over experts    the order of a sum over experts:
                               are PyTorch's, `row_sums_pass`                       `row_trial` (GPU)
     linear layers, adapters   the library's matmul                                 a sum over K in parts: `row_trial`
@@ -17,9 +17,11 @@
                               or the trainer's with one query per slot             `exact_attention`
     SwiGLU, residual, bias    compiled with a rounding after every operation       which operations share a kernel:
                                                                                    `padfree.layers.compile`, `exact`
-    head and log-softmax      `padfree.head.score`                                 nothing: blocks of columns are fixed
+    head and log-softmax      `padfree.head.score`                                 nothing, because the blocks of
+                                                                                   columns are fixed
 
-`problem` returns the first operator or setting whose bits could differ, and why. The function needs no weights.
+After a colon, the last column names the module that checks or prevents the difference. `problem` returns the first
+operator or setting whose bits could differ, and why. The function needs no weights.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class ServerSampler:
     def sleep(self) -> None:
         """Put the servers to sleep, so that the run can use their memory until `update_weights`. Collective.
 
-        A server that is lost does not sleep. If the run started it, it restarts first, because it would otherwise
+        A server that fails does not sleep. If the run started it, it restarts first, because it would otherwise
         allocate memory during training. Later it is restarted only after `update_weights` has begun.
         """
         assert self.colocated, "rollout.colocated is false"
@@ -149,7 +149,7 @@ class ServerSampler:
         self._sync_metrics["sleep_seconds"] = time.perf_counter() - begin
 
     async def _put_to_sleep(self) -> dict[ServerApi, ServerLostError]:
-        """Put every server to sleep, and return the servers that were lost. Rank 0 only."""
+        """Put every server to sleep, and return the servers that failed. Rank 0 only."""
         # Only a weight sync that sends all weights replaces weights that a server has discarded.
         level = 2 if self.sync.sends_all else 1
 

@@ -129,7 +129,7 @@ class GroupTransport:
         await call_during(server, server.bucket(form), push)
 
     def forget(self, server: ServerApi) -> None:
-        """Drop the connection to a server that was lost."""
+        """Drop the connection to a server that has failed."""
         self._groups.pop(server.url, None)
 
     def clear(self) -> None:
@@ -329,7 +329,7 @@ class WeightSync:
     def _send_buckets(
         self, buckets: Iterable[Bucket], servers: list[ServerApi], outcome: SyncOutcome
     ) -> dict[ServerApi, ServerLostError]:
-        """Send buckets to `servers`. Return the servers that were lost, and remove them from `servers`. Collective."""
+        """Send buckets to `servers`. Return the servers that failed, and remove them from `servers`. Collective."""
         lost: dict[ServerApi, ServerLostError] = {}
         for bucket in buckets:
             if not servers or outcome.error is not None:
@@ -351,7 +351,7 @@ class WeightSync:
     def _attempt(
         self, call: ServerCall, servers: list[ServerApi], outcome: SyncOutcome
     ) -> dict[ServerApi, ServerLostError]:
-        """Run `call` for all servers. Return the servers that were lost, and remove them from `servers`."""
+        """Run `call` for all servers. Return the servers that failed, and remove them from `servers`."""
         try:
             lost = self.loop.run(for_each(servers, call)) if servers else {}
         except UserError as wrong:
