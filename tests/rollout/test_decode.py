@@ -148,7 +148,7 @@ def test_what_cannot_be_decoded_or_captured() -> None:
     unstacked.config.num_experts = 4
     assert not can_be_captured(unstacked), "its experts are not stacked weights"
     dynamic = build("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
-    assert unsupported_reason(dynamic) == "its rotary frequencies depend on the longest response in the batch"
+    assert unsupported_reason(dynamic) == "the model's rotary frequencies depend on the longest response in the batch"
 
 
 def test_slot_counts() -> None:

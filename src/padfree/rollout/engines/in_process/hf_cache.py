@@ -2,7 +2,7 @@
 
     prompts      7 8          left-padded to one width       - 7 8 | 5 6 0      positions  0 0 1 2 3 4
                  3 4 9                                       3 4 9 | 2 0                   0 1 2 3 4
-    responses    5 6 0        0 is eos: it ends a response                                 ^ padding, not attended to
+    responses    5 6 0        0 is eos: it ends a response   - is padding, to which no token attends
                  2 0
 
 There are three ways to sample from a model. `cache_use` finds out which of them a model needs:
