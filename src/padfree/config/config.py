@@ -34,7 +34,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 
 
 NOT_A_SETTING = {"setting": False}
-"""Metadata for a field of `Config` that is not a setting."""
+"""Metadata that marks a field of `Config` as internal: recipes and the command line cannot set it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,7 @@ class UserFunction:
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
-            what = "a class" if inspect.isclass(function) else f"a function of {home} in the standard library"
+            what = "a class" if inspect.isclass(function) else f"a function of Python's module {home}"
             raise UserError(
                 self.setting,
                 f"is {what}",
@@ -139,7 +139,10 @@ class UserFunction:
 
 @contextmanager
 def current_folder() -> Iterator[str]:
-    """Context manager that yields the current folder, and meanwhile has it in `sys.path`, as `python -m` does."""
+    """Context manager that puts the current folder at the front of `sys.path` during its block, as `python -m` does.
+
+    It yields the path of the folder.
+    """
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

@@ -101,10 +101,10 @@ class LossConfig:
         resume=STAYS,
     )
     low: float | None = setting(
-        None, about="Overrides the lower bound of the chosen loss, e.g. loss.clip.low; if none, that setting applies."
+        None, about="Replaces the lower bound of the chosen loss, e.g. loss.clip.low; if none, that bound stays."
     )
     high: float | None = setting(
-        None, about="Overrides the upper bound of the chosen loss, e.g. loss.clip.high; if none, that setting applies."
+        None, about="Replaces the upper bound of the chosen loss, e.g. loss.clip.high; if none, that bound stays."
     )
     dual: float | None = setting(None, about="Overrides loss.clip.dual; if none, loss.clip.dual applies.")
     clip: ClipSettings = field(default_factory=ClipSettings)

@@ -30,7 +30,7 @@ TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
 """The settings that truncate the sampler's softmax, with the values that truncate nothing."""
 
 TRUNCATION_BY_LOGITS = ("top_p", "top_k", "min_p")
-"""The settings of `TRUNCATION` whose kept sets depend on the logits."""
+"""The settings of `TRUNCATION` that choose the tokens to sample from by their logits."""
 
 _ENDS = "is not supported, because a response ends at a stop token"
 _ENDS_FIX = "leave it out, and set eos_token in the tokenizer's files or eos_token_id in generation_config.json"
@@ -56,7 +56,10 @@ UNSUPPORTED = {
         )
     },
 }
-"""Settings of other samplers that users look for, each with the problem and the fix of its error message."""
+"""Settings that other samplers have and padfree does not, such as `rollout.seed`.
+
+Each has the two parts of its error message: what is wrong, and what to do instead.
+"""
 
 COLOCATED_FIX = "leave it out, or set rollout.servers or rollout.launch.command, because only servers can sleep"
 SERVED_FIX = "leave it out, or set rollout.engine=vllm"
@@ -303,7 +306,7 @@ class RolloutConfig:
 
     @property
     def resolved_transfer(self) -> Literal["group", "files"]:
-        """`transfer`, with "auto" replaced by its meaning."""
+        """The setting `rollout.transfer`, with "auto" replaced by "group" or "files"."""
         if self.transfer == "auto":
             return "files" if self.colocated else "group"
         return self.transfer
@@ -377,7 +380,7 @@ class RolloutConfig:
         environment, agent = self.environment, list(self.agent)
         if environment is not None and is_packaged(environment):
             packaged = packaged_environment(environment, "rollout.environment")
-            fix = "leave the part after # out: it selects rows of data, as in eval.path"
+            fix = "leave the part after # out: it selects rows of data, so it is for data.path and eval.path"
             need(not packaged.held_out, "rollout.environment", environment, fix)
         else:
             right = environment is None or is_path(environment)

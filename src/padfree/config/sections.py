@@ -290,8 +290,9 @@ class BatchConfig:
 class ParallelConfig:
     """How a run divides its processes: replicate x shard x context.
 
-    The size of `shard` follows from the number of processes and is not a setting. `expert` divides the shard x context
-    processes of a replica in another way, which applies only to the weights of experts.
+    For example, 16 processes with replicate = 2 and context = 2 are 2 x 4 x 2. The size of `shard`, here 4, follows
+    from the number of processes and is not a setting. `expert` divides the shard x context processes of a replica, here
+    8, in another way, which applies only to the weights of experts.
     """
 
     context: Literal["auto"] | int = setting(
@@ -378,7 +379,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_table(self, "parallel.")
         products = list(self.float8_products)
-        fix = "give each product once, or set parallel.linear=bfloat16 to compute none in float8"
+        fix = "give each matmul once, or set parallel.linear=bfloat16 to compute no matmul in float8"
         need(0 < len(products) == len(set(products)), "parallel.float8_products", products, fix)
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")

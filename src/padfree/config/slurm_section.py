@@ -53,4 +53,4 @@ class SlurmConfig:
             need(OPTION.fullmatch(name) is not None, "slurm.sbatch", name, fix)
             need(value.isprintable(), f"slurm.sbatch.{name}", value, "give a value of one line")
         for line in self.setup:
-            need(line.isprintable() and bool(line.strip()), "slurm.setup", line, "give each line as a word of its own")
+            need(line.isprintable() and bool(line.strip()), "slurm.setup", line, "give one shell line per list entry")

@@ -158,7 +158,7 @@ def _listed(value: object, column: str, expected: str) -> list[Any]:
     if isinstance(found, tuple):
         found = list(found)
     if not isinstance(found, list):
-        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or JSON text of it")
+        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or such a list as JSON text")
     return found
 
 

@@ -22,7 +22,7 @@ from padfree.data.image_store import BadFile, ReadImage
 from padfree.data.records import RowError
 
 MOST_REMEMBERED = 4096
-"""The maximum number of images whose expansion is remembered, for images that several rows show."""
+"""The maximum number of images whose placeholder tokens are cached, because several rows can show the same image."""
 
 
 class ImageReader:

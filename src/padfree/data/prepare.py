@@ -187,7 +187,7 @@ def _identity(
 
 
 def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[str, Any]:
-    """Return everything that image tokens depend on, except for the image files, which `_intact` compares."""
+    """Return everything that image tokens depend on except the image files, which `_intact` checks for changes."""
     return {
         "processor": images.processor.digest,
         "placeholder": images.placeholder,

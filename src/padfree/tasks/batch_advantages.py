@@ -158,7 +158,7 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
     if not signal.without:
         return None
     name = "samples" if kind == "given" else "groups"
-    counts = f"{signal.alone:,} of one sample, {signal.equal:,} with equal rewards"
+    counts = f"{signal.alone:,} have one sample, {signal.equal:,} have equal rewards"
     why = "whose advantages are all 0" if kind == "given" else f"without a learning signal ({counts})"
     if signal.without < signal.groups:
         return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} do not change the weights"

@@ -153,7 +153,7 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Return the indices of given rollouts that have no trained tokens; an empty list for any other data.
+    """Return the indices of the rollouts in data files that have no trained tokens; an empty list for any other data.
 
     Rows of text without trained tokens need no check, because they are refused or dropped when they are read.
     """

@@ -308,7 +308,7 @@ def filler(samples: Sequence[Sample]) -> Sample:
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
-    """Return the number of labels on this rank. The host counts them, so that it need not wait for the device."""
+    """Return the number of labels on this rank. The CPU counts them, so that it need not synchronise with the GPU."""
     if local.entries is not None:
         return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE

@@ -62,9 +62,10 @@ class RouterBalance:
         self._own = self._zeros()
 
     def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
-        """Prepare a step. With several micro-batches per rank, count the routers' choices in an extra pass.
+        """Prepare a step. Call this before the micro-batches of the step.
 
-        Call this before the micro-batches of the step.
+        The load-balancing loss needs the routers' choices of the whole step. With several micro-batches per rank, an
+        extra forward pass counts them here.
         """
         self._counts, self._own = None, self._zeros()
         if self.coefficient and len(packs) > 1:
@@ -159,7 +160,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """Return a mask [T/cp] of the tokens that belong to a sample, i.e. not to padding or a filler."""
+    """Return a mask [T/cp] that is False for padding tokens, and for the token of a pack without samples (a filler)."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

@@ -140,7 +140,7 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
     """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
 
-    If `teacher` is None, the teacher can still be in the loss of `engine`: `padfree distill` keeps it there.
+    `teacher`: the teacher of `loss.advantage=teacher`. The teacher of `padfree distill` is part of the engine's loss.
     """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
