@@ -109,7 +109,7 @@ class UserFunction:
         wanted = f"({', '.join(self.arguments)})"
         home = str(getattr(function, "__module__", None)).partition(".")[0]
         if inspect.isbuiltin(function) or inspect.isclass(function) or home in sys.stdlib_module_names - {"functools"}:
-            what = "a class" if inspect.isclass(function) else f"a function of Python's module {home}"
+            what = "a class" if inspect.isclass(function) else f"a function of {home} in the standard library"
             raise UserError(
                 self.setting,
                 f"is {what}",

@@ -32,9 +32,9 @@ TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
 TRUNCATION_BY_LOGITS = ("top_p", "top_k", "min_p")
 """The settings of `TRUNCATION` that choose the tokens to sample from by their logits."""
 
-_ENDS = "is not supported, because a response ends at a stop token"
+_ENDS = "is not supported, because the model's end-of-sequence tokens are the only stop tokens"
 _ENDS_FIX = "leave it out, and set eos_token in the tokenizer's files or eos_token_id in generation_config.json"
-_CHANGED = "is not supported, because the trainer does not compute log-probabilities under it"
+_CHANGED = "is not supported, because the trainer cannot apply it when it computes log-probabilities"
 UNSUPPORTED = {
     "rollout.temperature": ("no such setting", "set loss.temperature, which the sampler uses too"),
     "rollout.seed": ("no such setting", "set run.seed, from which each response gets its own seed"),
@@ -361,7 +361,10 @@ class RolloutConfig:
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
         interrupts = self.engine == "vllm" and self.staleness > 0 and self.on_update == "continue"
-        fix = "set rollout.staleness=0 or rollout.on_update=finish: servers return no routes of interrupted responses"
+        fix = (
+            "set rollout.staleness=0 or rollout.on_update=finish: servers do not return the chosen experts of "
+            "interrupted responses"
+        )
         need(self.routing == "recompute" or not interrupts, "rollout.routing", self.routing, fix)
         fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)

@@ -404,7 +404,7 @@ class CheckpointConfig:
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(
-        "base", about="The dtype of the exported weights; base: that of the files of model.path."
+        "base", about="The dtype of the exported weights; base: the dtype in the files of model.path."
     )
     best: str | None = setting(
         None,
@@ -431,17 +431,17 @@ class TrackConfig:
     wandb: str | None = setting(
         None,
         about="Weights & Biases project; WANDB_MODE=offline keeps the data local.",
-        filled="give the name of a project, or leave it out",
+        filled="give the name of a Weights & Biases project, or leave it out",
     )
     trackio: str | None = setting(
         None,
         about="Trackio project; its data is local.",
-        filled="give the name of a project, or leave it out",
+        filled="give the name of a Trackio project, or leave it out",
     )
     mlflow: str | None = setting(
         None,
         about="MLflow experiment; MLFLOW_TRACKING_URI names the server or database.",
-        filled="give the name of an experiment, or leave it out",
+        filled="give the name of an MLflow experiment, or leave it out",
     )
 
     def __post_init__(self) -> None:

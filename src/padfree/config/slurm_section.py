@@ -40,7 +40,7 @@ class SlurmConfig:
     python: str | None = setting(
         None,
         about="Python on the nodes; if none, the Python that writes the script.",
-        filled="give the path of a Python, or leave it out",
+        filled="give the path of a Python executable, or leave it out",
         needs=NODES,
     )
 

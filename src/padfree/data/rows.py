@@ -386,7 +386,8 @@ def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], colu
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if start == len(messages):
             raise RowError(
-                f"{column!r} is only the beginning of the other conversation; expected two answers to the same prompt"
+                f"{column!r} is only the beginning of the other answer's conversation; expected two answers to the "
+                "same prompt"
             )
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if messages[start]["role"] != "assistant":

@@ -125,7 +125,7 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count all groups, and the groups without a learning signal: those of equal rewards or of one sample.
+    """Count all groups, and the groups without a learning signal: groups with equal rewards or with a single sample.
 
     `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
     compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. Such a sample has no signal if all its
@@ -158,7 +158,7 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
     if not signal.without:
         return None
     name = "samples" if kind == "given" else "groups"
-    counts = f"{signal.alone:,} have one sample, {signal.equal:,} have equal rewards"
+    counts = f"{signal.alone:,} of one sample, {signal.equal:,} with equal rewards"
     why = "whose advantages are all 0" if kind == "given" else f"without a learning signal ({counts})"
     if signal.without < signal.groups:
         return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} do not change the weights"

@@ -224,10 +224,16 @@ class Float8Budget:
         kept = self.bfloat16_layers
         far = _largest(each.together for each in self.distances)
         if not kept:
-            return f"parallel.float8_budget={self.budget:g}: all layers multiply in float8 (largest distance {far:.2g})"
+            return (
+                f"parallel.float8_budget={self.budget:g}: all layers multiply in float8 (it changes gradients by up to "
+                f"{far:.2g} of their norm)"
+            )
         alone = {each.layer: each.alone for each in self.distances}
         named = ", ".join(f"{number} ({alone[number]:.2g})" for number in kept)
-        return f"parallel.float8_budget={self.budget:g}: these layers stay in bfloat16, with their distance: {named}"
+        return (
+            f"parallel.float8_budget={self.budget:g}: these layers stay in bfloat16 (in brackets, how much float8 "
+            f"would change a gradient): {named}"
+        )
 
     def _apply(self) -> None:
         kept = self.bfloat16_layers

@@ -42,7 +42,7 @@ from padfree.sample import TOKEN_ARRAYS, Sample
 
 KEY = "rollouts"
 ARRAYS = (*TOKEN_ARRAYS, "routes")
-"""The optional arrays of a sample that have one entry, or one row, per token."""
+"""The optional arrays of a sample whose first axis counts tokens."""
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:

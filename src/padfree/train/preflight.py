@@ -303,7 +303,7 @@ def check_replay(config: Config, model: PreTrainedModel) -> None:
     if config.parallel.checkpointing == "host":
         raise UserError(
             "rollout.routing",
-            ", but parallel.checkpointing=host needs one graph per compiled layer, and replayed routers break the graph",
+            ", but parallel.checkpointing=host needs one graph per compiled layer, and replayed routers break graphs",
             "set parallel.checkpointing=selective",
             "replay",
         )
