@@ -93,7 +93,10 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check the settings of the reference model. If the task needs one and has none, set it to `model.path`."""
+        """Check the settings of the reference model.
+
+        If the loss needs a reference model and `reference.path` is not set, `reference.path` becomes `model.path`.
+        """
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0

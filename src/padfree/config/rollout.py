@@ -297,9 +297,9 @@ class RolloutConfig:
     def keeps_sent_weights(self, dtype: str) -> bool:
         """Return whether each weight sync keeps its weights, so that the next sync sends only the changed elements.
 
-        With `weight_sync="auto"`, this depends on `dtype`. In float32, nearly every element changes in a training step,
-        so that nothing would be saved. A colocated server discards its weights while it sleeps if weight syncs send all
-        weights, which saves host memory.
+        With `weight_sync="auto"`, this is the case if `dtype` is bfloat16 and the servers are not colocated. In
+        float32, nearly every element changes in a training step, so that nothing would be saved. A colocated server
+        would have to keep its weights in host memory while it sleeps.
         """
         automatic = dtype == "bfloat16" and not self.colocated
         return self.has_servers and self.weight_sync in (("auto", "difference") if automatic else ("difference",))

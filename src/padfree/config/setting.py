@@ -167,7 +167,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` if a setting of `table` is out of bounds or lacks a setting of this table that it needs."""
+    """Raise a `UserError` if a setting of `table` is out of bounds, or needs another setting of `table` to be set."""
     for entry in fields(table):
         value = getattr(table, entry.name)
         check_bounds(type(table), entry.name, value, f"{prefix}{entry.name}")

@@ -30,7 +30,10 @@ from padfree.errors import UserError, shown_error
 from padfree.sample import Sample
 
 MARKERS = ("boi_token", "image_token")
-"""The attributes of processors with the text that a chat template writes for an image. Gemma 3 has both."""
+"""The names of the attributes of a processor that can hold the text that a chat template writes for an image.
+
+The first attribute that the processor has is used.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -429,9 +429,9 @@ def _trimmed(content: str | list[Message]) -> str | list[Message]:
 
 
 def _common_words(one: str, other: str) -> int:
-    """Return the length of the longest common beginning of two texts that ends with a whole word.
+    """Return the length of the longest common prefix of two texts that ends at the end of a word.
 
-    The length is less than that of either text. In scripts without spaces, the beginning may end at any character.
+    The prefix is shorter than each of the texts. In scripts without spaces, it may end at any character.
     """
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)

@@ -93,7 +93,10 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int) -> Sample:
-    """Join the first `end` tokens of one sample and the tokens of another from `start` on, with their images."""
+    """Join two samples: the tokens of `asked` before index `end`, and those of `answered` from index `start` on.
+
+    The images that these tokens show are joined, too.
+    """
     shown = [image for image in asked.images if image.positions[0] < end]
     later = [image for image in answered.images if image.positions[0] >= start]
     return Sample(

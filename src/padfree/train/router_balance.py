@@ -104,7 +104,7 @@ class RouterBalance:
         self.recorder.clear()
 
     def move_biases(self, finite: Tensor) -> None:
-        """Move the biases with which routers select experts. Call this after the update.
+        """Change the biases with which routers select experts, towards an equal load. Call this after the update.
 
         `finite` is a bool tensor of shape []. If it is False, the optimizer skipped the update, and the biases do not
         change either.

@@ -1,9 +1,11 @@
 """Start a run: mark its folder, load its checkpoint, open its files, and create its `Trainer`.
 
-begin_run   made_with      the settings, model and data that checkpoints record, checked to be the same on all ranks
-            restored       weights, optimizer, position in the data, random state from the newest checkpoint
-            files          metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
-  -> Trainer               at the step from which the run continues
+`begin_run` does this, in this order:
+
+    record     the settings, model and data that checkpoints store; checked to be the same on all ranks
+    restore    weights, optimizer, position in the data and random state, from the newest checkpoint
+    files      metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
+    Trainer    at the step from which the run continues
 """
 
 from __future__ import annotations
