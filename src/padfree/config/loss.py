@@ -115,9 +115,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="The policy π_old in the ratio π / π_old: as the trainer scores it before the updates, as the sampler "
-        "reported it, or the current one. auto: current if a batch serves one update and no correction covers "
-        "sequences, else trainer.",
+        about="Where the log-probabilities of π_old in the ratio π / π_old come from. trainer: a forward pass before "
+        "the updates. sampler: the sampler. current: the update itself. auto: current if a batch is used for one "
+        "update and no correction covers whole sequences, else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )

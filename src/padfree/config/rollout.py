@@ -393,7 +393,7 @@ class RolloutConfig:
             )
             need(right, "rollout.environment", environment, fix)
         need(all(agent), "rollout.agent", agent, "remove the empty words")
-        fix = "leave it out: the function of rollout.environment can call padfree.rollout.environment.run_agent"
+        fix = "leave it out: the function in rollout.environment can call padfree.rollout.environment.run_agent"
         need(not agent or environment is None, "rollout.agent", agent, fix)
 
     def _check_engine(self) -> None:

@@ -264,7 +264,7 @@ class BatchConfig:
     buffer: int = setting(
         256,
         least=1,
-        about="With batch.tokens: number of waiting samples from which the samples of a batch are chosen.",
+        about="With batch.tokens: number of samples in the buffer from which the samples of a batch are chosen.",
         resume="may change with batch.samples",
     )
     cost: str | None = setting(

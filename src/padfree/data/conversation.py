@@ -309,7 +309,7 @@ def _call(call: object, name: str) -> Message:
     else:
         arguments = _plain(arguments, f"{name}.function.{field}")
     if not isinstance(arguments, dict):
-        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or JSON text of one")
+        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or an object as JSON text")
     kept: Message = {"type": "function"}
     if "id" in given:
         kept["id"] = given.pop("id")

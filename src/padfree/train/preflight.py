@@ -322,7 +322,7 @@ def check_experts(config: Config, model: PreTrainedModel, processes: int) -> Non
         raise UserError(
             "parallel.expert",
             f"{expert}, but parallel.checkpointing={config.parallel.checkpointing} needs one graph per compiled layer, "
-            "which the exchange of tokens between ranks breaks",
+            "and the exchange of tokens between ranks breaks the graph",
             "set parallel.checkpointing=selective",
         )
     if config.lora.rank and adapts_experts(model, config.lora.targets):
