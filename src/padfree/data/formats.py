@@ -178,7 +178,7 @@ SCHEMAS = {
     "labelled": LABEL_SCHEMA,
     "rollouts": ROLLOUT_SCHEMA,
 }
-"""All schemas by name. `TaskSettings.data_format` is the name of the schema that a training command reads."""
+"""All schemas (sets of formats) by name. A training command reads the schema that `TaskSettings.data_format` names."""
 
 TITLES = {
     "messages": "messages",

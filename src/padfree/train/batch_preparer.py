@@ -102,7 +102,7 @@ class BatchPreparer:
 
     @property
     def last_batch_number(self) -> int:
-        """The number of the newest batch that the batcher has produced; the collector may still be sampling it."""
+        """The number of the newest batch that the batcher has produced. Its responses may still be in progress."""
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:

@@ -225,8 +225,8 @@ class Float8Budget:
         far = _largest(each.together for each in self.distances)
         if not kept:
             return (
-                f"parallel.float8_budget={self.budget:g}: all layers multiply in float8 (it changes gradients by up to "
-                f"{far:.2g} of their norm)"
+                f"parallel.float8_budget={self.budget:g}: all layers multiply in float8, which changes gradients by up "
+                f"to {far:.2g} of their norm"
             )
         alone = {each.layer: each.alone for each in self.distances}
         named = ", ".join(f"{number} ({alone[number]:.2g})" for number in kept)

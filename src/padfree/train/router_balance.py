@@ -49,7 +49,9 @@ class RouterBalance:
         if not self.routers or len({router.num_experts for router in self.routers}) > 1:
             setting, value = ("load_balancing", coefficient) if coefficient else ("router_bias", bias_rate)
             raise UserError(
-                f"loss.{setting}", f"{value}, but {name} has no routers, or unequal numbers of experts", "leave it out"
+                f"loss.{setting}",
+                f"{value}, but {name} has no routers, or routers with unequal numbers of experts",
+                "leave it out",
             )
         if bias_rate and not all(router.bias for router in self.routers):
             raise UserError(

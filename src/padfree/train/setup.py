@@ -181,7 +181,7 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
-    """Return a scorer of the teacher, or None if `loss.advantage` is not "teacher"."""
+    """Return the scorer that computes the teacher's log-probabilities; None if `loss.advantage` is not "teacher"."""
     if config.loss.advantage != "teacher":
         return None
     config = resolve_auto_on(config, mesh).config

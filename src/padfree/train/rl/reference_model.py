@@ -89,7 +89,7 @@ class ReferenceModel(ABC):
 
 
 class ModelReference(ReferenceModel):
-    """A reference with its own weights: a separate model, which `scorer` holds."""
+    """A reference with its own weights: `scorer.model` is a separate model, and not the policy."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         return self.scorer.logprobs(samples)
