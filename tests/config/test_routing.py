@@ -19,5 +19,5 @@ def test_servers_replay_whole_responses_only() -> None:
     served = {**rollout, "engine": "vllm", "servers": ["http://h:1"]}
     assert config_from_dict({**MODEL, "rollout": rollout}).rollout.routing == "replay"
     assert config_from_dict({**MODEL, "rollout": served}).rollout.routing == "replay"
-    with refused("rollout.routing", "servers return no routes of interrupted responses"):
+    with refused("rollout.routing", "servers do not return the chosen experts of interrupted responses"):
         config_from_dict({**MODEL, "rollout": {**served, "staleness": 1}})

@@ -116,7 +116,7 @@ def test_thoughts_have_one_name_and_metadata_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ("Hi", r"'messages' is 'Hi'; expected a list of messages, or JSON text of it"),
+        ("Hi", r"'messages' is 'Hi'; expected a list of messages, or such a list as JSON text"),
         ('{"role": "user"}', r"'messages' is .*; expected a list of messages"),
         (None, r"'messages' is null; expected a list of messages"),
         ("[]", r"'messages' is empty"),

@@ -134,7 +134,7 @@ def test_the_text_is_that_of_transformers_also_for_what_is_checked() -> None:
 
 @pytest.mark.parametrize("value", ["[1]", "{'a': 1}", "none", "true", "messages", "messages[0]", "(1, 2)"])
 def test_pythons_repr_is_not_printed(value: str) -> None:
-    with pytest.raises(RowError, match=r"TemplateReprError: it prints .* as Python's repr"):
+    with pytest.raises(RowError, match=r"TemplateReprError: the template prints .* as Python's repr"):
         ChatRenderer(tiny_tokenizer(), "{{ " + value + " }}").render(MESSAGES)
 
 

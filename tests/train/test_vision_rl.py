@@ -207,7 +207,7 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
             "rollout.engine",
             "samples responses to images",
         ),
-        (["rollout.agent=['true']"], "model.vision", "programs and packages show text only"),
+        (["rollout.agent=['true']"], "model.vision", "agents and packaged environments get text only"),
         (["rollout.reward=model:x"], "rollout.reward", "reward models read text"),
         (["loss.advantage=gae", "critic.path=x"], "loss.advantage", "critics read text"),
     ],

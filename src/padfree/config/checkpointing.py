@@ -21,7 +21,7 @@ NAME = "parallel.checkpointing"
 UNIFORM: tuple[Checkpointing, ...] = get_args(Checkpointing)
 LEVELS: tuple[LayerLevel, ...] = get_args(LayerLevel)
 OFFLOADED = ("host", "attention")
-"""The checkpointing levels that only layers compiled with torch.compile support."""
+"""The levels of activation checkpointing that need layers compiled with torch.compile."""
 
 
 def check_checkpointing(value: str) -> None:
@@ -45,7 +45,7 @@ def uses_host(value: str) -> bool:
 
 
 def needs_compiled_layers(value: str) -> bool:
-    """Return whether this value of `parallel.checkpointing` has a level that only compiled layers support."""
+    """Return whether this value of `parallel.checkpointing` has a level that needs compiled layers."""
     return value == "host" or (is_by_layer(value) and any(level in OFFLOADED for level in _names(value)))
 
 

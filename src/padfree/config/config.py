@@ -34,7 +34,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 
 
 NOT_A_SETTING = {"setting": False}
-"""Metadata for a field of `Config` that is not a setting."""
+"""Metadata that marks a field of `Config` as internal: recipes and the command line cannot set it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,10 @@ class Config:
         self._check_eval()
 
     def _check_reference(self) -> None:
-        """Check the settings of the reference model. If the task needs one and has none, set it to `model.path`."""
+        """Check the settings of the reference model.
+
+        If the loss needs a reference model and `reference.path` is not set, `reference.path` becomes `model.path`.
+        """
         task, path = self.loss.task, self.reference.path
         if not task.has_reference:
             used = path is None or self.loss.kl_coefficient > 0

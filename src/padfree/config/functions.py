@@ -139,7 +139,10 @@ class UserFunction:
 
 @contextmanager
 def current_folder() -> Iterator[str]:
-    """Context manager that yields the current folder, and meanwhile has it in `sys.path`, as `python -m` does."""
+    """Context manager that puts the current folder at the front of `sys.path` during its block, as `python -m` does.
+
+    It yields the path of the folder.
+    """
     folder = os.getcwd()
     sys.path.insert(0, folder)
     importlib.invalidate_caches()

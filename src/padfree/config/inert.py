@@ -307,9 +307,9 @@ READ_BY: dict[str, Reason | None] = {
     "slurm.setup": None,
     "slurm.python": None,
 }
-"""For each setting or table, the rule that says whether a run reads it.
+"""For each setting or table, a function that returns why a run does not read it; None if every run reads it.
 
-The rule of a table holds for the settings of the table that have no rule of their own.
+The function of a table holds for the settings of the table that have no entry of their own.
 """
 
 

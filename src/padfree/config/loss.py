@@ -101,10 +101,10 @@ class LossConfig:
         resume=STAYS,
     )
     low: float | None = setting(
-        None, about="Overrides the lower bound of the chosen loss, e.g. loss.clip.low; if none, that setting applies."
+        None, about="Replaces the lower bound of the chosen loss, e.g. loss.clip.low; if none, that bound stays."
     )
     high: float | None = setting(
-        None, about="Overrides the upper bound of the chosen loss, e.g. loss.clip.high; if none, that setting applies."
+        None, about="Replaces the upper bound of the chosen loss, e.g. loss.clip.high; if none, that bound stays."
     )
     dual: float | None = setting(None, about="Overrides loss.clip.dual; if none, loss.clip.dual applies.")
     clip: ClipSettings = field(default_factory=ClipSettings)
@@ -115,9 +115,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="The policy π_old in the ratio π / π_old: as the trainer scores it before the updates, as the sampler "
-        "reported it, or the current one. auto: current if a batch serves one update and no correction covers "
-        "sequences, else trainer.",
+        about="Where the log-probabilities of π_old in the ratio π / π_old come from. trainer: a forward pass before "
+        "the updates. sampler: the sampler. current: the update itself. auto: current if a batch is used for one "
+        "update and no correction covers whole sequences, else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )

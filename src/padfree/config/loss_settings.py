@@ -244,7 +244,10 @@ def check_sampled_images(config: Any) -> None:
         return
     fix = "set model.vision=false, or set rollout.reward: rollout files have no images"
     need(rollout.source is not None, "model.vision", True, fix)
-    fix = "set model.vision=false, or rollout.environment to your own function: programs and packages show text only"
+    fix = (
+        "set model.vision=false, or rollout.environment to your own function: agents and packaged environments get "
+        "text only"
+    )
     own = rollout.environment is None or not is_packaged(rollout.environment)
     need(own and not rollout.agent, "model.vision", True, fix)
     fix = "set rollout.engine=in_process, the only engine that samples responses to images, or model.vision=false"

@@ -34,10 +34,14 @@ class DataSource:
         resume=SAMPLES,
     )
     columns: dict[str, str] | None = setting(
-        None, about="Like data.columns, for this source; if none, data.columns.", resume=SAMPLES
+        None, about="Like data.columns, for this source only; if none, data.columns applies.", resume=SAMPLES
     )
-    split: str | None = setting(None, about="Like data.split, for this source; if none, data.split.", resume=SAMPLES)
-    subset: str | None = setting(None, about="Like data.subset, for this source; if none, data.subset.", resume=SAMPLES)
+    split: str | None = setting(
+        None, about="Like data.split, for this source only; if none, data.split applies.", resume=SAMPLES
+    )
+    subset: str | None = setting(
+        None, about="Like data.subset, for this source only; if none, data.subset applies.", resume=SAMPLES
+    )
 
     def __post_init__(self) -> None:
         expand_home(self, "path")

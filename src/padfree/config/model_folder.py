@@ -48,8 +48,8 @@ def check_config_file(folder: Path) -> None:
 def check_weight_files(folder: Path, init_setting: str | None) -> None:
     """Raise a `UserError` if a model folder has no weights.
 
-    `init_setting`: the setting with which the run could start from random weights instead, for the message; None: there
-    is no such setting.
+    `init_setting`: the setting that makes a run start from random weights, such as `model.init`. The message suggests
+    it. None if there is no such setting.
     """
     names = {path.name for path in folder.iterdir()}
     if WEIGHTS in names or INDEX in names or any(SHARD.fullmatch(name) for name in names):

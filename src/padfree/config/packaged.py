@@ -23,7 +23,7 @@ VERIFIERS, OPENENV = "verifiers", "openenv"
 PACKAGES = (VERIFIERS, OPENENV)
 DISTRIBUTIONS = {VERIFIERS: ("verifiers",), OPENENV: ("openenv", "openenv-core")}
 SUPPORTED = {VERIFIERS: ((0, 2), (0, 4)), OPENENV: ((0, 2), (1, 0))}
-"""For each package, the first supported version and the first one that is not supported any more."""
+"""The range of supported versions of each package: the first supported version, and the first one after the range."""
 
 HELD_OUT = "eval"
 

@@ -1,4 +1,4 @@
-"""The settings of policy losses: plain data, checked once, without torch.
+"""The settings of policy losses: dataclasses that check their values and do not import torch.
 
     PolicySettings    objective        how the loss uses the ratio π / π_old    ClipSettings | GSPOSettings | ...
                       corrections      factors for log-probabilities that       TokenTISSettings | IcePopSettings | ...
@@ -247,9 +247,9 @@ class PolicySettings(TaskSettings):
         check_table(self, "loss.")
         objective, corrections = self._untyped()
         if not isinstance(objective, Objective):
-            raise UserError("objective", "", "give an objective such as ClipSettings()", value=objective)
+            raise UserError("objective", "", "give an object such as ClipSettings()", value=objective)
         if not isinstance(corrections, tuple) or not all(isinstance(given, Correction) for given in corrections):
-            raise UserError("corrections", "", "give a tuple such as (TokenTISSettings(),)", value=corrections)
+            raise UserError("corrections", "", "give a tuple of corrections: (TokenTISSettings(),)", value=corrections)
         kinds = [correction.kind for correction in self.corrections]
         need(len(set(kinds)) == len(kinds), "loss.corrections", kinds, "name no correction twice")
         if self.old_policy == "sampler":

@@ -35,7 +35,7 @@ def processes_of(variables: Mapping[str, str] = os.environ, *, meet: bool = True
     """Read the rank and the number of processes from environment variables.
 
     Raise a `UserError` for a variable with an impossible value. `meet`: whether the processes will connect to each
-    other. If not, as in a dry run, RANK and MASTER_ADDR may be missing.
+    other. In a dry run they do not, and RANK and MASTER_ADDR may be missing.
     """
     world = _count(variables, "WORLD_SIZE", 1)
     rank = _index(variables, "RANK", world, "WORLD_SIZE")

@@ -30,11 +30,11 @@ TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
 """The settings that truncate the sampler's softmax, with the values that truncate nothing."""
 
 TRUNCATION_BY_LOGITS = ("top_p", "top_k", "min_p")
-"""The settings of `TRUNCATION` whose kept sets depend on the logits."""
+"""The settings of `TRUNCATION` that choose the tokens to sample from by their logits."""
 
-_ENDS = "is not supported, because a response ends at a stop token"
+_ENDS = "is not supported, because the model's end-of-sequence tokens are the only stop tokens"
 _ENDS_FIX = "leave it out, and set eos_token in the tokenizer's files or eos_token_id in generation_config.json"
-_CHANGED = "is not supported, because the trainer does not compute log-probabilities under it"
+_CHANGED = "is not supported, because the trainer cannot apply it when it computes log-probabilities"
 UNSUPPORTED = {
     "rollout.temperature": ("no such setting", "set loss.temperature, which the sampler uses too"),
     "rollout.seed": ("no such setting", "set run.seed, from which each response gets its own seed"),
@@ -56,7 +56,10 @@ UNSUPPORTED = {
         )
     },
 }
-"""Settings of other samplers that users look for, each with the problem and the fix of its error message."""
+"""Settings that other samplers have and padfree does not, such as `rollout.seed`.
+
+Each has the two parts of its error message: what is wrong, and what to do instead.
+"""
 
 COLOCATED_FIX = "leave it out, or set rollout.servers or rollout.launch.command, because only servers can sleep"
 SERVED_FIX = "leave it out, or set rollout.engine=vllm"
@@ -294,16 +297,16 @@ class RolloutConfig:
     def keeps_sent_weights(self, dtype: str) -> bool:
         """Return whether each weight sync keeps its weights, so that the next sync sends only the changed elements.
 
-        With `weight_sync="auto"`, this depends on `dtype`. In float32, nearly every element changes in a training step,
-        so that nothing would be saved. A colocated server discards its weights while it sleeps if weight syncs send all
-        weights, which saves host memory.
+        With `weight_sync="auto"`, this is the case if `dtype` is bfloat16 and the servers are not colocated. In
+        float32, nearly every element changes in a training step, so that nothing would be saved. A colocated server
+        would have to keep its weights in host memory while it sleeps.
         """
         automatic = dtype == "bfloat16" and not self.colocated
         return self.has_servers and self.weight_sync in (("auto", "difference") if automatic else ("difference",))
 
     @property
     def resolved_transfer(self) -> Literal["group", "files"]:
-        """`transfer`, with "auto" replaced by its meaning."""
+        """The setting `rollout.transfer`, with "auto" replaced by "group" or "files"."""
         if self.transfer == "auto":
             return "files" if self.colocated else "group"
         return self.transfer
@@ -358,7 +361,10 @@ class RolloutConfig:
     def _check_batches(self) -> None:
         ahead = self.staleness > 0 and self.engine == "in_process"
         interrupts = self.engine == "vllm" and self.staleness > 0 and self.on_update == "continue"
-        fix = "set rollout.staleness=0 or rollout.on_update=finish: servers return no routes of interrupted responses"
+        fix = (
+            "set rollout.staleness=0 or rollout.on_update=finish: servers do not return the chosen experts of "
+            "interrupted responses"
+        )
         need(self.routing == "recompute" or not interrupts, "rollout.routing", self.routing, fix)
         fix = "set it to 0, or set rollout.engine=vllm: in_process samples with the weights that are being trained"
         need(not ahead, "rollout.staleness", self.staleness, fix)
@@ -377,7 +383,7 @@ class RolloutConfig:
         environment, agent = self.environment, list(self.agent)
         if environment is not None and is_packaged(environment):
             packaged = packaged_environment(environment, "rollout.environment")
-            fix = "leave the part after # out: it selects rows of data, as in eval.path"
+            fix = "leave the part after # out: it selects rows of data, so it is for data.path and eval.path"
             need(not packaged.held_out, "rollout.environment", environment, fix)
         else:
             right = environment is None or is_path(environment)
@@ -387,7 +393,7 @@ class RolloutConfig:
             )
             need(right, "rollout.environment", environment, fix)
         need(all(agent), "rollout.agent", agent, "remove the empty words")
-        fix = "leave it out: the function of rollout.environment can call padfree.rollout.environment.run_agent"
+        fix = "leave it out: the function in rollout.environment can call padfree.rollout.environment.run_agent"
         need(not agent or environment is None, "rollout.agent", agent, fix)
 
     def _check_engine(self) -> None:

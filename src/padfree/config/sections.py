@@ -264,7 +264,7 @@ class BatchConfig:
     buffer: int = setting(
         256,
         least=1,
-        about="With batch.tokens: number of waiting samples from which the samples of a batch are chosen.",
+        about="With batch.tokens: number of samples in the buffer from which the samples of a batch are chosen.",
         resume="may change with batch.samples",
     )
     cost: str | None = setting(
@@ -290,8 +290,9 @@ class BatchConfig:
 class ParallelConfig:
     """How a run divides its processes: replicate x shard x context.
 
-    The size of `shard` follows from the number of processes and is not a setting. `expert` divides the shard x context
-    processes of a replica in another way, which applies only to the weights of experts.
+    For example, 16 processes with replicate = 2 and context = 2 are 2 x 4 x 2. The size of `shard`, here 4, follows
+    from the number of processes and is not a setting. `expert` divides the shard x context processes of a replica, here
+    8, in another way, which applies only to the weights of experts.
     """
 
     context: Literal["auto"] | int = setting(
@@ -378,7 +379,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         check_table(self, "parallel.")
         products = list(self.float8_products)
-        fix = "give each product once, or set parallel.linear=bfloat16 to compute none in float8"
+        fix = "give each matmul once, or set parallel.linear=bfloat16 to compute no matmul in float8"
         need(0 < len(products) == len(set(products)), "parallel.float8_products", products, fix)
         if isinstance(self.compile, bool):
             object.__setattr__(self, "compile", "inductor" if self.compile else "none")
@@ -403,7 +404,7 @@ class CheckpointConfig:
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(
-        "base", about="The dtype of the exported weights; base: that of the files of model.path."
+        "base", about="The dtype of the exported weights; base: the dtype in the files of model.path."
     )
     best: str | None = setting(
         None,
@@ -430,17 +431,17 @@ class TrackConfig:
     wandb: str | None = setting(
         None,
         about="Weights & Biases project; WANDB_MODE=offline keeps the data local.",
-        filled="give the name of a project, or leave it out",
+        filled="give the name of a Weights & Biases project, or leave it out",
     )
     trackio: str | None = setting(
         None,
         about="Trackio project; its data is local.",
-        filled="give the name of a project, or leave it out",
+        filled="give the name of a Trackio project, or leave it out",
     )
     mlflow: str | None = setting(
         None,
         about="MLflow experiment; MLFLOW_TRACKING_URI names the server or database.",
-        filled="give the name of an experiment, or leave it out",
+        filled="give the name of an MLflow experiment, or leave it out",
     )
 
     def __post_init__(self) -> None:

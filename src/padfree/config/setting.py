@@ -53,10 +53,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A requirement of a setting: another setting, `name`, must have one of `values`. No values: any value will do.
+    """A requirement of a setting: another setting, `name`, must have one of `values`.
 
-    A name without a dot belongs to the same table as the setting. A name with a dot, such as `loss.kind`, is looked up
-    from the `Config`.
+    If `values` is empty, it is enough that the other setting is set (not none, empty or false). A name without a dot
+    belongs to the same table as the setting. A name with a dot, such as `loss.kind`, is looked up from the `Config`.
     """
 
     name: str
@@ -167,7 +167,7 @@ def check_bounds(kind: type[Any], name: str, value: object, setting: str) -> Non
 
 
 def check_table(table: Any, prefix: str) -> None:
-    """Raise a `UserError` if a setting of `table` is out of bounds or lacks a setting of this table that it needs."""
+    """Raise a `UserError` if a setting of `table` is out of bounds, or needs another setting of `table` to be set."""
     for entry in fields(table):
         value = getattr(table, entry.name)
         check_bounds(type(table), entry.name, value, f"{prefix}{entry.name}")

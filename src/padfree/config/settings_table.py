@@ -45,11 +45,11 @@ class SettingEntry:
 
     @property
     def default_words(self) -> str:
-        """The default as a recipe spells it."""
+        """The default value as a user writes it in a recipe, such as `none`; `(required)` without a default."""
         return REQUIRED if self.required else value_words(self.default)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as plain values for JSON."""
+        """Return the setting as a dictionary of values that JSON can represent."""
         return asdict(self)
 
 
@@ -92,10 +92,10 @@ def matching_entries(name: str | None) -> list[SettingEntry]:
 
 
 def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
-    """Return advice for an unknown setting: the most likely names.
+    """Return advice for the unknown setting `asked`, such as "did you mean optimizer.lr?".
 
-    These are the new name of a renamed setting, or else the settings with the same last part, or else the most similar
-    name.
+    The advice names the setting that `asked` was renamed to. If there is none, it names the settings with the same last
+    part, and otherwise the setting with the most similar name.
     """
     former = [entry.name for entry in entries if entry.formerly in (asked, asked.rpartition(".")[2]) and entry.formerly]
     ends = [entry.name for entry in entries if entry.name.endswith(f".{asked}")]

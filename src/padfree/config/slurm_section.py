@@ -40,7 +40,7 @@ class SlurmConfig:
     python: str | None = setting(
         None,
         about="Python on the nodes; if none, the Python that writes the script.",
-        filled="give the path of a Python, or leave it out",
+        filled="give the path of a Python executable, or leave it out",
         needs=NODES,
     )
 
@@ -53,4 +53,4 @@ class SlurmConfig:
             need(OPTION.fullmatch(name) is not None, "slurm.sbatch", name, fix)
             need(value.isprintable(), f"slurm.sbatch.{name}", value, "give a value of one line")
         for line in self.setup:
-            need(line.isprintable() and bool(line.strip()), "slurm.setup", line, "give each line as a word of its own")
+            need(line.isprintable() and bool(line.strip()), "slurm.setup", line, "give one shell line per list entry")

@@ -44,7 +44,7 @@ class ArrayWriter:
         return self._digest.hexdigest()
 
     def finish(self) -> None:
-        """Write the final header, and sync the file to disk before the caller renames it."""
+        """Write the header with the final length, and sync the file to disk. The caller renames the file afterwards."""
         self._file.seek(0)
         length = self._write_header()
         # the final header is as long as the first one, because numpy reserves space in it for the final length

@@ -34,10 +34,10 @@ SCHEMA_TEXTS = ("name", "description")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """The rendered text of the first `stop` messages of a conversation, and functions that render it again.
+    """The rendered text of the first `stop` messages of a conversation, and two functions for further renderings.
 
     - `prompt`: whether the text is a prompt that ends with the generation prompt. Otherwise it is a training sample.
-    - `again(other)` renders the conversation `other` in the same way.
+    - `again(other)` renders another conversation, `other`, with the same template and the same form of messages.
     - `alone(i)` renders only the messages up to and including message i.
 
     `again` and `alone` return None if the template raises an error.
@@ -192,10 +192,10 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check the arguments of a tool call if the template does not render them as one JSON object, but one by one.
+    """Check a tool call whose arguments the template renders one by one and not as one JSON object.
 
-    An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. The tool call is number `at` of the message
-    number `index`.
+    An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. Raise a `RowError` if the rendered text lacks a
+    key, or if a value is neither text nor JSON. The tool call is number `at` of message number `index`.
     """
 
     def again(changed: dict[str, Any]) -> str | None:

@@ -99,8 +99,9 @@ class _Task:
 class _Plan:
     """Says how to render all conversations of one shape, i.e. those that differ only in their texts and numbers.
 
-    `form`: the form of messages that the chat template expects. `cuts`: for each sample, how it is cut from the
-    conversation, and its text with slots for texts and numbers (None if such a text cannot be made).
+    `form`: the form of messages that the chat template expects. `cuts`: for each sample of such a conversation, how it
+    is cut from the conversation, and its rendered text with slots in which a row's texts and numbers are filled (None
+    if no such text can be made).
     """
 
     form: Form
@@ -256,10 +257,10 @@ class ChatRenderer:
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
         """Call `work` with one form of the messages (`chat_forms`) after the other, until one call succeeds.
 
-        Return the result of this call. A call fails with a `RowError` if the rendered text does not pass a check. If
-        all calls fail, the error of the first form, the usual one, is raised. There is one exception: if the usual form
-        failed because of tool calls or because the template raised an error, the error that names the latest message is
-        raised.
+        Return the result of the call that succeeds. A call fails with a `RowError` if the rendered text does not pass a
+        check. If all calls fail, the error of the first form is raised, because most templates expect that form. There
+        is one exception: if the first form failed because of tool calls or because the template raised an exception,
+        the error about the message with the highest number is raised.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):

@@ -8,10 +8,12 @@ white space at the ends of a text, and the tags around reasoning (`<think>a</thi
                                               twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
 A template renders the twin as it renders every conversation of the shape, unless the template depends on the texts
-themselves. A marker has a backslash, a quotation mark and a non-ASCII letter, so that its plain text, its JSON and its
-Python repr all differ:
+themselves. Each text of the twin is a marker with a backslash, a quotation mark and a non-ASCII letter. The rendered
+text therefore shows how the template wrote it:
 
-    text    zq0x\\"éw          JSON    zq0x\\\\\\"éw          repr, JSON encoded twice, HTML ...    something else
+    rendered as text     zq0x\\"éw
+    rendered as JSON     zq0x\\\\\\"éw
+    anything else        Python's repr, JSON encoded twice, HTML ...: an error
 
 In the twin, numbers are replaced by markers as well.
 """
@@ -144,7 +146,7 @@ class _Dissection:
         return "".join(twin)
 
     def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
-        """Return the parts (texts and images) of a message for the twin, with a marker in place of each text.
+        """Return the parts (texts and images) of a message with a marker in place of each text.
 
         The types of the parts belong to the shape of the conversation.
         """
@@ -194,7 +196,9 @@ class _Dissection:
         return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
 
     def _identifier(self, value: str, field: str, message: int) -> str:
-        """Return the marker that replaces the id of a tool call in the twin. Equal ids have the same marker.
+        """Return the marker that replaces the id of a tool call, so that the twin does not depend on the id.
+
+        Equal ids have the same marker.
 
         The marker is as long as the id, because some templates check the length: Mistral's ids have 9 characters.
         """
@@ -206,10 +210,10 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split `value` into tuples (white space and tags, the text after them, whether this text is reasoning).
+    """Split a text into tuples (white space and tags, the text after them, whether this text is reasoning).
 
-    Tags are those around reasoning, such as `<think>`. If `tags` is False, they count as text. The text of the last
-    tuple may be empty.
+    For example, `<think>a</think>b` gives ("<think>", "a", True) and ("</think>", "b", False), and tuples whose text is
+    empty. Only tags around reasoning count as tags, and only if `tags` is True.
     """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
@@ -282,9 +286,10 @@ class Skeleton:
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
-        """Split a rendered `text` with markers at its markers, and remember its trained `spans`.
+        """Make a skeleton of a rendered `text` with markers: each marker becomes a slot.
 
-        Return None if a span begins or ends inside a marker.
+        `spans`: the ranges of trained characters, which the skeleton keeps. Return None if a range begins or ends
+        inside a marker.
         """
         literals, slots, done = [], [], 0
         starts = []

@@ -43,7 +43,8 @@ class TurnCut:
     """The text of one sample, which contains the first `stop` messages of a conversation, and its trained `spans`.
 
     - `alone`: whether only the last of these messages is trained.
-    - `joined`: whether the text joins two renderings, one without the last message and one with it.
+    - `joined`: whether the text is put together from two renderings: the rendering of all messages but the last one,
+      and the last message from the rendering of all of them.
     """
 
     stop: int
@@ -125,9 +126,10 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Return the index in `text` where message `turn` begins. `{% generation %}` spans are trained from there on.
+        """Return the index of the first character of `text` that may be trained: the beginning of message `turn`.
 
-        Return 0 if all assistant messages are trained, because then all spans are trained.
+        `{% generation %}` markers mark every assistant message. Their spans before the returned index are not trained.
+        Return 0 if all assistant messages are trained.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:

@@ -55,8 +55,8 @@ SHAREGPT_ROLES = {
 METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
 """Fields of a message that are metadata; they are dropped."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""The names of the field with the assistant's reasoning. Templates read the first name, so the others are renamed to
-it.
+"""The names that the field with the assistant's reasoning has in data. All of them are changed to the first name, which
+chat templates read.
 """
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST = 64
@@ -80,7 +80,7 @@ class Conversation:
         return self.messages[0]["role"] in ("system", "developer")
 
     def with_system(self, text: str) -> Conversation:
-        """Return the same conversation with a system message in front."""
+        """Return a copy of the conversation that begins with the system message `text`."""
         return replace(
             self,
             messages=({"role": "system", "content": text}, *self.messages),
@@ -158,7 +158,7 @@ def _listed(value: object, column: str, expected: str) -> list[Any]:
     if isinstance(found, tuple):
         found = list(found)
     if not isinstance(found, list):
-        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or JSON text of it")
+        raise RowError(f"{column!r} is {shown(value)}; expected {expected}, or such a list as JSON text")
     return found
 
 
@@ -309,7 +309,7 @@ def _call(call: object, name: str) -> Message:
     else:
         arguments = _plain(arguments, f"{name}.function.{field}")
     if not isinstance(arguments, dict):
-        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or JSON text of one")
+        raise RowError(f"{name}.function.{field} is {shown(arguments)}; expected an object, or an object as JSON text")
     kept: Message = {"type": "function"}
     if "id" in given:
         kept["id"] = given.pop("id")

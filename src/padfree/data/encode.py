@@ -83,7 +83,7 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Tokenises passages and computes their loss masks."""
+    """Tokenises passages (the texts of samples) and computes their loss masks."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, append_eos: bool = True) -> None:
         if append_eos and tokenizer.eos_token_id is None:
@@ -97,7 +97,7 @@ class Encoder:
         self._eos: int | None = tokenizer.eos_token_id if append_eos else None
 
     def encode(self, passages: Sequence[Passage]) -> list[Encoded | RowError]:
-        """Encode all passages with one call of the tokenizer, which is several times as fast as one call per passage.
+        """Encode passages with a single call of the tokenizer, which is several times as fast as one call for each.
 
         Return the tokens and loss mask of each passage, or a `RowError` if the passage cannot be encoded.
         """

@@ -41,7 +41,7 @@ a setting.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A format of rows, given by the fields that a row must have and those that it may have."""
+    """A format of rows: the fields that a row must have (`needs`), and the optional fields (`may`)."""
 
     kind: str
     needs: tuple[str, ...]
@@ -104,7 +104,7 @@ class Fields:
     def needed(self) -> tuple[str, ...]:
         """The columns that must be read from a Parquet file.
 
-        They are the columns that the format uses, and the unused columns that `check` looks at.
+        They are the columns that the format uses, and the unused columns that must be empty (see `check`).
         """
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
@@ -160,8 +160,9 @@ def setting(mapping: Mapping[str, str]) -> str:
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
     """Return the arguments that add the mapping `more` to a command line that already sets `mapping`.
 
-    An argument like `data.columns.question=prompt` adds one column. A column name with special characters needs
-    `data.columns={...}`, which replaces the whole mapping. The result then also has the entries of `mapping`.
+    An argument like `data.columns.question=prompt` adds one column and keeps the others. A column name with special
+    characters needs the argument `data.columns={...}`. This argument replaces the whole mapping, so it lists the
+    entries of `mapping` as well.
     """
     words = setting(more)
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words

@@ -22,7 +22,10 @@ from padfree.data.formats import SCHEMAS, reading_images
 from padfree.data.sources import open_sources
 
 LARGE = 1 << 24
-"""The maximum number of bytes of a JSON array to check: to read its first row, the whole array must be parsed."""
+"""A file with a JSON array of more than this many bytes is not checked.
+
+To read the first row of a JSON array, the whole array must be parsed, which takes too long for a large file.
+"""
 
 
 def check_inputs(config: Config) -> None:

@@ -79,7 +79,7 @@ SFT_SCHEMA = Schema(
         **GUARDED,
         **dict.fromkeys(("reasoning", "reasoning_content", "thinking"), _RESPONSE),
         **dict.fromkeys(("labels", "loss_mask", "completion_mask", "assistant_masks", "attention_mask"), _TOKENS),
-        **dict.fromkeys(("position_ids", "seq_lengths"), "which belongs to packed data; give unpacked samples"),
+        **dict.fromkeys(("position_ids", "seq_lengths"), "which only packed data has; give unpacked samples"),
     },
     elsewhere=(_PAIRS, _ROLLOUTS),
 )
@@ -93,7 +93,7 @@ PAIR_SCHEMA = Schema(
     ),
     names=NAMES,
     hints=HINTS,
-    guarded={**GUARDED, "margin": "which padfree dpo does not use, only padfree reward"},
+    guarded={**GUARDED, "margin": "which padfree reward reads, but padfree dpo does not"},
     elsewhere=(_UNPAIRED, _TOKENIZED),
     preferred=("prompted",),
 )
@@ -178,7 +178,7 @@ SCHEMAS = {
     "labelled": LABEL_SCHEMA,
     "rollouts": ROLLOUT_SCHEMA,
 }
-"""All schemas by name. `TaskSettings.data_format` is the name of the schema that a training command reads."""
+"""All schemas (sets of formats) by name. A training command reads the schema that `TaskSettings.data_format` names."""
 
 TITLES = {
     "messages": "messages",

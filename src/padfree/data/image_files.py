@@ -117,7 +117,9 @@ def decode(content: bytes, name: str, max_pixels: int, path: str | None = None) 
     except ImageFileError:
         raise
     except pillow.DecompressionBombError:
-        raise ImageFileError(f"{name} has too many pixels, over data.max_image_pixels {max_pixels}", path) from None
+        raise ImageFileError(
+            f"{name} has too many pixels, over data.max_image_pixels {max_pixels}; shrink the image", path
+        ) from None
     except pillow.UnidentifiedImageError:
         where = f" ({path})" if path else ""
         raise ImageFileError(f"{name} is not an image file{where}; give a file that Pillow reads", path) from None

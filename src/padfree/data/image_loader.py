@@ -25,7 +25,7 @@ from padfree.sample import Sample
 
 MOST_THREADS = 16
 PACKS_AHEAD = 3
-"""Number of packs whose images are loaded while a pack is built."""
+"""How many packs ahead images are loaded: while a pack is built, threads load the images of the next packs."""
 
 Inputs = Mapping[str, NDArray[Any]]
 
@@ -38,7 +38,7 @@ class ImageLoader:
         self._waiting: dict[str, tuple[Future[Inputs], int]] = {}  # by digest: inputs, number of packs that need them
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """Start to load the images of a pack."""
+        """Start to load the images of a pack of samples in threads, without waiting for them."""
         for digest, image in _distinct(samples).items():
             future, count = self._waiting.get(digest, (None, 0))
             self._waiting[digest] = (future or self._submit(image), count + 1)

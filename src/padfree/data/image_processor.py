@@ -30,7 +30,10 @@ from padfree.errors import UserError, shown_error
 from padfree.sample import Sample
 
 MARKERS = ("boi_token", "image_token")
-"""The attributes of processors with the text that a chat template writes for an image. Gemma 3 has both."""
+"""The names of the attributes of a processor that can hold the text that a chat template writes for an image.
+
+The first attribute that the processor has is used.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +63,7 @@ class ImageSettings:
 
 
 class Expansion(NamedTuple):
-    """The text that stands for an image, the number of placeholder tokens in this text, and the grid of patches."""
+    """The text that represents an image in the prompt, its number of placeholder tokens, and the grid of patches."""
 
     text: str
     num_tokens: int  # number of placeholder tokens
@@ -86,7 +89,10 @@ class ImageProcessor:
             tokenizer.chat_template = self._chat_template
 
     def expansion(self, image: Any, name: str) -> Expansion:
-        """Return the text that stands for `image`, a Pillow image. `name`: the image, for messages."""
+        """Return the text of placeholder tokens that represents `image` (a Pillow image) in the prompt.
+
+        `name`: what error messages call the image.
+        """
         text, outputs = self._run(image, name)
         grid = outputs.get("image_grid_thw")
         return Expansion(
@@ -128,9 +134,10 @@ class ImageProcessor:
 
 
 class _CallRecorder:
-    """Wraps a tokenizer, and remembers for each thread the last text that was passed to it.
+    """Wraps the tokenizer of a processor, to find out the text that the processor passes to its tokenizer.
 
-    A processor passes to its tokenizer the text that stands for an image; the wrapper makes this text known.
+    In this text, the marker of an image is replaced by its placeholder tokens. The wrapper remembers the last text of
+    each thread.
     """
 
     def __init__(self, tokenizer: Any) -> None:

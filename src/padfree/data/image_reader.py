@@ -22,7 +22,7 @@ from padfree.data.image_store import BadFile, ReadImage
 from padfree.data.records import RowError
 
 MOST_REMEMBERED = 4096
-"""The maximum number of images whose expansion is remembered, for images that several rows show."""
+"""The maximum number of images whose placeholder tokens are cached, because several rows can show the same image."""
 
 
 class ImageReader:
@@ -80,7 +80,7 @@ class ImageReader:
                 image = decode(content, name, self.settings.max_pixels, path)
                 found = self.settings.processor.expansion(image, name), image.width, image.height
                 if not found[0].num_tokens:
-                    raise RowError(f"{name} has no placeholder tokens; give a larger image")
+                    raise RowError(f"{name} is too small to become a placeholder token; give a larger image")
                 if len(self._found) >= MOST_REMEMBERED:
                     self._found.clear()
                 self._found[digest] = found

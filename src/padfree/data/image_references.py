@@ -35,7 +35,7 @@ IGNORED_KEYS = ("detail", "text", "id", "index", "format", "mime_type", "media_t
 MOST_PATH = 4096
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+):")
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\x00", b"MM\x00*")
-"""The first bytes of image files. Base64 without `data:` is recognised by them."""
+"""The first bytes of image files. They show that base64 text without `data:` in front holds an image."""
 
 
 @dataclass(frozen=True, slots=True)

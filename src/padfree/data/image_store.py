@@ -155,9 +155,9 @@ class StoredImages:
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
-        """Return whether sample number `stored` can be cut after `length` tokens without dividing an image.
+        """Return whether truncation of a sample after `length` tokens keeps or drops each of its images as a whole.
 
-        `tokens` [n]: all tokens of the sample.
+        `stored`: the number of the sample in the folder. `tokens` [n]: all tokens of the sample.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))

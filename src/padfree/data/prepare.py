@@ -69,8 +69,8 @@ def load_pairs(
 ) -> PairDataset:
     """Load preference pairs from the columns `chosen` and `rejected` and, if a file has one, the column `prompt`.
 
-    The arguments are those of `load_sft`. If `margins` is True, a row can have a `margin`, which becomes
-    `terms["margin"]` of its chosen answer.
+    The function takes the arguments of `load_sft`, and `margins`. If `margins` is True, a row can have a `margin`,
+    which becomes `terms["margin"]` of its chosen answer.
     """
     kind, schema = (RewardTokenizer, REWARD_SCHEMA) if margins else (PairTokenizer, PAIR_SCHEMA)
     return load_rows(
@@ -187,7 +187,7 @@ def _identity(
 
 
 def _image_identity(sources: list[RecordSource], images: ImageSettings) -> dict[str, Any]:
-    """Return everything that image tokens depend on, except for the image files, which `_intact` compares."""
+    """Return everything that image tokens depend on except the image files, which `_intact` checks for changes."""
     return {
         "processor": images.processor.digest,
         "placeholder": images.placeholder,

@@ -38,7 +38,7 @@ class RecordSource(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """A hash of the content of the source."""
+        """A hash of the content of the file or data set."""
 
     @abstractmethod
     def check_unchanged(self) -> None:

@@ -162,7 +162,7 @@ class _RolloutReader:
         return () if self._rows is None else self._rows.template_names
 
     def read(self, chunk: Chunk, fields: Fields) -> list[_RolloutRead | RowError]:
-        """Return the sample of each row of a chunk, in order, or the error of the row."""
+        """Return one result for each row of a chunk, in order: its sample or, for a bad row, a `RowError`."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
             tokens = self._encoded(rows, fields)

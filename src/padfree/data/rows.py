@@ -386,7 +386,8 @@ def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], colu
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if start == len(messages):
             raise RowError(
-                f"{column!r} is only the beginning of the other conversation; expected two answers to the same prompt"
+                f"{column!r} is only the beginning of the other answer's conversation; expected two answers to the "
+                "same prompt"
             )
     for messages, column in zip((chosen, rejected), columns, strict=True):
         if messages[start]["role"] != "assistant":
@@ -428,9 +429,9 @@ def _trimmed(content: str | list[Message]) -> str | list[Message]:
 
 
 def _common_words(one: str, other: str) -> int:
-    """Return the length of the longest common beginning of two texts that ends with a whole word.
+    """Return the length of the longest common prefix of two texts that ends at the end of a word.
 
-    The length is less than that of either text. In scripts without spaces, the beginning may end at any character.
+    The prefix is shorter than each of the texts. In scripts without spaces, it may end at any character.
     """
     most = min(len(one), len(other)) - 1
     end = next((index for index in range(most) if one[index] != other[index]), most)

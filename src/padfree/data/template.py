@@ -74,7 +74,10 @@ _SHRINKING = frozenset(
         "removesuffix",
     )
 )
-"""The methods of str, list, dict and numbers whose results are never larger than their operands: they need no check."""
+"""The methods of str, list, dict and numbers whose results are never larger than their operands.
+
+A chat template may call them without a check of the size of the result.
+"""
 _WIDTH = re.compile(r"\d{5,}|\*")
 _UNUSABLE_FILTERS = ("random",)
 _UNUSABLE_GLOBALS = ("lipsum",)
@@ -138,7 +141,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateBoundError(f"rendering takes more than {MAX_SECONDS:.0f} seconds")
 
     def _steps(self, iterable: Iterable[Any]) -> Iterable[Any]:
-        """Return the iterable of a template's loop. A long one is wrapped, so that the loop checks the time limit."""
+        """Return the iterable of a template's loop. A long iterable is wrapped, so that its loop checks the time limit.
+
+        The wrapper yields the same values.
+        """
         self._check_time()
         if isinstance(iterable, (Undefined, str)) or (isinstance(iterable, Sized) and len(iterable) < 256):
             return iterable
@@ -207,7 +213,7 @@ def _with_checks(template: nodes.Template) -> nodes.Template:
 def _printable(value: Any) -> Any:
     if value is None or isinstance(value, (bool, list, tuple, dict)):
         kind = {"NoneType": "null", "bool": "a boolean", "dict": "an object"}.get(type(value).__name__, "a list")
-        raise TemplateReprError(f"it prints {kind} as Python's repr")
+        raise TemplateReprError(f"the template prints {kind} as Python's repr")
     return value
 
 
@@ -222,12 +228,12 @@ def _size(value: Any) -> int:
 def _sized(value: Any) -> Any:
     if isinstance(value, str):
         if len(value) > MAX_VALUE:
-            raise TemplateBoundError(f"it makes a text of more than {MAX_VALUE} characters")
+            raise TemplateBoundError(f"the template makes a text of more than {MAX_VALUE} characters")
     elif isinstance(value, (list, tuple)):
         if len(value) > MAX_NODES:
-            raise TemplateBoundError(f"it makes a list of more than {MAX_NODES} values")
+            raise TemplateBoundError(f"the template makes a list of more than {MAX_NODES} values")
     elif isinstance(value, int) and value.bit_length() > MAX_BITS:
-        raise TemplateBoundError(f"it makes an integer of more than {MAX_BITS} bits")
+        raise TemplateBoundError(f"the template makes an integer of more than {MAX_BITS} bits")
     return value
 
 
@@ -244,7 +250,7 @@ def _whole(value: Any) -> Any:
             inside = one.values() if isinstance(one, dict) else one
             count += len(one)
             if count > MAX_NODES:
-                raise TemplateBoundError(f"it makes a list of more than {MAX_NODES} values")
+                raise TemplateBoundError(f"the template makes a list of more than {MAX_NODES} values")
             waiting += [part for part in inside if isinstance(part, (list, tuple, dict))]
     return value
 
@@ -256,7 +262,7 @@ def _check_product(name: str, values: Iterable[Any]) -> None:
         if isinstance(value, dict):  # `str.translate` can replace each character with a whole text
             product *= max((_size(one) for one in value.values()), default=1)
         if product > MAX_VALUE:
-            raise TemplateBoundError(f"{name} can make a text of more than {MAX_VALUE} characters")
+            raise TemplateBoundError(f"the operation {name} can make a text of more than {MAX_VALUE} characters")
 
 
 def _check_number(operator: str, left: Any, right: Any) -> None:
@@ -264,18 +270,18 @@ def _check_number(operator: str, left: Any, right: Any) -> None:
     if not all(numbers):
         _check_product(operator, (left, right))
     elif operator == "**" and type(left) is type(right) is int and left.bit_length() * max(right, 0) > MAX_BITS:
-        raise TemplateBoundError(f"it makes an integer of more than {MAX_BITS} bits")
+        raise TemplateBoundError(f"the template makes an integer of more than {MAX_BITS} bits")
 
 
 def _check_widths(form: str) -> None:
     if _WIDTH.search(form) is not None:
-        raise TemplateBoundError(f"it formats with a width of more than {MAX_INTEGER}")
+        raise TemplateBoundError(f"the template formats a value with a width of more than {MAX_INTEGER} characters")
 
 
 def _joined(parts: Iterable[str]) -> str:
     parts = list(parts)
     if sum(map(len, parts)) > MAX_VALUE:
-        raise TemplateBoundError(f"it makes a text of more than {MAX_VALUE} characters")
+        raise TemplateBoundError(f"the template makes a text of more than {MAX_VALUE} characters")
     return "".join(parts)
 
 
@@ -286,7 +292,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def bounded(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, int) and abs(value) > MAX_INTEGER and args and value is not args[0]:
-                raise TemplateBoundError(f"the filter {name} has the argument {value}, over {MAX_INTEGER}")
+                raise TemplateBoundError(f"the filter {name} has the argument {value}, which is over {MAX_INTEGER}")
         if name in ("replace", "join", "indent", "xmlattr"):
             _check_product(name, [value for value in (*args, *kwargs.values()) if isinstance(value, (str, int, list))])
         elif name in ("tojson", "string", "pprint", "list", "sort", "unique", "sum"):
@@ -376,7 +382,7 @@ def _collect(stream: Iterable[str], blocks: list[str], messages: Any, variables:
         if size > allowed:
             allowed = OUTPUT_ALLOWANCE + OUTPUT_PER_INPUT * (_length(messages) + _length(variables))
             if size > allowed:
-                raise TemplateBoundError(f"it renders more than {allowed} characters")
+                raise TemplateBoundError(f"the template renders more than {allowed} characters")
 
 
 def _length(value: Any) -> int:

@@ -151,7 +151,10 @@ class RowTokenizer:
         return None
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """Return the number that is stored with a row: its margin or its label. Tasks without such a number get 0."""
+        """Return the number that the cache stores with a row: its margin (`padfree reward`) or label (`padfree kto`).
+
+        Other tasks store 0.
+        """
         return 0.0
 
     def _samples(self, row: Mapping[str, Any], fields: Fields) -> Sequence[Passage | Encoded]:
@@ -208,7 +211,7 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
         places = np.flatnonzero(seen)
         if len(places) and len(places) != places[-1] - places[0] + 1:
             gap = int(places[0] + np.argmin(seen[places[0] :]))
-            raise RowError(f"{column}[{gap}] is 0 between tokens with 1; expected 0 at the start and the end only")
+            raise RowError(f"{column}[{gap}] is 0 between entries of 1; expected 0 only for padding at the two ends")
         if labels is not None and trained[~seen].any():
             where = int(np.flatnonzero(trained & ~seen)[0])
             raise RowError(f"{column}[{where}] is 0, but the token has a label; give padding the label {IGNORED}")

@@ -48,7 +48,7 @@ _Task = tuple[int, Chunk, Fields | None]
 def in_order(
     tasks: Iterator[_Task], tokenize: RowTokenizer, num_workers: int
 ) -> Generator[tuple[int, Chunk, TokenizedChunk], None, None]:
-    """Tokenise chunks of rows in `num_workers` processes. Yield the results in the order of the tasks.
+    """Tokenise chunks of rows in `num_workers` processes. Yield the results in the order of the chunks.
 
     A result is (index of the source, chunk of rows, tokens of the chunk).
     """

@@ -163,7 +163,7 @@ def check_verifiers_module(own: str, name: str, setting: str) -> None:
 def _kept_signals() -> Iterator[None]:
     """Context manager that restores the handlers of SIGINT and SIGTERM at its end.
 
-    The creation of a `verifiers` environment replaces them.
+    It is needed because the creation of a `verifiers` environment replaces these handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

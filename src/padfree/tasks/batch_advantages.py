@@ -125,7 +125,7 @@ class Signal:
 
 
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
-    """Count all groups, and the groups without a learning signal: those of equal rewards or of one sample.
+    """Count all groups, and the groups without a learning signal: groups with equal rewards or with a single sample.
 
     `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
     compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. Such a sample has no signal if all its

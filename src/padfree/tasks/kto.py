@@ -93,7 +93,10 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int) -> Sample:
-    """Join the first `end` tokens of one sample and the tokens of another from `start` on, with their images."""
+    """Join two samples: the tokens of `asked` before index `end`, and those of `answered` from index `start` on.
+
+    The images that these tokens show are joined, too.
+    """
     shown = [image for image in asked.images if image.positions[0] < end]
     later = [image for image in answered.images if image.positions[0] >= start]
     return Sample(
@@ -106,10 +109,11 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n], in P dimensions, of one sample's prompt joined with another sample's answer.
+    """Return the rotary positions [P, n] of the n tokens of one sample's prompt and another sample's answer.
 
-    The positions of the answer continue where the prompt ends. The prompt ends with text, where the positions of a
-    token are equal in all dimensions. Return None if neither sample has `rotary_positions`.
+    P is the number of position dimensions, e.g. 3 (time, height, width). The positions of the answer continue where the
+    prompt ends. This is possible because the prompt ends with text, whose tokens have the same position in all
+    dimensions. Return None if neither sample has `rotary_positions`.
     """
     given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
     if given is None:

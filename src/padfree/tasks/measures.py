@@ -32,7 +32,9 @@ class PackMeasure(Protocol):
         """
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Return metrics by name. `means`: for each entry of `names`, its sum divided by the count."""
+        """Compute the metrics of an evaluation, by name. `means`: for each name in `names`, its sum over the
+        held-out data divided by its count.
+        """
 
 
 class TokenMeasure:

@@ -62,14 +62,14 @@ class MicroBatchLoss(ABC):
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
         """Return the loss of `batch`, with `token_losses` [T/cp].
 
-        Callers use `inside` (`padfree.sharding.parallelize`) to gather the head and the embeddings during the call.
+        The head and the embeddings must be gathered during the call; `padfree.sharding.parallelize.inside` does this.
         """
 
 
 def scored_inputs(model: PreTrainedModel, batch: LocalBatch, temperature: float, memory: Memory) -> LossInputs:
     """Run the model on a pack. Return the inputs of a loss function, such as the labels' log-probabilities [T/cp].
 
-    `memory`: see `padfree.head.score`.
+    `memory`: how much memory the logits may take (see `padfree.head.score`).
     """
     scores = score(
         hidden_states(model, batch), lm_head_of(model), batch.labels, temperature=temperature,

@@ -66,16 +66,17 @@ class Task(ABC):
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Return whether `prepare` runs a model, so that it must wait for the updates of the previous batch.
+        """Return whether `prepare` runs a model. It must then wait until the updates of the previous batch are done.
 
-        `asks`: whether the run has a reference, a teacher or a critic.
+        `asks`: whether the run has a reference, a teacher or a critic, which `prepare` would run.
         """
         return False
 
     def evaluation(self, samples: list[Sample], models: Models, loss: LossConfig) -> Callable[[], list[Sample]]:
-        """Return a function that returns the samples of an evaluation, with the values that the measure needs.
+        """Return a function that returns the held-out samples with all arrays that the metrics are computed from.
 
-        The function is called before each evaluation. The frozen reference scores the samples only the first time.
+        An example is the array of the reference's log-probabilities. The function is called before each evaluation. The
+        reference is frozen, so it scores the samples only once.
         """
         prepared, _ = self.prepare(samples, models, loss)
         return lambda: prepared

@@ -102,7 +102,7 @@ class BatchPreparer:
 
     @property
     def last_batch_number(self) -> int:
-        """The number of the newest batch that the batcher has produced; the collector may still be sampling it."""
+        """The number of the newest batch that the batcher has produced. Its responses may still be in progress."""
         return self.batcher.step
 
     def resume(self, step: int, *, remaining: int) -> None:
@@ -222,9 +222,10 @@ class BatchPreparer:
         )
 
     def _models(self, times: BatchTimes) -> Models:
-        """Return functions that compute results of the policy, the reference, the teacher and the critic for samples.
+        """Return one function for each model: the policy, the reference, the teacher and the critic.
 
-        The seconds of each call are added to `times`. The function of a model that the run does not use is None."""
+        A function computes the model's log-probabilities or, for the critic, advantages of samples. The seconds of each
+        call are added to `times`. The function of a model that the run does not use is None."""
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
             policy=times.timed("old_logprobs", self.engine.scorer.logprobs),
@@ -238,7 +239,7 @@ class BatchPreparer:
         return reward_metrics(batch, end_tokens=self.end_tokens, sources=sources if len(sources) > 1 else ())
 
     def minibatch_settings(self, number: int) -> dict[str, int]:
-        """Return the arguments for `update_parts`, which assigns the samples of batch `number` to its updates."""
+        """Return the arguments with which `update_parts` divides the samples of batch `number` into updates."""
         loss = self._loss
         return {
             "epochs": loss.epochs,
@@ -255,8 +256,8 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 def distinct(samples: list[Sample]) -> list[Sample]:
     """Rename repeated samples of a batch: give each repetition its own uid and its own group name.
 
-    A batch can contain a sample twice if the data is smaller than a batch and the run has several epochs. With the new
-    names, token weights and advantages treat the repeated data row, preference pair or rollout group as another one.
+    A batch can contain a sample twice if the data is smaller than a batch and the run has several epochs. Because of
+    the new names, token weights and advantages count the two as different samples of different groups.
     """
     seen: dict[str | int, int] = {}
     found = []

@@ -80,7 +80,7 @@ class BatchTimes:
     def measure_rest(self, part: str) -> Iterator[None]:
         """Context manager that adds the seconds of its block to phase `part`.
 
-        Seconds of the block that are measured as other phases do not count.
+        If a part of the block is measured as another phase, its seconds are not added to phase `part` as well.
         """
         begin, known = time.perf_counter(), sum(self.seconds.values())
         yield

@@ -83,7 +83,7 @@ def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
 def epoch_parts(data: DataConfig, sizes: Sequence[int]) -> list[SourcePart] | None:
     """Return the size and the weight of each source of a mixture, or None if the data is not a mixture.
 
-    `sizes`: for each source, the number of data rows or of rollout groups, which is the size that is returned.
+    `sizes`: the size of each source, i.e. its number of data rows or rollout groups.
     """
     if not data.sources:
         return None
@@ -213,7 +213,8 @@ def _num_tokens(group: Group) -> int:
 def _groups(config: Config, samples: Samples) -> list[Group]:
     """Return the samples in groups: those with the same field `group`, in the order of each group's first sample.
 
-    A prompt is a group, and so is a sample if the advantage (`loss.advantage`) does not compare samples of a group.
+    A prompt is a group by itself. With a `loss.advantage` that does not compare the samples of a group, each sample is
+    a group by itself, too.
     """
     alone: list[Group] = []
     grouped: dict[str | int | None, list[Sample]] = {}

@@ -78,9 +78,9 @@ def check_fits(
 ) -> None:
     """Raise a `UserError` if a token id is outside the vocabulary, or a sample is longer than the model supports.
 
-    `look_at_tokens=False` skips the check of token ids. The other arguments are texts of the error message: `place(i)`
-    names the file and line of sample i, `setting` is the setting to blame, and the two cures tell the user what to
-    change.
+    `look_at_tokens=False` skips the check of token ids. The other arguments are for the error message: `place(i)` names
+    the file and line of sample i, `setting` is the setting to blame, and `vocabulary_cure` and `positions_cure` tell
+    the user what to change.
     """
     if limits.positions is not None:
         lengths = lengths_of(samples)
@@ -153,7 +153,7 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Return the indices of given rollouts that have no trained tokens; an empty list for any other data.
+    """Return the indices of the rollouts in data files that have no trained tokens; an empty list for any other data.
 
     Rows of text without trained tokens need no check, because they are refused or dropped when they are read.
     """

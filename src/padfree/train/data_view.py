@@ -138,7 +138,7 @@ def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
         if not 1 <= int(text) <= len(rows):
             raise UserError(
                 "--row",
-                f"{text} is not the number of a row in use",
+                f"{text} is not the number of a row that the run uses",
                 f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}",
             )
         return int(text) - 1
@@ -146,7 +146,7 @@ def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     if text not in names:
         raise UserError(
             "--row",
-            f"{text} is not among the {len(rows)} rows in use",
+            f"{text} is not among the {len(rows)} rows that the run uses",
             f"give a number from 1 to {len(rows)}, or a file and line such as {rows[0][0]}",
         )
     return names.index(text)

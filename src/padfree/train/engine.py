@@ -83,7 +83,7 @@ class _Sums:
 
 
 class Engine:
-    """Makes the optimizer steps of a training run on the model that `scorer` holds."""
+    """Makes the optimizer steps of a training run. The trained model is `scorer.model`."""
 
     def __init__(
         self,

@@ -41,7 +41,10 @@ from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.resume import changed_settings, check_settings, data_record
 
 AFTER_TRAINING = ("eval.", "checkpoint.export", "checkpoint.best", "checkpoint.better", "lora.export")
-"""Prefixes of the settings that a finished run still depends on: they control evaluation, export and the best model."""
+"""Prefixes of the settings that matter after the last step: those of evaluation, of export and of the best model.
+
+If one of them is changed, a finished run has to evaluate or export again.
+"""
 
 
 def finished_step(config: Config, source: TrainingData) -> int | None:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from padfree.train.step import PreparedStep
 
 KEY = "float8"
-"""Checkpoints store the choice of layers under this key of the `extra` dict."""
+"""Checkpoints store which layers multiply in float8 under this key of the `extra` dict."""
 
 MOST = 1 << 16
-"""At most this many elements of each parameter's gradient are compared."""
+"""At most this many elements of each parameter's gradient are compared between the passes with and without float8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +53,12 @@ class Float8Distance:
     alone: float | None  # None: not measured, because every distance `together` is within the budget
 
     def exceeds(self, budget: float) -> bool:
-        """Return whether float8 in this layer changes a gradient by more than `budget`. NaN counts as more."""
+        """Return whether float8 in this layer changes a gradient by more than `budget`, or makes a gradient NaN."""
         return self.alone is not None and not self.alone <= budget
 
 
 class Float8Layers:
-    """The decoder layers of a model that can multiply in float8. `use` chooses the layers that do."""
+    """The decoder layers of a model that can multiply in float8, and a switch between float8 and bfloat16 for each."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: dict[int, list[Float8Linear]] = {}
@@ -96,8 +96,9 @@ def measure_distances(
 ) -> tuple[Float8Distance, ...]:
     """Measure how much float8 in each layer changes the gradients.
 
-    `gradients` runs a forward and backward pass that leaves gradients in the parameters. `Float8Distance.alone` is
-    measured only if a distance `together` exceeds `budget`. All ranks of `group` must call this.
+    `gradients` runs a forward and backward pass that leaves gradients in the parameters. First, all layers use float8
+    together. Only if this changes a layer's gradient by more than `budget`, float8 is measured in one layer at a time.
+    All ranks of `group` must call this.
     """
 
     def compute(numbers: Iterable[int]) -> dict[int, list[Tensor]]:
@@ -202,15 +203,15 @@ class Float8Budget:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the choice of layers as entries of a checkpoint's `extra` dict; {} if no choice was made yet."""
+        """Return which layers multiply in float8, as entries of a checkpoint's `extra` dict; {} before the choice."""
         if self.distances is None:
             return {}
         return {KEY: {"budget": self.budget, "distances": [asdict(each) for each in self.distances]}}
 
     def restore(self, extra: Mapping[str, Any]) -> None:
-        """Restore the choice of layers from a checkpoint's `extra` dict.
+        """Restore from a checkpoint's `extra` dict which layers multiply in float8.
 
-        A choice that was made with another budget is ignored, so that the next step makes a new one.
+        If the layers were chosen with another budget, they are not restored, and the next step chooses again.
         """
         stored = extra.get(KEY)
         if stored is not None and stored["budget"] == self.budget:
@@ -223,10 +224,16 @@ class Float8Budget:
         kept = self.bfloat16_layers
         far = _largest(each.together for each in self.distances)
         if not kept:
-            return f"parallel.float8_budget={self.budget:g}: all layers multiply in float8 (largest distance {far:.2g})"
+            return (
+                f"parallel.float8_budget={self.budget:g}: all layers multiply in float8, which changes gradients by up "
+                f"to {far:.2g} of their norm"
+            )
         alone = {each.layer: each.alone for each in self.distances}
         named = ", ".join(f"{number} ({alone[number]:.2g})" for number in kept)
-        return f"parallel.float8_budget={self.budget:g}: these layers stay in bfloat16, with their distance: {named}"
+        return (
+            f"parallel.float8_budget={self.budget:g}: these layers stay in bfloat16 (in brackets, how much float8 "
+            f"would change a gradient): {named}"
+        )
 
     def _apply(self) -> None:
         kept = self.bfloat16_layers

@@ -42,7 +42,7 @@ from padfree.sample import TOKEN_ARRAYS, Sample
 
 KEY = "rollouts"
 ARRAYS = (*TOKEN_ARRAYS, "routes")
-"""The optional arrays of a sample that have one entry, or one row, per token."""
+"""The optional arrays of a sample whose first axis counts tokens."""
 
 
 def update_parts(num_samples: int, *, epochs: int, mini_batches: int, seed: int, number: int) -> list[Indices]:
@@ -216,8 +216,7 @@ class GlobalBatch:
 def _image_record(sample: Sample) -> dict[str, Any]:
     """Return the entries about a sample's images in a checkpoint's JSON; {} if the sample has no images.
 
-    The entries are the digest of each image with the number of its placeholder tokens, and whether the sample has
-    rotary positions.
+    The entries are (digest, number of placeholder tokens) of each image, and whether the sample has rotary positions.
     """
     if not sample.images:
         return {}
@@ -226,7 +225,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 
 
 def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
-    """Return the images of the samples that are not in a file, such as those that an environment drew, by digest."""
+    """Return by digest those images of the samples that no file holds, such as images that an environment drew."""
     return {
         image.digest: image.load.read
         for sample in samples

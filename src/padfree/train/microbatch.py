@@ -56,7 +56,7 @@ class PackSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """A pack, and the shard of it that this context rank computes."""
+    """A pack, and the part of its tokens that this context rank computes."""
 
     packed: PackedBatch  # on the host, including padding
     local: LocalBatch
@@ -279,7 +279,7 @@ def make_micro_batch(
 
 
 def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
-    """Return the same pack with one label per sample, at the sample's last token that is not padding.
+    """Return a copy of the pack with one label per sample, at the sample's last token that is not padding.
 
     samples   a b c | d e <pad>        labels  - - c | - e -
 
@@ -308,7 +308,7 @@ def filler(samples: Sequence[Sample]) -> Sample:
 
 
 def _num_labels(packed: PackedBatch, local: LocalBatch) -> int:
-    """Return the number of labels on this rank. The host counts them, so that it need not wait for the device."""
+    """Return the number of labels on this rank. The CPU counts them, so that it need not synchronise with the GPU."""
     if local.entries is not None:
         return len(local.entries.numbers)
     scored = packed.labels.numpy() != IGNORE

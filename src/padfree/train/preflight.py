@@ -170,9 +170,9 @@ def _run_checks(
 
 
 def check_settings(config: Config, *, processes: int, device_type: str) -> None:
-    """Raise a `UserError` for settings that do not suit the machine or the number of processes, or name missing code.
+    """Raise a `UserError` for settings that do not suit the machine or the number of processes.
 
-    This check loads no model and no data.
+    Settings that name a package, module or file that does not exist are refused, too. No model and no data are loaded.
     """
     require_trackers(config.track)
     context, replicate = config.parallel.context, config.parallel.replicate
@@ -303,7 +303,7 @@ def check_replay(config: Config, model: PreTrainedModel) -> None:
     if config.parallel.checkpointing == "host":
         raise UserError(
             "rollout.routing",
-            ", but parallel.checkpointing=host needs one graph per compiled layer, which replayed routers break",
+            ", but parallel.checkpointing=host needs one graph per compiled layer, and replayed routers break graphs",
             "set parallel.checkpointing=selective",
             "replay",
         )
@@ -322,7 +322,7 @@ def check_experts(config: Config, model: PreTrainedModel, processes: int) -> Non
         raise UserError(
             "parallel.expert",
             f"{expert}, but parallel.checkpointing={config.parallel.checkpointing} needs one graph per compiled layer, "
-            "which the exchange of tokens between ranks breaks",
+            "and the exchange of tokens between ranks breaks the graph",
             "set parallel.checkpointing=selective",
         )
     if config.lora.rank and adapts_experts(model, config.lora.targets):

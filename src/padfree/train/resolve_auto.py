@@ -4,9 +4,9 @@
     parallel.checkpointing   none (no layer recomputes) if that fits the device. Otherwise each layer gets a level such
                              that the activations fit and as little as possible is recomputed
                              (`padfree.estimate.levels`). A layer offloads activations to the host only if computing the
-                             layer takes longer than copying the activations. In two cases, all layers get the same
-                             level, the first of none, selective, full that fits: on the CPU, and if communication
-                             divides the graphs of compiled layers
+                             layer takes longer than copying the activations. On the CPU, or if communication divides
+                             the graphs of compiled layers, all layers get the same level instead: none, selective or
+                             full, whichever is the first that fits
     parallel.reshard         false (layers stay gathered between forward and backward) if the device has memory for the
                              gathered weights, else true
     rollout.exact            true if every operator of the model allows it on this device, else false
@@ -62,13 +62,16 @@ VERBS = {
 }
 
 ADAMW = ("adamw", "float32")
-"""Only for this optimizer and state dtype, the report suggests a smaller optimizer state."""
+"""The optimizer and the dtype of its state for which padfree may suggest a smaller state, such as int8."""
 
 SMALLER_STATES = {"bfloat16": 0.5, "int8": 0.26}
 """The size of each smaller optimizer state relative to float32, for weight matrices (`padfree.optim.state_format`)."""
 
 WORTH_SAYING = 0.01
-"""A smaller optimizer state is suggested only if it saves at least this fraction of a step's FLOPs."""
+"""Padfree suggests a smaller optimizer state only if it saves at least this fraction of a step's FLOPs.
+
+It saves FLOPs because layers can keep activations in the freed memory instead of recomputing them.
+"""
 
 FASTEST_FIRST: tuple[Checkpointing, ...] = ("none", "host", "selective", "full")
 
@@ -200,7 +203,7 @@ def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.dev
         raise UserError("rollout.exact", f"true, but {problem}", "set rollout.exact=auto or false")
     if config.rollout.exact != "auto":
         return resolved
-    reason = problem or "every operator of the sampler and of the trainer has the same bits"
+    reason = problem or "every operator gives the same bits in the sampler and in the trainer"
     changed = replace(config, rollout=replace(config.rollout, exact=problem is None))
     return replace(resolved, config=changed, reasons={**resolved.reasons, "rollout.exact": reason})
 
@@ -222,8 +225,8 @@ def device_memory(device: torch.device) -> float:
 def training_memory(config: Config, device: torch.device) -> float:
     """Return the number of bytes that this process can use on the device while it trains.
 
-    With `rollout.colocated`, this is the memory of the whole GPU without what a sleeping server keeps. The free memory
-    does not matter, because the server may be awake when this function is called.
+    With `rollout.colocated`, this is the memory of the whole GPU minus the memory that a sleeping server keeps. The
+    currently free memory does not matter, because the server may be awake when this function is called.
     """
     if not config.rollout.colocated or device.type != "cuda":
         return device_memory(device)
@@ -231,7 +234,7 @@ def training_memory(config: Config, device: torch.device) -> float:
 
 
 def whole_memory(device: torch.device) -> float:
-    """Return the number of bytes of a GPU, or what a dry run assumes if this machine has none."""
+    """Return the total memory of the GPU in bytes, or the memory that a dry run assumes if this machine has no GPU."""
     return float(torch.cuda.mem_get_info(device)[1]) if torch.cuda.is_available() else ASSUMED_MEMORY
 
 
@@ -261,8 +264,8 @@ def _levels(
 ) -> tuple[LayerLevel, ...] | None:
     """Return the checkpointing level of each layer, such that the step fits the device and recomputes least.
 
-    Return None if no levels fit. `memory`: a memory estimate of the run; the levels that it assumes do not matter.
-    `device_memory`: the bytes of the device. `may_offload`: whether layers may offload activations to the host.
+    Return None if no levels fit. `memory`: a memory estimate of the run with any checkpointing levels. `device_memory`:
+    the bytes of the device. `may_offload`: whether layers may offload activations to the host.
     """
     levels = COMPILED if memory.compiled else PLAIN
     if not may_offload:
@@ -289,7 +292,7 @@ def _faster_states(
     device_memory: float,
     may_offload: bool,
 ) -> str:
-    """Return a hint on values of `optimizer.state` that save recomputation, e.g. int8, and by how much.
+    """Return a hint that names smaller values of `optimizer.state` and the share of FLOPs that each would save.
 
     An example is `; optimizer.state would save FLOPs: int8 3%`. A smaller optimizer state leaves memory for
     activations, so fewer activations are recomputed. The hint is empty if a smaller state would save almost nothing.
@@ -319,9 +322,9 @@ def _candidates(
     """Yield the settings to try for activation checkpointing and resharding, fastest first.
 
     `may_offload`: whether computing a layer takes longer than copying its activations to the host. `by_layer`: whether
-    layers may have different checkpointing levels; the caller then replaces "full" by the best mixture that fits.
-    `whole`: whether each compiled layer is one graph. With a single process, resharding is tried last, because a single
-    process saves almost no memory with it.
+    layers may have different checkpointing levels; the caller then replaces "full" by the levels that fit and recompute
+    least. `whole`: whether each compiled layer is one graph. With a single process, resharding saves almost no memory,
+    so it is tried last.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or not whole:

@@ -49,7 +49,9 @@ class RouterBalance:
         if not self.routers or len({router.num_experts for router in self.routers}) > 1:
             setting, value = ("load_balancing", coefficient) if coefficient else ("router_bias", bias_rate)
             raise UserError(
-                f"loss.{setting}", f"{value}, but {name} has no routers, or routers of different sizes", "leave it out"
+                f"loss.{setting}",
+                f"{value}, but {name} has no routers, or routers with unequal numbers of experts",
+                "leave it out",
             )
         if bias_rate and not all(router.bias for router in self.routers):
             raise UserError(
@@ -62,9 +64,10 @@ class RouterBalance:
         self._own = self._zeros()
 
     def begin(self, model: PreTrainedModel, packs: Sequence[tuple[MicroBatch, object]]) -> None:
-        """Prepare a step. With several micro-batches per rank, count the routers' choices in an extra pass.
+        """Prepare a step. Call this before the micro-batches of the step.
 
-        Call this before the micro-batches of the step.
+        The load-balancing loss needs the routers' choices of the whole step. With several micro-batches per rank, an
+        extra forward pass counts them here.
         """
         self._counts, self._own = None, self._zeros()
         if self.coefficient and len(packs) > 1:
@@ -103,7 +106,7 @@ class RouterBalance:
         self.recorder.clear()
 
     def move_biases(self, finite: Tensor) -> None:
-        """Move the biases with which routers select experts. Call this after the update.
+        """Change the biases with which routers select experts, towards an equal load. Call this after the update.
 
         `finite` is a bool tensor of shape []. If it is False, the optimizer skipped the update, and the biases do not
         change either.
@@ -159,7 +162,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """Return a mask [T/cp] of the tokens that belong to a sample, i.e. not to padding or a filler."""
+    """Return a mask [T/cp] that is False for padding tokens, and for the token of a pack without samples (a filler)."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

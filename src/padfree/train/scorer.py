@@ -111,9 +111,9 @@ class Scorer:
     def _score_tokens(
         self, samples: Sequence[Sample], scores: PackScores, what: str, *, replay: bool = True
     ) -> list[NDArray[np.float32]]:
-        """Compute `scores` of each pack. Return the scores of all samples, one array [n] each, on every rank.
+        """Call the function `scores` on each pack. Return one array [n] for each sample of n tokens, on every rank.
 
-        `what` says what a score is, for error messages.
+        `what`: the kind of score, such as "log-probability", for error messages.
         """
         settings = self.packer.pack_settings if replay else replace(self.packer.pack_settings, routes=False)
         training = self.model.training

@@ -181,7 +181,7 @@ def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:
 
 
 def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
-    """Return a scorer of the teacher, or None if `loss.advantage` is not "teacher"."""
+    """Return the scorer that computes the teacher's log-probabilities; None if `loss.advantage` is not "teacher"."""
     if config.loss.advantage != "teacher":
         return None
     config = resolve_auto_on(config, mesh).config
@@ -191,8 +191,8 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> ReferenceModel | None:
     """Build the reference model of the KL term, or return None if the settings do not ask for one.
 
-    `engine`: the policy's engine. Without it, the reference is always a separate model, which is not compared
-    with the policy.
+    `engine`: the policy's engine. If it is None, the reference is a separate model even if it could share the policy's
+    weights, and nothing checks that its weights have the same names and shapes as the policy's.
     """
     path, every = config.reference.path, config.reference.refresh
     if path is None:
@@ -259,8 +259,8 @@ def _load(
 ) -> PreTrainedModel:
     """Load the model at `path` and parallelize it.
 
-    `setting`: the name of the setting that holds `path`, for error messages. `changes`: more arguments of
-    `transformations`, which returns the changes that `parallelize` makes to the model.
+    `setting`: the name of the setting that holds `path`, for error messages. `changes`: further arguments of
+    `transformations`, such as `lora`.
     """
     steps = transformations(
         mesh,

@@ -26,7 +26,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.batcher import in_rows
 
 MOST_ROWS = 64
-"""At most this many data rows are examined to find the number of copied keys."""
+"""At most this many data rows are examined to find how many keys attention copies for shared prefixes."""
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:

@@ -1,9 +1,11 @@
 """Start a run: mark its folder, load its checkpoint, open its files, and create its `Trainer`.
 
-begin_run   made_with      the settings, model and data that checkpoints record, checked to be the same on all ranks
-            restored       weights, optimizer, position in the data, random state from the newest checkpoint
-            files          metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
-  -> Trainer               at the step from which the run continues
+`begin_run` does this, in this order:
+
+    record     the settings, model and data that checkpoints store; checked to be the same on all ranks
+    restore    weights, optimizer, position in the data and random state, from the newest checkpoint
+    files      metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
+    Trainer    at the step from which the run continues
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
     """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
 
-    If `teacher` is None, the teacher can still be in the loss of `engine`: `padfree distill` keeps it there.
+    `teacher`: the teacher of `loss.advantage=teacher`. The teacher of `padfree distill` is part of the engine's loss.
     """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))

@@ -67,7 +67,7 @@ class StepPipeline:
         on_step: OnStep | None,
         times: BatchTimes | None = None,
     ) -> None:
-        """`times`, if given, receives the time of logging; the line of metrics then includes `seconds/update`."""
+        """`times`: collects the seconds of logging. If it is None, `metrics.jsonl` has no `seconds/update`."""
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times
@@ -81,9 +81,9 @@ class StepPipeline:
         return self._unfinished[-1].pending if self._unfinished else None
 
     def add(self, pending: PendingStep, *, step: int, metrics: Mapping[str, Any], begin: float) -> None:
-        """Add an update that the engine has begun. `begin`: the time at which the host started to work on it.
+        """Add an update that the engine has begun, so that `finish` can wait for it and write its metrics.
 
-        `metrics` are written together with the metrics of the update.
+        `begin`: the time at which the host started to work on the update. `metrics`: further metrics to write.
         """
         rates = self._engine.optimizer.rates
         self._unfinished.append(_UnfinishedStep(pending=pending, step=step, rates=rates, metrics=metrics, begin=begin))

@@ -291,7 +291,7 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Prepare the next update while the device runs the current update, unless the next one depends on its result.
+        """Prepare the next update while the device runs the current one, unless it needs the current one's result.
 
         In RL, an update can depend on the previous one: the updated model may have to generate the responses of the
         next batch, or to compute their old log-probabilities.

@@ -3,12 +3,11 @@
 Config -> load_tokenizer
        -> load_training_data  samples (SFT), rollouts (RL), or prompts for which the run generates rollouts
        -> load_held_out       the same for `eval.path`
-       -> image_settings      with `model.vision`, the three things that are needed to read images:
-                              the model's config     the placeholder token of images, the inputs of the vision tower
-                              the model's processor  image -> placeholder tokens and tower inputs
+       -> image_settings      with `model.vision`, how images are read. Three parts of the model decide this:
+                              config                 the placeholder token of images, the names of the tower's inputs
+                              processor              image -> placeholder tokens and inputs of the vision tower
                                                      (padfree.data.image_processor)
-                              a model without        sample -> rotary positions (padfree.model.vision)
-                              weights
+                              model without weights  sample -> rotary positions (padfree.model.vision)
 """
 
 from __future__ import annotations

@@ -71,7 +71,10 @@ class ReferenceModel(ABC):
             self.refresh(model)
 
     def tensors_to_save(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint must store; an empty dict until the first refresh."""
+        """Return the reference's tensors for a checkpoint.
+
+        Until the first refresh, the result is an empty dict, because a resumed run can make the initial tensors again.
+        """
         return self.tensors() if self.refreshed else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +89,7 @@ class ReferenceModel(ABC):
 
 
 class ModelReference(ReferenceModel):
-    """A reference with its own weights: a separate model, which `scorer` holds."""
+    """A reference with its own weights: `scorer.model` is a separate model, and not the policy."""
 
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         return self.scorer.logprobs(samples)
@@ -127,9 +130,9 @@ def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, eve
 
 
 class AdapterReference(ReferenceModel):
-    """A reference that shares the policy's base weights: the same model, computed with other adapters.
+    """A reference that shares the policy's base weights and has adapters of its own.
 
-    The other adapters are 0, so that they have no effect, until a refresh copies the adapters of the policy.
+    Its adapters are 0, and thus have no effect, until a refresh copies the adapters of the policy into them.
     """
 
     def __init__(self, scorer: Scorer, every: int | None = None) -> None:

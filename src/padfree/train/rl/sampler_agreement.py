@@ -11,7 +11,8 @@ from padfree.warning import PadfreeWarning
 
 DIFFERENCE = "loss/sampler_difference"
 FIRST_UPDATE = "seconds/sampling"
-"""A metric that only the first update of a batch has. Only this update computes with the weights of the sampler."""
+"""A metric that only the first update of a batch has. In later updates, the trainer has other weights than the sampler.
+"""
 
 AGREED = "sampler and trainer agree to the bit"
 
