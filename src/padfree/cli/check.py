@@ -87,7 +87,7 @@ def run(settings: argparse.Namespace) -> None:
     measured = settings.float8 is not False
     budget: float | None = settings.float8 if measured else None
     if budget is not None and not 0 < budget < math.inf:
-        raise UserError("--float8", "", "give a number above 0, or no number", value=budget)
+        raise UserError("--float8", "", "give a number above 0, or --float8 without a number", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data, vision = data_settings(settings)
@@ -170,7 +170,7 @@ def _check_vision_options(settings: argparse.Namespace) -> None:
     loss = settings.loss if settings.loss in ("reward", "value") else None
     for name, given, fix in (
         ("--sampler", settings.sampler, "leave one of them out"),
-        ("--loss", loss, "choose nll, dpo, kto or distill: a model with a scalar head reads text"),
+        ("--loss", loss, "choose nll, dpo, kto or distill: reward models and critics do not read images"),
         ("--layers", settings.layers, "remove --layers: all layers of a vision-language model are checked"),
         ("--tokenizer", settings.tokenizer, "remove --tokenizer: the model's own processor makes the tokens"),
     ):

@@ -48,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("-h", "--help", action="help", help=argparse.SUPPRESS)
     add("settings", nargs="*", help=argparse.SUPPRESS)
     add("--data", action="append", metavar="PATH", help="training data: file, folder or Hub id; may be repeated")
-    add("--rollouts", action="store_true", help="the data are rollouts, whose groups stay whole")
+    add("--rollouts", action="store_true", help="--data holds rollouts: all responses to a prompt stay in one batch")
     add("--lengths", metavar="FILE", help="file of sample lengths (.npy or text), instead of --data")
     add("--model", metavar="PATH", help="model: folder, Hub id or config; no weights are loaded")
     add("--ranks", type=int, metavar="N", default=1, help="number of devices (default 1)")
@@ -256,7 +256,8 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     cost = found.cost
     print(
         f"cost        {cost.linear:.3e} s per token, {cost.quadratic:.3e} s per token squared, {cost.constant:.3e} s "
-        f"per micro-batch, {cost.step:.3e} s per step; the worst measurement is {found.worst:.2f} times off the fit"
+        f"per micro-batch, {cost.step:.3e} s per step; measured and fitted times differ by a factor of at most "
+        f"{found.worst:.2f}"
     )
     print(f"stored      {found.path}")
     print(

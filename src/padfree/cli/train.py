@@ -120,10 +120,10 @@ def last_line(config: Config, result: RunResult) -> str:
 
 
 def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """Train with the settings `config`, and report progress to `shown`. A failure that the user can fix is a
-    `UserError`.
+    """Train with the settings `config`, and report progress to `shown`.
 
-    `signals`: the signal handlers that this command has installed.
+    Raise a `UserError` for a failure that the user can fix. `signals`: the signal handlers that this command has
+    installed.
     """
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
@@ -281,8 +281,9 @@ def shared_tokens(plan: StepPlan) -> str:
 def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
-    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps, whose plans are
-    `plans`.
+    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps.
+
+    `plans`: the plans of these steps.
     """
     from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
@@ -345,7 +346,7 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             f"micro-batches of {memory.tokens:,} tokens, checkpointing {config.parallel.checkpointing}",
         ),
         ("working", memory.working, "the head's logits, or one layer's backward"),
-        ("reference", memory.reference, "on the CPU while it is not used" if memory.reference_offloaded else "frozen"),
+        ("reference", memory.reference, "kept on the CPU between uses" if memory.reference_offloaded else "frozen"),
         ("sampler", memory.sampler, "a whole copy of the model"),
         (
             "cache",

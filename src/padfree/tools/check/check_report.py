@@ -183,7 +183,7 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return a line of text: the layers that stay in bfloat16 if `parallel.float8_budget` has the checked value."""
+        """Return a line of text that names the layers that stay in bfloat16 with the checked `float8_budget`."""
         if self.float8_budget is None:
             return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]

@@ -56,9 +56,9 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """For each quantity (such as the loss), the difference up to which a comparison passes in any case.
+    """For each quantity (such as the loss), the difference up to which a comparison always passes.
 
-    A larger difference passes only if the rounding noise is large, too.
+    A larger difference passes only if the noise (the rounding error of plain transformers code) is large, too.
     """
 
     logprobs: float

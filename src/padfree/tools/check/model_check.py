@@ -413,12 +413,15 @@ class _Check:
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """Add the result of a comparison of log-probabilities in which only other samples of a pack differ.
+        """Add the result of a check that other samples in a pack do not change a sample's log-probabilities.
 
-        The difference `gap` may be at most as large as that of two identical runs, which is usually 0: a matmul
-        computes each token's result independently, so other tokens cannot change a sample's bits. There are two
-        exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts, and
-        the vision tower if samples share an image, because a replaced sample gets an image of its own.
+        `gap`: the largest difference of a log-probability after the other samples have been replaced. It may be at
+        most as large as the difference between two identical runs. This limit is usually 0, because a matmul computes
+        each token's result independently of other tokens.
+
+        In two cases the noise is the limit instead, because the shapes of matmuls, and with them the rounding, depend
+        on the other samples: in a model with experts, and if samples share an image, which the vision tower then
+        computes once.
         """
         if not self.first:
             return

@@ -156,7 +156,7 @@ class PackedPath:
         self._float8.use(())  # no layer uses float8, except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
-        """Arrange samples in packs as this variation says, in all later calls of the other methods."""
+        """Set how samples are arranged in packs. All later calls of other methods use this variation."""
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":

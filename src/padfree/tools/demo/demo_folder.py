@@ -55,7 +55,10 @@ class Demo:
     def __init__(
         self, folder: Path, console: Console, sizes: DemoSizes, *, known: Collection[str], resume: bool
     ) -> None:
-        """`known`: the names of all stages. A folder that has results of any other stage is refused."""
+        """Open a new folder, or with `resume` the folder of an earlier demo.
+
+        `known`: the names of all stages. A folder with results of an unknown stage raises a `UserError`.
+        """
         self.folder, self.console, self.sizes = folder, console, sizes
         self.found: dict[str, Found] = {}
         state = folder / STATE

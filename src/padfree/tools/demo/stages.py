@@ -88,8 +88,11 @@ def train_padded(demo: Demo) -> Found:
 
 def train_packed(demo: Demo) -> Found:
     found = train_and_compare(demo, sft_config(demo.folder, demo.sizes), demo.found["padded"], set_up=1)
-    demo.say(f"the first {demo.sizes.compared} losses differ by at most {found['difference']:.1e} from the padded ones")
-    demo.say(f"packed, these steps were {found['faster']:.1f} times as fast as padded")
+    demo.say(
+        f"the losses of the first {demo.sizes.compared} steps differ by at most {found['difference']:.1e} from those "
+        "with padding"
+    )
+    demo.say(f"with packing, these steps were {found['faster']:.1f} times as fast as with padding")
     return found
 
 
@@ -117,7 +120,7 @@ def compare_on_gpu(demo: Demo) -> Found:
     padded = padded_steps(demo, config, sizes.gpu_steps)
     found = train_and_compare(demo, config, padded, set_up=sizes.gpu_set_up)
     demo.say(f"a Qwen3 with {parameters:,} random parameters: packed is {found['faster']:.1f} times as fast as padded")
-    demo.say(f"losses differ by at most {found['difference']:.1e}, in bfloat16")
+    demo.say(f"packed and padded losses differ by at most {found['difference']:.1e}, in bfloat16")
     return {**found, "parameters": parameters, "device": torch.cuda.get_device_name()}
 
 
