@@ -18,10 +18,11 @@ from padfree.train.resolve_auto import USABLE_FRACTION
 GIBIBYTE = 1 << 30
 
 MOST_TOKENS = 1 << 22
-"""The search for the largest micro-batch that fits stops at this number of tokens."""
+"""The largest number of tokens of a micro-batch that is tried in the search for the largest one that fits in memory."""
 
 TOKEN_STEP = 256
-"""The number of tokens of larger micro-batches is rounded down to a multiple of this number."""
+"""The result of the search for the largest micro-batch is rounded down to a multiple of this number of tokens, unless
+it is smaller."""
 
 
 class DeviceMemory:

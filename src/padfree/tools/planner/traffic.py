@@ -60,7 +60,7 @@ EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics that a step sums over all processes, not counting those of single processes."""
+"""Approximate number of metrics whose values a step sums over all processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class Placement:
         return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
 
     def hosts_of(self, groups: Ranks) -> int:
-        """Return the largest number of hosts that one group of ranks spans. A group is a row of the array `groups`."""
+        """Return the largest number of hosts that a group spans. `groups`: an array of ranks, one group per line."""
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
@@ -310,7 +310,10 @@ def context_traffic(
 def expert_traffic(
     plan: StepPlan, model: PreTrainedModel, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
-    """Return the bytes sent between ranks that divide experts, if all experts are chosen equally often."""
+    """Return the bytes that a step sends between the ranks that divide the experts of a layer (expert parallelism).
+
+    All experts are assumed to be chosen equally often.
+    """
     found, expert = Traffic(placement=placement), placement.expert
     if expert == 1:
         return found
