@@ -143,7 +143,7 @@ def _rounded_up(tokens: int) -> int:
 def _why_context(context: int, most: int, longest: int, fits: bool) -> list[str]:
     if not fits:
         return [
-            f"context {context}: even this many context ranks hold only {context * most:,} tokens, but the longest "
+            f"context {context}: even {context} context ranks hold only {context * most:,} tokens, but the longest "
             f"sample has {longest:,}; set data.max_length={context * most} and data.overlong, or use more ranks"
         ]
     if context == 1:
