@@ -59,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--layout", metavar="KIND", help="context layout: contiguous, headtail or balanced")
     add("--gpu", metavar="NAME", help="GPU to plan for, such as H100 (default: this machine's)")
     add("--memory", type=float, metavar="GIB", help=f"memory of a device (default: that of the GPU, or {MEMORY:.0f})")
-    add("--hosts", type=int, metavar="N", help="number of hosts, for scaling (--link-inside, --link-between)")
+    add("--hosts", type=int, metavar="N", help="number of hosts; adds step times for growing numbers of devices")
     # The following options are documented in docs/guides/plan.md only, so that the help fits on one screen.
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)

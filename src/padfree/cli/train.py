@@ -300,7 +300,7 @@ def traffic_lines(
     yield from found[0].lines(backend)
     if len(found) > 1:
         sent = ", ".join(shown_bytes(each.of_host(0)[1]) for each in found[1:])
-        yield f"  host 0 to others in the following steps: {sent}"
+        yield f"  sent by host 0 to other hosts in the following steps: {sent}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -345,7 +345,7 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             memory.activations,
             f"micro-batches of {memory.tokens:,} tokens, checkpointing {config.parallel.checkpointing}",
         ),
-        ("working", memory.working, "the head's logits, or one layer's backward"),
+        ("working", memory.working, "temporary tensors: the head's logits, or the backward of one layer"),
         ("reference", memory.reference, "kept on the CPU between uses" if memory.reference_offloaded else "frozen"),
         ("sampler", memory.sampler, "a whole copy of the model"),
         (

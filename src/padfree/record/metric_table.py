@@ -95,7 +95,7 @@ STEP = MetricGroup(
         Metric(
             "source/NAME/loss",
             "loss",
-            "SFT and distillation with a mixture: weighted mean of the token losses of the source.",
+            "SFT and distillation with a mixture of sources: weighted mean of the token losses of source NAME.",
         ),
     ),
 )
@@ -137,7 +137,11 @@ LOSS = MetricGroup(
             "loss/masked_fraction", "share", "RL with `loss.corrections`: share of tokens whose correction factor is 0."
         ),
         Metric("loss/entropy", "nats", "RL with `loss.entropy_coefficient`: entropy of the policy."),
-        Metric("loss/kl", "nats", "RL: KL estimate against the reference. KTO: z₀, the KL estimate of the batch."),
+        Metric(
+            "loss/kl",
+            "nats",
+            "RL: estimate of the KL divergence from the reference model. KTO: z₀, the KL estimate of the batch.",
+        ),
         Metric(
             "loss/sampler_difference",
             "nats",
@@ -162,7 +166,7 @@ BATCH = MetricGroup(
         Metric("reward_std", "reward", "Standard deviation of the rewards."),
         Metric("reward_min", "reward", "Lowest reward."),
         Metric("reward_max", "reward", "Highest reward."),
-        Metric("source/NAME/reward", "reward", "With a mixture of sources: mean reward of the source."),
+        Metric("source/NAME/reward", "reward", "With a mixture of sources: mean reward of source NAME."),
         Metric(
             "groups", "groups", "Number of groups of the rollout batch; with `loss.advantage=given`, number of samples."
         ),
@@ -385,7 +389,8 @@ EPISODES = MetricGroup(
         Metric(
             "episodes_failed",
             "episodes",
-            "Number of episodes and rewards that raised an error or hung, also with `rollout.on_failure=skip`.",
+            "Number of episodes and rewards that raised an error or hung. With `rollout.on_failure=skip`, it is also "
+            "written without an environment or agent.",
         ),
         Metric("groups_failed", "groups", "Number of groups that were left out because an episode or a reward failed."),
         Metric(
@@ -443,7 +448,11 @@ EVALUATION = MetricGroup(
         Metric("eval/kl", "nats", "KTO: z₀, the KL estimate over all held-out answers."),
         Metric("eval/reward", "reward", "RL: mean reward of the responses."),
         Metric("eval/pass@1", "share", "RL: share of responses whose reward is at least `eval.pass_threshold`."),
-        Metric("eval/pass@k", "share", "RL: share of prompts with a passing response among `eval.samples_per_prompt`."),
+        Metric(
+            "eval/pass@k",
+            "share",
+            "RL: share of prompts for which at least one of `eval.samples_per_prompt` responses passes.",
+        ),
         Metric("eval/response_length", "tokens", "RL: mean number of tokens of a response."),
         Metric("eval/response_cut", "share", "RL: share of responses that were cut off before an end token."),
     ),

@@ -185,7 +185,9 @@ class CheckReport:
     def float8_line(self) -> str:
         """Return a line of text that names the layers that stay in bfloat16 with the checked `float8_budget`."""
         if self.float8_budget is None:
-            return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
+            return (
+                "give --float8 a number N to see which layers stay in bfloat16 in a run with parallel.float8_budget=N"
+            )
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]
         named = f"layers {', '.join(kept)} stay in bfloat16" if kept else "all layers multiply in float8"
         return f"parallel.float8_budget={self.float8_budget:g}: {named}"

@@ -194,7 +194,7 @@ def sampling_model(trained: PreTrainedModel, dtype: torch.dtype, device: torch.d
 def _step_rows(
     model: PreTrainedModel, num_slots: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Sequence[int], str | None]:
-    """Return the sizes to which the batch of a decode step (a row per response) is padded, and a problem or None.
+    """Return the sizes to which the batch of a decode step (one entry per response) is padded, and a problem or None.
 
     With these sizes, matmuls give the same bits as in training. If no size does so for all matmuls, the problem is a
     text that says why.

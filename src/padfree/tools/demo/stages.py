@@ -78,7 +78,7 @@ def check(demo: Demo) -> Found:
             "run padfree check to see which results differ, or install another version of torch",
         )
     gradients = max(result.difference for result in report.rows if result.quantity == "gradients")
-    demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from one sample at a time")
+    demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from those of one sample at a time")
     return {"gradients": gradients}
 
 
@@ -177,7 +177,10 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
 
 
 def train_and_compare(demo: Demo, config: Config, padded: Found, *, set_up: int) -> Found:
-    """Train packed, and compare losses and time with `padded_steps`. The first `set_up` steps are not timed."""
+    """Train with packing. Compare losses and time with the result of `padded_steps`, for the same samples.
+
+    The first `set_up` steps are not timed.
+    """
     steps = demo.train(config, "loss", ".4f")[: len(padded["losses"])]
     difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
     if difference > SAME_LOSS[config.model.dtype]:

@@ -78,7 +78,7 @@ class Noise:
 class Measured:
     """A proposal (a possible fault of the server), and the mean and largest |observed - predicted|.
 
-    Observed are the log-probabilities that the server reports, predicted those that the proposal predicts.
+    `observed`: the log-probabilities that the server reports. `predicted`: those of a server with the proposed fault.
     """
 
     proposal: Proposal

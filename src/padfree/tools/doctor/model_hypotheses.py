@@ -155,7 +155,7 @@ def rotary_share(case: Case) -> Iterator[Change]:
         if share != 1.0:
             yield Change(
                 _with_rope(config, kind, {**entry, "partial_rotary_factor": 1.0}),
-                f"the server rotates whole heads, but the config rotates {share:g} of each",
+                f"the server applies RoPE to whole heads, but the config to a fraction of {share:g} of each head",
             )
 
 
@@ -229,14 +229,16 @@ def norm_epsilon(case: Case) -> Iterator[Change]:
         own = getattr(case.model.config, name, None)
         for epsilon in (1e-6, 1e-5):
             if isinstance(own, float) and own != epsilon:
-                yield Change({name: epsilon}, f"the server uses the norm epsilon {epsilon:g}, but the config {own:g}")
+                yield Change(
+                    {name: epsilon}, f"the server uses the norm epsilon {epsilon:g}, not {own:g} as in the config"
+                )
 
 
 def activation(case: Case) -> Iterator[Change]:
     for name in ("hidden_act", "hidden_activation"):
         own = getattr(case.model.config, name, None)
         if own in GELUS:
-            yield Change({name: GELUS[own]}, f"the server uses the activation {GELUS[own]}, but the config {own}")
+            yield Change({name: GELUS[own]}, f"the server uses the activation {GELUS[own]}, not {own} as in the config")
 
 
 # Experts

@@ -117,9 +117,10 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """Return the units among which stale ones are searched: single tensors, if there are at most `MOST_UNITS`.
+    """Return the units (sets of tensors) among which the search looks for stale ones.
 
-    Otherwise the units are whole layers, and single tensors outside the layers.
+    Each unit is a single tensor if there are at most `MOST_UNITS` tensors. Otherwise the units are whole layers, and
+    single tensors outside the layers.
     """
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]

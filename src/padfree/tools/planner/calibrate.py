@@ -70,7 +70,7 @@ TRUSTED_FACTOR = 4.0
 """`calibrate` fails if a measurement and its fitted value differ by more than this factor."""
 
 OnMeasurement = Callable[[int, int], None]
-"""Called with the number of micro-batches measured so far and the total number."""
+"""Function that is called with the number of micro-batches measured so far and the total number of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

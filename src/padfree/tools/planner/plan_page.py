@@ -17,7 +17,7 @@ from padfree.tools.planner.suggest import Suggestion
 Figure = dict[str, Any]
 
 PACKS, DOCUMENTS = 24, 1500
-"""The figure of packs shows at most this many packs, and this many documents in all."""
+"""The figure that shows the packs of a step has at most `PACKS` packs, with `DOCUMENTS` documents in all."""
 
 BINS = 60
 

@@ -197,8 +197,8 @@ class RunPlan:
         )
         if found["steps_planned"] < found["steps"]:
             yield (
-                f"            fill, imbalance and time are from {found['steps_planned']:,} steps spread over the "
-                "epoch; --exact-steps all plans every step"
+                f"            fill, imbalance and time are estimated from {found['steps_planned']:,} steps spread over "
+                "the epoch; --exact-steps all plans every step"
             )
         yield f"fill        {found['fill']:.2%} of the capacity of the micro-batches"
         yield (

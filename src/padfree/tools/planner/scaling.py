@@ -222,7 +222,7 @@ class Scaling:
         speeds = self.links.inside / 1e9, self.links.between / 1e9
         yield (
             f"{'assumed':<12}{inside} inside a host, {speeds[0]:g} GB/s per device; {between} between hosts, "
-            f"{speeds[1]:g} GB/s per device; collectives reach {LINK_EFFICIENCY:.0%} of both"
+            f"{speeds[1]:g} GB/s per device; collectives reach {LINK_EFFICIENCY:.0%} of these bandwidths"
         )
         yield (
             f"{'':<12}ring latency: {LATENCY_INSIDE * 1e6:g} us per device and {LATENCY_BETWEEN * 1e6:g} us per host; "

@@ -90,17 +90,17 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """Return all ranks, in an array of shape [data ranks, context ranks]. The ranks of one row share a pack."""
+        """Return all ranks, in an array [data ranks, context ranks]. Ranks with the same first index share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """Return all ranks, in an array of shape [replicas, shards]. The ranks of one row divide the weights."""
+        """Return all ranks, in an array [replicas, shards]. Ranks with the same first index divide the weights."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """Return all ranks, in an array of shape [shards, replicas]. The ranks of one row hold the same shard."""
+        """Return all ranks, in an array [shards, replicas]. Ranks with the same first index hold the same shard."""
         return self.shard_groups.T
 
     @property
