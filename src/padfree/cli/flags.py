@@ -64,7 +64,9 @@ for `model.path`. An empty string means that the setting is a positional argumen
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, with settings converted to the form that the command takes."""
+    """Return the words of a command line, with settings in the form that the command takes: as `section.name=value`, or
+    as a flag of the command.
+    """
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
     command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()

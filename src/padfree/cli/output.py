@@ -101,8 +101,9 @@ class SurvivingStream(io.TextIOBase):
                 self._stuck = True
 
     def finish(self) -> None:
-        """Wait at most `LAST_SECONDS` until all queued text is written, and end the writing thread unless a write is
-        blocked.
+        """Wait at most `LAST_SECONDS` until all queued text is written, and end the writing thread.
+
+        A thread whose write is blocked, e.g. by a stopped terminal, does not end.
         """
         with self._changed:
             self._changed.wait_for(self._is_written, LAST_SECONDS)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of first steps for which a dry run shows the traffic between hosts."""
+"""A dry run shows the traffic between hosts for this many steps, counted from the first step."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -363,7 +363,10 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
 
 
 def shared_memory_line(memory: MemoryEstimate, config: Config, whole: float) -> str:
-    """Return the line of a dry run about a GPU of `whole` bytes that the run shares with a server."""
+    """Return the line of a dry run that says how much memory run and inference server need on the GPU that they share.
+
+    `whole`: the memory of the GPU in bytes.
+    """
     rollout = config.rollout
     awake = None if rollout.server_memory is None else rollout.server_memory * whole
     turns = (

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics such as `source/NAME/loss`, which is written once for the NAME of each data
-    source.
+    """One metric, or a family of metrics. The family `source/NAME/loss`, for example, has one metric per data source,
+    whose name replaces NAME.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Metric:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is this metric, or belongs to this family of metrics."""
+        """Return whether `name` is the name of this metric or, for a family, of a metric of this family."""
         if not any(part.isupper() for part in self.name.split("/")):
             return name == self.name
         parts = ["[^/]+" if part.isupper() else re.escape(part) for part in self.name.split("/")]
@@ -31,7 +31,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """Metrics that are written under the same condition."""
+    """Metrics that are written under the same condition, such as "RL with `loss.advantage=gae`."."""
 
     title: str
     condition: str

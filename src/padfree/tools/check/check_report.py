@@ -22,7 +22,8 @@ from padfree.tools.json_objects import read_object
 from padfree.train.float8_budget import Float8Distance
 
 MAIN = "packed"
-"""The name of the main check. All other checks vary the layout of the samples, or the tokens around a sample."""
+"""The name of the main check. All other checks repeat it with another layout of the samples in packs, or with other
+tokens before and after a sample."""
 
 
 FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")

@@ -82,9 +82,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The results of plain transformers code, with which packed training is compared (the reference), on rank 0.
+    """The reference: the results of plain transformers code, with which packed training is compared.
 
-    On other ranks, only the samples and the parameter names are set.
+    Only rank 0 has the results. On other ranks, only the samples and the parameter names are set.
     """
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
@@ -238,7 +238,10 @@ def _reference(
     teachers: list[PreTrainedModel] = []
 
     def load(kind: torch.dtype) -> PreTrainedModel:
-        """Load the model in the dtype `kind`, and a teacher if the loss has one. Every rank must call this."""
+        """Return the model, loaded in the dtype `kind`. If the loss needs a teacher, load it into `teachers`.
+
+        Every rank must call this.
+        """
 
         def loaded(head: ModelHead) -> PreTrainedModel:
             model = load_model(
@@ -364,9 +367,10 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare `logprobs`, `loss` and the gradients in the parameters with those of plain transformers code.
+        """Compare results of packed training with those of plain transformers code.
 
-        Add one result per quantity to the report, under the name `check`.
+        The results are `logprobs`, `loss` and the gradients that the last backward has left in the parameters. The
+        report gets one line per quantity, under the name `check`.
         """
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 STATE = "demo.json"
 OWN = {STATE, f"{STATE}.writing", "cache", "data", "model", "plan.html", "check.json", "sft", "rl", "gpu", "real"}
 OWN |= {"report.html"}
-"""Names of all files and folders that a demo writes. Only a folder without other files is removed for a new demo."""
+"""Names of all files and folders that a demo writes. A new demo replaces the folder of an earlier demo only if it holds
+nothing else."""
 
 Found = dict[str, Any]
 """The result of a stage, as stored in `demo.json`."""

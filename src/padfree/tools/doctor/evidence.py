@@ -77,7 +77,7 @@ class Evidence:
 
     @property
     def tokens(self) -> Ids:
-        """Return the ids of the scored tokens, [E]."""
+        """Return the ids [E] of the tokens that have a log-probability."""
         return np.array([self.sequences[s][p] for s, p in zip(self.sequence, self.positions, strict=True)], np.int64)
 
     @property
@@ -96,7 +96,10 @@ class Evidence:
         return 0.0
 
     def with_prompts(self, prompts: Sequence[Sequence[int]]) -> Evidence:
-        """Return evidence in which the same responses follow other prompts, one prompt per sequence."""
+        """Return a copy of the evidence in which the response of each sequence follows another prompt.
+
+        `prompts`: the token ids of the new prompt of each sequence.
+        """
         joined = [
             np.concatenate([np.asarray(prompt, np.int64), sequence[start:]])
             for prompt, sequence, start in zip(prompts, self.sequences, self.starts, strict=True)
@@ -110,7 +113,7 @@ class Evidence:
         return [sequence[:start].tolist() for sequence, start in zip(self.sequences, self.starts, strict=True)]
 
     def by_sequence(self, values: Floats) -> list[Floats]:
-        """Split an array of E values into one array per sequence."""
+        """Split an array of one value per scored token [E] into one array per sequence."""
         bounds = np.searchsorted(self.sequence, np.arange(len(self.sequences) + 1))
         return [values[start:end] for start, end in pairwise(bounds)]
 

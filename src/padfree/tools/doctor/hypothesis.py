@@ -61,9 +61,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proposal:
-    """A possible fault of a server. `logprobs`: the log-probabilities that the server would report with this fault.
+    """A possible fault of a server.
 
-    They are NaN for tokens for which the fault predicts nothing.
+    `logprobs`: the log-probabilities that the server would report with this fault; NaN for tokens that it does not
+    predict.
     """
 
     cause: str

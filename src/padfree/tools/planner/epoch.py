@@ -80,7 +80,7 @@ class EpochPlan:
 
     @cached_property
     def tokens(self) -> Lengths:
-        """Return the number of tokens of each step, [steps]."""
+        """Return an array with the number of tokens of each step."""
         return np.array([step.sum() for step in self.steps], dtype=np.int64)
 
     @cached_property
@@ -114,12 +114,16 @@ class EpochPlan:
 
     @cached_property
     def costs(self) -> Floats:
-        """Return the cost of the samples of each step, [steps], without the fixed cost of micro-batches."""
+        """Return the cost of each step, [steps]: the sum of the costs of its samples, without the fixed cost that every
+        micro-batch adds.
+        """
         return np.array([self.cost(step).sum() for step in self.steps])
 
     @cached_property
     def attention_share(self) -> float:
-        """Return the fraction of the cost that grows with the square of the sample length."""
+        """Return the share of attention in the cost of the epoch: the part that grows with the square of the sample
+        length.
+        """
         square = sum(float(np.square(step.astype(np.float64)).sum()) for step in self.steps)
         return self.cost.quadratic * square / float(self.costs.sum())
 

@@ -210,7 +210,7 @@ def spread(number: int, most: int) -> Lengths:
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """Return the optimizer steps of one pass over rollouts or preference pairs.
+    """Return the optimizer steps of one pass over rollouts or preference pairs, as lengths of their samples.
 
     `parts`: number of samples of each source of a mixture.
     """

@@ -36,7 +36,7 @@ IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_versi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeModel:
-    """A cost model, and the number of its units (e.g. FLOPs) that a device computes per second."""
+    """A cost model, and how many units of its cost (e.g. FLOPs) a device computes per second."""
 
     cost: CostModel
     per_second: float | None  # None: unknown

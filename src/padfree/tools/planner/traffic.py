@@ -144,7 +144,7 @@ class Traffic:
     between: dict[str, Floats] = field(default_factory=dict)  # [ranks]
 
     def send(self, kind: str, source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
-        """Count `size[i]` bytes that rank `source[i]` sends to rank `target[i]`."""
+        """Add the bytes of messages: rank `source[i]` sends `size[i]` bytes to rank `target[i]`."""
         source, target, size = np.broadcast_arrays(source, target, np.asarray(size, dtype=np.float64))
         near = self.placement.host(source) == self.placement.host(target)
         for links, chosen in ((self.inside, near), (self.between, ~near)):
@@ -152,9 +152,9 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Count a collective over `size` bytes in each ring. `groups` [rings, P]: the P ranks of each ring.
+        """Add the bytes of a collective in several rings: each rank sends (P - 1)/P · `size` bytes to the next rank.
 
-        Each rank sends (P - 1)/P · `size` bytes to the next rank.
+        `groups` [rings, P]: the P ranks of each ring. `size`: the bytes of the whole tensor.
         """
         world = groups.shape[1]
         if world > 1:

@@ -42,7 +42,7 @@ NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Responses:
-    """The lines of a file that the page shows, and the number of lines in the file."""
+    """The lines of a file that the page shows (`rows`), and the number of all lines of the file (`total`)."""
 
     rows: Sequence[Record]
     total: int
@@ -70,9 +70,9 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 
 
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the indices of the lines to show, in ascending order: at most `most` of `count`.
+    """Choose at most `most` of the `count` lines of a file, and return their indices in ascending order.
 
-    The lines form blocks of consecutive lines. The first and the last block of the file are among them.
+    The chosen lines form blocks of consecutive lines, spread evenly over the file, including its first and last block.
     """
     if count <= most:
         return np.arange(count)

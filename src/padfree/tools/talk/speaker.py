@@ -92,9 +92,10 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`chat` renders the chat template. If it is None, prompts are plain text.
+        """Prepare the sampler of a model.
 
-        `decodes`: whether padfree's `Decoder` (with a KV cache) generates the tokens; None: `InProcessSampler` decides.
+        `chat`: renders the chat template; None: prompts are plain text. `decodes`: whether padfree's `Decoder` (with a
+        KV cache) generates the tokens; None: the default of `InProcessSampler` for this model and device.
         """
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
