@@ -45,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--model", required=True, metavar="PATH", help="model: folder, Hub id, or config (random weights)")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
-    add("--samples", type=int, default=8, metavar="N", help="number of samples of spread lengths (default 8)")
+    add("--samples", type=int, default=8, metavar="N", help="number of samples, short and long ones (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to N tokens (default 1024)")
     add("--tokenizer", metavar="PATH", help="tokenizer: folder or Hub id (default: the model's)")
     add(

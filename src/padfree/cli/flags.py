@@ -27,8 +27,8 @@ SHORT_FLAGS = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""The setting that each short flag sets, e.g. `--lr 1e-5` sets `optimizer.lr`. A command's own flag of the same name
-takes precedence."""
+"""The setting that each short flag sets in training commands and `padfree eval`, e.g. `--lr 1e-5` sets
+`optimizer.lr`."""
 
 STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
 """Settings whose value in a short flag is always a string: `--folder 1` names the folder "1"."""
@@ -59,8 +59,8 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""For each command that does not take overrides of all settings: the flag with which it takes a setting, e.g. `--model`
-for `model.path`. An empty string means that the setting is a positional argument, as in `padfree report FOLDER`."""
+"""By command: the command's own flag for a setting, e.g. `padfree check --model` for `model.path`. An empty string means
+that the setting is a positional argument, as in `padfree report FOLDER`."""
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
     standard input    one JSON line with the command, the folder and the environment variables (the order);
                       one JSON line with the arguments of torchrun; then the line "stop", or the end of the input
-    standard output   one JSON line that begins with ANSWER: versions and number of GPUs of this host, or an error;
-                      then the output of torchrun and its processes
+    standard output   one JSON line that begins with ANSWER: this host's versions and number of GPUs and the digest of
+                      the recipe, or an error; then the output of torchrun and its processes
 
 The launcher controls this program over standard input. When standard input ends, because the launcher ended or the
 connection was lost, torchrun receives SIGTERM. The line "stop" has the same effect.

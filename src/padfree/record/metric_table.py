@@ -31,7 +31,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """Metrics that are written under the same condition, such as "RL with `loss.advantage=gae`."."""
+    """Metrics that are written under the same `condition`, such as "RL with critic"."""
 
     title: str
     condition: str
@@ -233,7 +233,7 @@ TIMES = MetricGroup(
         Metric(
             "seconds/preparing",
             "s",
-            "Time of preparing the batch: reading the data, advantages, reward metrics. Sampling, rewards and scoring "
+            "Time of preparing the batch: choosing its data, advantages, reward metrics. Sampling, rewards and scoring "
             "are not included.",
         ),
         Metric(
@@ -327,7 +327,7 @@ COLLECTION = MetricGroup(
         Metric(
             "queue_unfinished",
             "groups",
-            "With `rollout.staleness`: number of groups in the queue of rollouts that are still being sampled.",
+            "With `rollout.staleness`: number of unfinished groups in the queue of rollouts that are not trained yet.",
         ),
         Metric(
             "groups_dropped",
@@ -350,7 +350,7 @@ COLLECTION = MetricGroup(
         Metric(
             "sampler/sleep_seconds",
             "s",
-            "With `rollout.colocated`: time in which the servers went to sleep, i.e. released their GPU memory.",
+            "With `rollout.colocated`: time that the servers took to go to sleep, i.e. to release their GPU memory.",
         ),
         Metric("sampler/weight_sync_bytes", "bytes", "Servers: bytes sent in the last weight sync."),
         Metric(

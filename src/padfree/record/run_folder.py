@@ -57,7 +57,7 @@ LOCK_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The content of `run.json`: the id of the run that the folder belongs to, and when it was created."""
+    """The content of `run.json`: the id of the run, and the version of padfree and the time at which it was created."""
 
     run: str
     padfree: str

@@ -179,9 +179,10 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """Compare the gradients in the model's parameters with those in `reference`, and delete the former.
+        """Compare the gradients in the model's parameters with those in `reference`.
 
-        Return the differences by parameter name on rank 0, and {} on other ranks.
+        Return the differences by parameter name on rank 0, and {} on other ranks. The gradients in the parameters are
+        deleted.
         """
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():

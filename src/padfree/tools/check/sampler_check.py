@@ -245,7 +245,7 @@ def first_difference(
     """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
     `sampled`: the sampled tokens, up to the first one whose log-probability differs between sampler and trainer.
-    `rows`: the batch size of a decode step. One entry of the batch is the response, the others are padding.
+    `rows`: the batch size of a decode step. The first entry of the batch is the response; the others are unused.
     """
     tokens = np.concatenate([prompt, sampled])
     expected = _trainer_trace(trained, Sample(tokens=tokens))

@@ -18,11 +18,11 @@ from padfree.train.resolve_auto import USABLE_FRACTION
 GIBIBYTE = 1 << 30
 
 MOST_TOKENS = 1 << 22
-"""The largest number of tokens of a micro-batch that is tried in the search for the largest one that fits in memory."""
+"""The search for the largest micro-batch that fits in memory tries at most this number of tokens."""
 
 TOKEN_STEP = 256
-"""The result of the search for the largest micro-batch is rounded down to a multiple of this number of tokens, unless
-it is smaller."""
+"""The number of tokens of the largest micro-batch that fits is rounded down to a multiple of this number, except that
+smaller numbers stay as they are."""
 
 
 class DeviceMemory:

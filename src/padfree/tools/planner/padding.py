@@ -21,7 +21,7 @@ PADDED_SIZES = (2, 4, 8, 16, 32)
 """Numbers of samples in the padded micro-batches that the plan compares with packing."""
 
 USUAL_SIZE = 8
-"""The number of samples in a padded micro-batch, for the summary, which compares packing with a single size."""
+"""The printed plan compares packing with padded micro-batches of this number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

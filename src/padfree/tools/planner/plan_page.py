@@ -17,7 +17,8 @@ from padfree.tools.planner.suggest import Suggestion
 Figure = dict[str, Any]
 
 PACKS, DOCUMENTS = 24, 1500
-"""The figure that shows the packs of a step has at most `PACKS` packs, with `DOCUMENTS` documents in all."""
+"""Maximum number of packs in the figure that shows the packs of a step, and maximum number of documents in all these
+packs."""
 
 BINS = 60
 
