@@ -59,8 +59,8 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""By command: the command's own flag for a setting, e.g. `padfree check --model` for `model.path`. An empty string means
-that the setting is a positional argument, as in `padfree report FOLDER`."""
+"""By command: the command's own flag for a setting, e.g. `padfree check --model` for `model.path`. An empty string
+means that the setting is a positional argument, as in `padfree report FOLDER`."""
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:

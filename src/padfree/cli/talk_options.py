@@ -39,7 +39,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default 0: decode greedily)"
     )
     command.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens that have this probability in total"
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from likeliest tokens of this total probability"
     )
     command.add_argument("--top-k", type=int, metavar="K", help="sample from this many of the likeliest tokens")
     command.add_argument(

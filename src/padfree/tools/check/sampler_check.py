@@ -267,9 +267,9 @@ def _trainer_trace(model: PreTrainedModel, sample: Sample) -> Trace:
 def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored: int, rows: int) -> Trace:
     """Run the sampler on given tokens, and record the inputs and outputs of its modules.
 
-    The sampler prefills the first `stored` tokens and runs a decode step for each further token but the last. A decode
-    step has `rows` rows, of which only the first holds the response. The KV cache holds the pages of the prompt, then
-    the pages of the response, then an unused page.
+    The sampler prefills the first `stored` tokens and runs a decode step for each further token except the last. The
+    batch of a decode step has `rows` entries, of which only the first is used. The KV cache holds the pages of the
+    prompt, then the pages of the response, then an unused page.
     """
     own = -(-stored // PAGE_SIZE) * PAGE_SIZE
     length = len(tokens) - 1
