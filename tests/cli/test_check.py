@@ -98,8 +98,8 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--float8", "0"], "--float8: 0.0; give a number above 0, or no number"),
-        (["--float8", "nan"], "--float8: nan; give a number above 0, or no number"),
+        (["--float8", "0"], "--float8: 0.0; give a number above 0, or --float8 without a number"),
+        (["--float8", "nan"], "--float8: nan; give a number above 0, or --float8 without a number"),
         (["--backend", "magic"], "backend: 'magic' is not an attention backend"),
         (["--device", "tpu"], "device: 'tpu' is not a device type"),
         (["--layout", "cp"], "--layout: 'cp'; give data and context ranks, as in dp=2,cp=2"),

@@ -264,7 +264,7 @@ def test_the_plan_counts_what_is_shared(rows_run: Config, tmp_path: Path) -> Non
     assert plan.epoch.slot_tokens.tolist() == trees
     assert "6 rows, 16 samples" in next(plan.lines())
     assert plan.summary()["rows"] == 6
-    assert any("shared within a data row" in line and f"counts {sum(trees):,} tokens" in line for line in plan.lines())
+    assert any("samples of a data row share" in line and f"for {sum(trees):,} tokens" in line for line in plan.lines())
 
 
 def cost_of(config: Config) -> CostModel:

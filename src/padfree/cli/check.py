@@ -45,15 +45,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--model", required=True, metavar="PATH", help="model: folder, Hub id, or config (random weights)")
     add("overrides", nargs="*", help=argparse.SUPPRESS)
     add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
-    add("--samples", type=int, default=8, metavar="N", help="number of samples, from short to long (default 8)")
+    add("--samples", type=int, default=8, metavar="N", help="number of samples, short and long ones (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to N tokens (default 1024)")
     add("--tokenizer", metavar="PATH", help="tokenizer: folder or Hub id (default: the model's)")
     add(
         "--sampler",
         action="store_true",
-        help="instead compare sampler and trainer bit for bit",
+        help="compare sampler and trainer bit for bit instead of packed training with single samples",
     )
-    add("--loss", default="nll", metavar="NAME", help="nll (default), dpo, kto, distill, reward or value")
+    add("--loss", default="nll", metavar="NAME", help="loss: nll (default), dpo, kto, distill, reward or value")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")
@@ -66,7 +66,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="BUDGET",
         help="also measure how float8 changes gradients",
     )
-    add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks, under torchrun")
+    add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks (needs torchrun)")
     add("--device", default="auto", metavar="NAME", help="device: auto, cpu or cuda")
     add("--json", metavar="FILE", help="also write the report to this file")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -87,7 +87,7 @@ def run(settings: argparse.Namespace) -> None:
     measured = settings.float8 is not False
     budget: float | None = settings.float8 if measured else None
     if budget is not None and not 0 < budget < math.inf:
-        raise UserError("--float8", "", "give a number above 0, or no number", value=budget)
+        raise UserError("--float8", "", "give a number above 0, or --float8 without a number", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data, vision = data_settings(settings)
@@ -170,7 +170,7 @@ def _check_vision_options(settings: argparse.Namespace) -> None:
     loss = settings.loss if settings.loss in ("reward", "value") else None
     for name, given, fix in (
         ("--sampler", settings.sampler, "leave one of them out"),
-        ("--loss", loss, "choose nll, dpo, kto or distill: a model with a scalar head reads text"),
+        ("--loss", loss, "choose nll, dpo, kto or distill: reward models and critics do not read images"),
         ("--layers", settings.layers, "remove --layers: all layers of a vision-language model are checked"),
         ("--tokenizer", settings.tokenizer, "remove --tokenizer: the model's own processor makes the tokens"),
     ):
@@ -274,7 +274,7 @@ def show(report: CheckReport) -> None:
 
 
 def _print_table(table: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> None:
-    """Print the rows of a table in columns. The columns with the indices `right` are aligned to the right."""
+    """Print a table. `right`: the indices of the columns that are aligned to the right."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         cells = [

@@ -27,7 +27,8 @@ SHORT_FLAGS = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""The setting that each short flag sets, for commands that have no flag of the same name."""
+"""The setting that each short flag sets in training commands and `padfree eval`, e.g. `--lr 1e-5` sets
+`optimizer.lr`."""
 
 STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
 """Settings whose value in a short flag is always a string: `--folder 1` names the folder "1"."""
@@ -58,11 +59,14 @@ OWN_FLAGS = {
     "report": {"run.folder": ""},
     "plan": {},
 }
-"""For each command, its own flag for some settings. An empty string stands for a positional argument."""
+"""By command: the command's own flag for a setting, e.g. `padfree check --model` for `model.path`. An empty string
+means that the setting is a positional argument, as in `padfree report FOLDER`."""
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, with settings converted to the form that the command takes."""
+    """Return the words of a command line, with settings in the form that the command takes: as `section.name=value`, or
+    as a flag of the command.
+    """
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
     command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()

@@ -24,7 +24,8 @@ SIGNAL_CHECK_SECONDS = 0.5
 """Seconds between two checks for signals while the launcher waits for hosts."""
 
 NOT_FOUND, CONNECTION = (126, 127), 255
-"""NOT_FOUND: exit codes of a shell that cannot run the program. CONNECTION: exit code of ssh if it cannot connect."""
+"""`NOT_FOUND`: exit codes of a host's shell if it cannot run the given program. `CONNECTION`: exit code of ssh if it
+cannot connect."""
 
 
 @dataclass(frozen=True, slots=True)

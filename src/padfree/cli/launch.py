@@ -65,7 +65,7 @@ ENVIRONMENT = (
     "TRITON_",
     "WANDB_",
 )
-"""Environment variables with these prefixes are copied to the hosts."""
+"""Environment variables whose names begin with one of these prefixes are copied to the hosts."""
 
 LINGER = 8.0
 """After a failure on one host, the other hosts have this many seconds to print their errors and end by themselves."""

@@ -52,7 +52,7 @@ STOPPED = 75
 """Exit code of a run that was stopped by a signal and can be resumed (EX_TEMPFAIL)."""
 
 GO_ON_WITHOUT_OUTPUT = (*TRAINING, "demo", "launch")
-"""Commands whose results are in files. They therefore continue if stdout or stderr cannot be written."""
+"""Commands that write their results to files. They therefore continue if stdout or stderr cannot be written."""
 
 CALL_USER_CODE = (*TRAINING, "eval")
 """Commands that call user functions: rewards, losses, engines, environments."""

@@ -1,9 +1,11 @@
 """The program that `padfree launch` starts on each host: it checks the command, then runs torchrun.
 
-    standard input    the order, one JSON line; the arguments of torchrun, one JSON line; then "stop", or end of file
-    standard output   the answer, one JSON line that begins with ANSWER; then the output of torchrun and its processes
+    standard input    one JSON line with the command, the folder and the environment variables (the order);
+                      one JSON line with the arguments of torchrun; then the line "stop", or the end of the input
+    standard output   one JSON line that begins with ANSWER: this host's versions and number of GPUs and the digest of
+                      the recipe, or an error; then the output of torchrun and its processes
 
-The launcher and this program talk over standard input. When standard input ends, because the launcher ended or the
+The launcher controls this program over standard input. When standard input ends, because the launcher ended or the
 connection was lost, torchrun receives SIGTERM. The line "stop" has the same effect.
 
 Environment variables are sent over standard input as well. They may contain secrets, and command-line arguments are
@@ -34,13 +36,13 @@ from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
-"""The beginning of the line that answers the launcher. A shell may print other lines before this line."""
+"""The first characters of the line that answers the launcher. They distinguish it from lines that a shell prints."""
 
 SHUTDOWN = 30.0
 """Seconds that torchrun waits for its processes after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""
 
 RELEASE = 15.0
-"""Additional seconds to wait until torchrun itself has ended."""
+"""Seconds to wait for the end of torchrun, in addition to the seconds that torchrun waits for its processes."""
 
 
 def shutdown_seconds() -> float:

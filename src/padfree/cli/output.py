@@ -8,8 +8,8 @@ A write never blocks and never raises, even if
 - a terminal is closed or stopped (Ctrl-S), or a descriptor is non-blocking,
 - an ASCII stream cannot represent the text.
 
-If the output of stdout or stderr is lost, the other of the two reports the loss once. The files in the run's folder
-still contain all results.
+If output to stdout is lost, stderr gets one message that says so; if output to stderr is lost, stdout gets the message.
+The files in the run's folder still contain all results.
 
 Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
 when the reader ends.
@@ -32,7 +32,8 @@ MOST_CHARACTERS = 1 << 20
 """Maximum number of characters in the queue. More text is dropped."""
 
 FLUSH_SECONDS, LAST_SECONDS = 0.2, 5.0
-"""Maximum seconds to wait for a slow reader of the output: in a flush, and at the end of a run."""
+"""Maximum seconds to wait for a slow reader of the output: `FLUSH_SECONDS` in a flush, `LAST_SECONDS` at the end of a
+run."""
 
 
 class SurvivingStream(io.TextIOBase):
@@ -100,8 +101,9 @@ class SurvivingStream(io.TextIOBase):
                 self._stuck = True
 
     def finish(self) -> None:
-        """Wait at most `LAST_SECONDS` until all queued text is written, and end the writing thread unless a write is
-        blocked.
+        """Wait at most `LAST_SECONDS` until all queued text is written, and end the writing thread.
+
+        A thread whose write is blocked, e.g. by a stopped terminal, does not end.
         """
         with self._changed:
             self._changed.wait_for(self._is_written, LAST_SECONDS)

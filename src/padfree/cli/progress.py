@@ -22,7 +22,8 @@ from typing import Any
 from padfree.errors import UserError
 
 SILENCE, LONGEST_SILENCE = 10.0, 600.0
-"""Seconds without output until the first status line, and maximum seconds between two status lines."""
+"""`SILENCE`: seconds without output until the first status line. `LONGEST_SILENCE`: maximum seconds between two status
+lines."""
 
 
 class Heartbeat:

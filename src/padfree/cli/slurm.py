@@ -116,7 +116,7 @@ def write_recipe_script(config: Config, words: Sequence[str]) -> None:
 
 @contextmanager
 def processes_of_job(slurm: SlurmConfig) -> Iterator[None]:
-    """Context manager in which a dry run describes the processes of the job and not those of this machine."""
+    """Context manager in which a dry run describes a run with the number of processes of the Slurm job."""
     assert slurm.nodes is not None, "no batch script was asked for"
     assert slurm.processes is not None, "SlurmConfig refuses this"
     variables = {"WORLD_SIZE": str(slurm.nodes * slurm.processes), "LOCAL_WORLD_SIZE": str(slurm.processes)}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from padfree.train import RunResult
 
 SHOWN_STEPS = 4
-"""Number of first steps for which a dry run shows the traffic between hosts."""
+"""A dry run shows the traffic between hosts for this many steps, counted from the first step."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -120,10 +120,10 @@ def last_line(config: Config, result: RunResult) -> str:
 
 
 def train_with_progress(config: Config, shown: Lines, signals: StopSignals) -> RunResult:
-    """Train with the settings `config`, and report progress to `shown`. A failure that the user can fix is a
-    `UserError`.
+    """Train with the settings `config`, and report progress to `shown`.
 
-    `signals`: the signal handlers that this command has installed.
+    Raise a `UserError` for a failure that the user can fix. `signals`: the signal handlers that this command has
+    installed.
     """
     shown.activity("importing torch and transformers", 0, 0)
     with paused_collector():
@@ -281,8 +281,9 @@ def shared_tokens(plan: StepPlan) -> str:
 def traffic_lines(
     config: Config, model: PreTrainedModel, plans: Sequence[StepPlan], processes: int, device_type: str
 ) -> Iterator[str]:
-    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps, whose plans are
-    `plans`.
+    """Yield lines that show the host of each rank, and the traffic between hosts in the first steps.
+
+    `plans`: the plans of these steps.
     """
     from padfree.tools.planner.traffic import Placement, shown_bytes, step_traffic
 
@@ -299,7 +300,7 @@ def traffic_lines(
     yield from found[0].lines(backend)
     if len(found) > 1:
         sent = ", ".join(shown_bytes(each.of_host(0)[1]) for each in found[1:])
-        yield f"  host 0 to others in the following steps: {sent}"
+        yield f"  sent by host 0 to other hosts in the following steps: {sent}"
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -344,8 +345,8 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
             memory.activations,
             f"micro-batches of {memory.tokens:,} tokens, checkpointing {config.parallel.checkpointing}",
         ),
-        ("working", memory.working, "the head's logits, or one layer's backward"),
-        ("reference", memory.reference, "on the CPU while it is not used" if memory.reference_offloaded else "frozen"),
+        ("working", memory.working, "temporary tensors: the head's logits, or the backward of one layer"),
+        ("reference", memory.reference, "kept on the CPU between uses" if memory.reference_offloaded else "frozen"),
         ("sampler", memory.sampler, "a whole copy of the model"),
         (
             "cache",
@@ -362,7 +363,10 @@ def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
 
 
 def shared_memory_line(memory: MemoryEstimate, config: Config, whole: float) -> str:
-    """Return the line of a dry run about a GPU of `whole` bytes that the run shares with a server."""
+    """Return the line of a dry run that says how much memory run and inference server need on the GPU that they share.
+
+    `whole`: the memory of the GPU in bytes.
+    """
     rollout = config.rollout
     awake = None if rollout.server_memory is None else rollout.server_memory * whole
     turns = (

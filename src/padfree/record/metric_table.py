@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric, or a family of metrics such as `source/NAME/loss`, which is written once for the NAME of each data
-    source.
+    """One metric, or a family of metrics. The family `source/NAME/loss`, for example, has one metric per data source,
+    whose name replaces NAME.
     """
 
     name: str
@@ -22,7 +22,7 @@ class Metric:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is this metric, or belongs to this family of metrics."""
+        """Return whether `name` is the name of this metric or, for a family, of a metric of this family."""
         if not any(part.isupper() for part in self.name.split("/")):
             return name == self.name
         parts = ["[^/]+" if part.isupper() else re.escape(part) for part in self.name.split("/")]
@@ -31,7 +31,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """Metrics that are written under the same condition."""
+    """Metrics that are written under the same `condition`, such as "RL with critic"."""
 
     title: str
     condition: str
@@ -65,10 +65,10 @@ STEP = MetricGroup(
             "tokens",
             "Number of computed tokens: a prefix that samples share counts once, and skipped samples do not count.",
         ),
-        Metric("seconds", "s", "Time of the update, without sampling and scoring of rollouts."),
+        Metric("seconds", "s", "Time of the optimizer step, without sampling and scoring of rollouts."),
         Metric("tokens_per_second", "tokens/s", "`tokens` without `skipped_tokens`, divided by `seconds`."),
         Metric("micro_batches", "micro-batches", "Number of micro-batches on each data rank."),
-        Metric("fill", "share", "Tokens divided by the capacity of the micro-batches."),
+        Metric("fill", "share", "Tokens of the step divided by the number of tokens that fit into its micro-batches."),
         Metric("padding_share", "share", "Pad tokens divided by all tokens that are computed."),
         Metric(
             "imbalance",
@@ -95,16 +95,17 @@ STEP = MetricGroup(
         Metric(
             "source/NAME/loss",
             "loss",
-            "SFT and distillation with a mixture: weighted mean of the token losses of the source.",
+            "SFT and distillation with a mixture of sources: weighted mean of the token losses of source NAME.",
         ),
     ),
 )
 
 LOSS = MetricGroup(
     "Statistics of the loss",
-    "Means over scored tokens, or over pairs or answers. In RL, samples that the step skips (`skipped_samples`) have "
-    "no log-probabilities: all means except that of the advantage cover the other samples, and are missing if the step "
-    "skips all samples. An objective of your own adds `loss/NAME` for each of its statistics.",
+    "Each statistic is a mean over scored tokens, or over pairs or answers. In RL, samples that the step skips "
+    "(`skipped_samples`) have no log-probabilities. Therefore only `loss/advantage` covers all samples. The other "
+    "means cover the samples that were not skipped, and are missing if the step skips all samples. An objective of "
+    "your own adds `loss/NAME` for each of its statistics.",
     (
         Metric("loss/nll", "nats", "SFT: negative log-likelihood."),
         Metric("loss/divergence", "nats", "Distillation: divergence between teacher and student."),
@@ -136,7 +137,11 @@ LOSS = MetricGroup(
             "loss/masked_fraction", "share", "RL with `loss.corrections`: share of tokens whose correction factor is 0."
         ),
         Metric("loss/entropy", "nats", "RL with `loss.entropy_coefficient`: entropy of the policy."),
-        Metric("loss/kl", "nats", "RL: KL estimate against the reference. KTO: z₀, the KL estimate of the batch."),
+        Metric(
+            "loss/kl",
+            "nats",
+            "RL: estimate of the KL divergence from the reference model. KTO: z₀, the KL estimate of the batch.",
+        ),
         Metric(
             "loss/sampler_difference",
             "nats",
@@ -161,7 +166,7 @@ BATCH = MetricGroup(
         Metric("reward_std", "reward", "Standard deviation of the rewards."),
         Metric("reward_min", "reward", "Lowest reward."),
         Metric("reward_max", "reward", "Highest reward."),
-        Metric("source/NAME/reward", "reward", "With a mixture of sources: mean reward of the source."),
+        Metric("source/NAME/reward", "reward", "With a mixture of sources: mean reward of source NAME."),
         Metric(
             "groups", "groups", "Number of groups of the rollout batch; with `loss.advantage=given`, number of samples."
         ),
@@ -189,39 +194,60 @@ BATCH = MetricGroup(
 
 TIMES = MetricGroup(
     "Times of a rollout batch",
-    "RL, on rank 0. `seconds/update` is in every line of metrics.jsonl, and the phases of a batch are in the line of "
-    "its first update. Logging, evaluations and checkpoints follow an update and are in the line of the next one. The "
-    "times in a line add up to the time between the ends of two updates, unless phases run at the same time (on a GPU, "
-    "with rollouts from files); then the shared time counts twice.",
+    "Written in RL; measured on rank 0. `seconds/update` is in every line of metrics.jsonl. The times of a rollout "
+    "batch, such as sampling and rewards, are in the line of the batch's first update. Logging, evaluations and "
+    "checkpoints follow an update, and their times are in the line of the next update. The times in a line add up to "
+    "the time from the end of the previous update to the end of this update. The exception is a run on a GPU with "
+    "rollouts from files: the next batch is prepared during an update, and this time counts twice.",
     (
         Metric(
-            "seconds/update", "s", "Time of the update. On a GPU it also includes the time in which the device waits."
+            "seconds/update",
+            "s",
+            "Time of the update. On a GPU it also includes the time in which the GPU waits for the host.",
         ),
-        Metric("seconds/sampling", "s", "Time of sampling, including all that the sampler does not report separately."),
+        Metric(
+            "seconds/sampling",
+            "s",
+            "Time of sampling responses, including all work of the rollout phase that has no time of its own below.",
+        ),
         Metric("seconds/rewards", "s", "Time of computing rewards."),
         Metric("seconds/weight_sync", "s", "Time of sending weights to the sampler."),
-        Metric("seconds/waiting", "s", "Time of waiting for responses that are sampled ahead of training."),
+        Metric(
+            "seconds/waiting",
+            "s",
+            "With `rollout.staleness`: time of waiting for responses that are sampled ahead of training. Otherwise: "
+            "time of exchanging results with other ranks, which includes waiting for the slowest rank.",
+        ),
         Metric(
             "seconds/reference",
             "s",
-            "Time of scoring samples with the reference, and of copying the policy's weights to it.",
+            "Time of scoring samples with the reference model, and of copying the policy's weights to this model.",
         ),
         Metric("seconds/teacher", "s", "Time of scoring samples with the teacher."),
         Metric("seconds/critic", "s", "Time of computing values with the critic."),
-        Metric("seconds/old_logprobs", "s", "Time of scoring samples with the policy before the updates."),
+        Metric(
+            "seconds/old_logprobs",
+            "s",
+            "Time of scoring samples with the policy as it is before the batch's updates (the old policy).",
+        ),
         Metric(
             "seconds/preparing",
             "s",
-            "Time of preparing the batch, without scoring: order of the data, advantages, reward metrics.",
+            "Time of preparing the batch: choosing its data, advantages, reward metrics. Sampling, rewards and scoring "
+            "are not included.",
         ),
-        Metric("seconds/logging", "s", "Time of writing the previous line of metrics, also to trackers and progress."),
+        Metric(
+            "seconds/logging",
+            "s",
+            "Time of writing the previous line of metrics to metrics.jsonl, the trackers and the progress output.",
+        ),
         Metric("seconds/evaluation", "s", "Time of evaluations since the previous line."),
         Metric(
             "seconds/checkpoint",
             "s",
             "Time that training waited for checkpoints since the previous line.",
         ),
-        Metric("seconds/other", "s", "Time since the previous update that belongs to none of the other phases."),
+        Metric("seconds/other", "s", "Time since the previous update that no other `seconds/...` metric includes."),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",
@@ -236,11 +262,12 @@ CRITIC = MetricGroup(
     "RL with `loss.advantage=gae`.",
     (
         Metric("critic/loss", "loss", "Value loss."),
-        Metric("critic/error", "reward²", "Mean squared error of the values, without clipping."),
+        Metric("critic/error", "reward²", "Mean squared error of the critic's values, without value clipping."),
         Metric(
             "critic/explained_variance",
             "share",
-            "Share of the variance of the returns that the values explain, before the updates of a batch.",
+            "Share of the variance of the returns that the critic's values explain, measured before the updates of a "
+            "batch.",
         ),
         Metric("critic/value", "reward", "Mean value over scored tokens."),
         Metric("critic/return", "reward", "Mean return over scored tokens."),
@@ -255,46 +282,52 @@ CRITIC = MetricGroup(
 
 COLLECTION = MetricGroup(
     "Sampling",
-    "RL whose responses are sampled in the run. An engine of your own adds `sampler/NAME` for each of its metrics.",
+    "RL in which the run samples the responses (not RL on rollout files). An engine of your own adds `sampler/NAME` "
+    "for each of its metrics.",
     (
         Metric(
-            "groups_requested", "groups", "With `rollout.filter`: number of groups that were requested for the batch."
+            "groups_requested", "groups", "With `rollout.filter`: number of groups that were sampled for the batch."
         ),
         Metric("groups_equal", "groups", "With `rollout.filter`: number of groups whose rewards are all equal."),
         Metric(
             "groups_surplus",
             "groups",
-            "With `rollout.filter`: number of groups whose rewards differ, but that the batch does not need.",
+            "With `rollout.filter`: number of groups that have different rewards but were not needed for the batch.",
         ),
         Metric(
             "kept_ids",
             "ids",
-            "With `rollout.top_p`, `rollout.top_k` or `rollout.min_p`: mean number of ids stored for the kept set of a "
-            "sampled token.",
+            "With `rollout.top_p`, `rollout.top_k` or `rollout.min_p`: mean number of token ids that are stored for a "
+            "sampled token to describe its kept set (the tokens among which it was sampled).",
         ),
-        Metric("kept_bytes", "bytes", "With truncated sampling: size of the kept sets of the batch."),
+        Metric(
+            "kept_bytes",
+            "bytes",
+            "With `rollout.top_p`, `rollout.top_k` or `rollout.min_p`: memory of the batch's kept sets (for each "
+            "token, the tokens among which it was sampled).",
+        ),
         Metric("overlong_share", "share", "With `rollout.overlong_buffer`: share of samples that were penalised."),
         Metric("overlong_penalty", "reward", "With `rollout.overlong_buffer`: mean penalty."),
         Metric("raw_reward", "reward", "With `rollout.overlong_buffer`: mean reward before the penalty."),
         Metric(
             "version_age",
             "steps",
-            "With `rollout.staleness`: mean number of optimizer steps since a token was sampled.",
+            "With `rollout.staleness`: mean age of a token, i.e. number of optimizer steps since it was sampled.",
         ),
         Metric(
             "version_age_max",
             "steps",
-            "With `rollout.staleness`: largest number of optimizer steps since a token was sampled.",
+            "With `rollout.staleness`: age of the oldest token, i.e. number of optimizer steps since it was sampled.",
         ),
         Metric(
             "queue_finished",
             "groups",
-            "With `rollout.staleness`: number of finished groups in the queue ahead of training.",
+            "With `rollout.staleness`: number of finished groups in the queue of rollouts that are not trained yet.",
         ),
         Metric(
             "queue_unfinished",
             "groups",
-            "With `rollout.staleness`: number of unfinished groups in the queue ahead of training.",
+            "With `rollout.staleness`: number of unfinished groups in the queue of rollouts that are not trained yet.",
         ),
         Metric(
             "groups_dropped",
@@ -309,8 +342,16 @@ COLLECTION = MetricGroup(
             "sampler/restarts", "restarts", "Servers: how many times the run restarted a server that it had launched."
         ),
         Metric("sampler/servers", "servers", "Servers: number of servers that have the current weights."),
-        Metric("sampler/weight_sync_seconds", "s", "Servers: time of the last weight sync, without the canary check."),
-        Metric("sampler/sleep_seconds", "s", "With `rollout.colocated`: time until the servers slept."),
+        Metric(
+            "sampler/weight_sync_seconds",
+            "s",
+            "Servers: time of the last weight sync, without the comparison of log-probabilities that follows it.",
+        ),
+        Metric(
+            "sampler/sleep_seconds",
+            "s",
+            "With `rollout.colocated`: time that the servers took to go to sleep, i.e. to release their GPU memory.",
+        ),
         Metric("sampler/weight_sync_bytes", "bytes", "Servers: bytes sent in the last weight sync."),
         Metric(
             "sampler/canary_difference",
@@ -330,7 +371,9 @@ COLLECTION = MetricGroup(
         Metric(
             "sampler/canary_followed",
             "ratio",
-            "Servers: change of the server's log-probabilities since the last sync, relative to the trainer's change.",
+            "Servers: change of the server's log-probabilities on fixed sequences since the previous weight sync, "
+            "divided by the change of the trainer's. About 1 if the server has the new weights, about 0 if it still "
+            "has the old ones.",
         ),
     ),
 )
@@ -339,33 +382,45 @@ EPISODES = MetricGroup(
     "Environments and agents",
     "RL with `rollout.environment` or `rollout.agent`.",
     (
-        Metric("episodes", "episodes", "Number of episodes in the batch."),
+        Metric("episodes", "episodes", "Number of episodes in the rollout batch."),
         Metric("samples_per_episode", "samples", "Mean number of samples of an episode."),
         Metric("turns", "turns", "Mean number of turns of a sample."),
         Metric("environment_tokens", "tokens", "Mean number of tokens per sample that the environment added."),
         Metric(
             "episodes_failed",
             "episodes",
-            "Number of episodes and rewards that raised an error or hung, also with `rollout.on_failure=skip`.",
+            "Number of episodes and rewards that raised an error or hung. With `rollout.on_failure=skip`, it is also "
+            "written without an environment or agent.",
         ),
         Metric("groups_failed", "groups", "Number of groups that were left out because an episode or a reward failed."),
-        Metric("environment/NAME", "own", "Mean of a metric that `policy.trajectory(metrics=...)` received."),
-        Metric("agent/calls", "calls", "Number of calls that the agents of the batch made."),
-        Metric("agent/cuts", "calls", "Number of calls whose text did not continue the text that the model had seen."),
+        Metric(
+            "environment/NAME",
+            "own",
+            "Mean of the metric NAME, which your environment passes as `policy.trajectory(metrics=...)`.",
+        ),
+        Metric("agent/calls", "calls", "Number of calls to the model that the agents of the batch made."),
+        Metric(
+            "agent/cuts",
+            "calls",
+            "Number of calls that dropped or changed an earlier turn of their conversation. Such a call starts a new "
+            "sample.",
+        ),
         Metric(
             "agent/conversations",
             "conversations",
-            "Number of conversations that agents opened in addition to the first.",
+            "Number of conversations that agents opened in addition to the first conversation of an episode.",
         ),
         Metric(
             "agent/refused",
             "calls",
-            "Number of calls that were refused because their text left no tokens for a response.",
+            "Number of calls that were refused, e.g. because of an unknown field, or because the prompt left no tokens "
+            "for a response.",
         ),
         Metric(
             "agent/sampling_overridden",
             "calls",
-            "Number of calls that asked for other sampling parameters than those of the run.",
+            "Number of calls with sampling parameters that differ from the run's, such as another temperature. The "
+            "parameters of the run are used instead.",
         ),
     ),
 )
@@ -390,10 +445,14 @@ EVALUATION = MetricGroup(
             "DPO and reward models: `loss/margin` of the held-out data. KTO: `loss/desirable` minus "
             "`loss/undesirable`.",
         ),
-        Metric("eval/kl", "nats", "KTO: z₀, the KL estimate, of all held-out answers."),
+        Metric("eval/kl", "nats", "KTO: z₀, the KL estimate over all held-out answers."),
         Metric("eval/reward", "reward", "RL: mean reward of the responses."),
         Metric("eval/pass@1", "share", "RL: share of responses whose reward is at least `eval.pass_threshold`."),
-        Metric("eval/pass@k", "share", "RL: share of prompts with a passing response among `eval.samples_per_prompt`."),
+        Metric(
+            "eval/pass@k",
+            "share",
+            "RL: share of prompts for which at least one of `eval.samples_per_prompt` responses passes.",
+        ),
         Metric("eval/response_length", "tokens", "RL: mean number of tokens of a response."),
         Metric("eval/response_cut", "share", "RL: share of responses that were cut off before an end token."),
     ),

@@ -28,10 +28,10 @@ from urllib.parse import urlsplit
 from padfree.errors import UserError
 
 MOST_UNSENT = 200_000
-"""Maximum number of values that wait while the server is unreachable. Older values are dropped."""
+"""Maximum number of metric values that wait while MLflow's server is unreachable. Older values are dropped."""
 
 CLOSE_SECONDS = 30.0
-"""Seconds that the end of a run waits until the remaining values are sent."""
+"""Maximum seconds to wait at the end of a run until the remaining metrics are sent to MLflow."""
 
 BATCH = 1000  # values in a request: MLflow's limit
 LONGEST_NAME = 250  # MLflow's limits

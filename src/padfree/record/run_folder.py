@@ -45,7 +45,8 @@ from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
-"""Sections that `config.json` has in every version of padfree. By them, folders of early versions are recognised."""
+"""Sections that `config.json` has in every version of padfree. Early versions wrote no `run.json`; these sections
+identify their folders."""
 
 SHOWN_SECONDS = 20.0
 """Maximum seconds until a host sees a file that another host has written to a shared folder."""
@@ -56,7 +57,7 @@ LOCK_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The content of `run.json`: which run the folder belongs to."""
+    """The content of `run.json`: the id of the run, and the version of padfree and the time at which it was created."""
 
     run: str
     padfree: str
@@ -177,7 +178,7 @@ def read_identity(folder: Path) -> Identity:
 
 @contextmanager
 def held_run_folder(config: Config) -> Iterator[Identity]:
-    """Context manager that holds the lock of the run folder, and yields the identity of the run.
+    """Context manager that holds the lock of the run folder, and yields the run's identity (the content of `run.json`).
 
     Every rank must enter it, but only rank 0 takes the lock.
     """

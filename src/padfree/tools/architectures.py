@@ -71,8 +71,8 @@ COMPLETED_IMAGE_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _sections(16, 24, 24),
     "qwen2_vl": _sections(16, 24, 24),
 }
-"""Config arguments of image-text models, by model type. Some are missing in the default config, and no model can be
-built without them. The others are the rotary sections that released checkpoints set.
+"""Arguments that are added to the default config of an image-text model, by model type. Without some of them, the model
+cannot be built. The others are the rotary sections that released checkpoints set.
 """
 
 PACK_KERNELS = {
@@ -80,7 +80,8 @@ PACK_KERNELS = {
     "mamba2": "flash-linear-attention",
     "short_convolution": "on any device",
 }
-"""By kind of mixer (a recurrence or convolution): the package that processes a whole pack in one call, if any."""
+"""The kinds of mixer (a recurrence or convolution) that can process a whole pack in one call, and the package that does
+this. "On any device": no package is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,8 +195,8 @@ def architectures_page(found: list[Architecture], image_text: list[Architecture]
 
 Every causal language model of transformers {transformers.__version__}: {attached} attached, \
 {len(found) - attached} refused, each with its reason. ✓ marks the {len(TESTED)} classes whose packed logits and \
-gradients the tests compare with one sample at a time. padfree attaches the others after it has compared a small copy \
-of the model.
+gradients the tests compare with those of one sample at a time. For any other class, padfree makes this comparison \
+with a small copy of the model before it attaches the model.
 
 A mixer is a layer that mixes tokens along the sequence without softmax attention:
 

@@ -140,8 +140,9 @@ def backends_page() -> str:
     return f"""# Attention backends
 
 `model.attention=auto` takes the first backend of this table that supports the device, the dtype and the layers of the
-model. A backend that is named is used, or refused with the reason. "ring" says whether ring attention can use the
-backend, and "`auto`" for which dtypes it is chosen by default. [Attention](../concepts/attention.md) explains them.
+model. If the setting names a backend, this backend is used, or refused with a reason. The column "ring" says whether
+ring attention can use the backend. The column "`auto`" says for which dtypes the backend is chosen by default. The page
+[Attention](../concepts/attention.md) explains the backends.
 
 {capability_table()}"""
 

@@ -40,7 +40,7 @@ CAPTIONS = (
     "Lengths of the samples",
     "Fill of the micro-batches, ",
     "Packs of step ",
-    "Data ranks: slowest rank over the mean, ",
+    "Data ranks: cost of the slowest rank over the mean, ",
     "Padded relative to packed",
     "Context ranks of a long pack",
 )

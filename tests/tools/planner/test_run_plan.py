@@ -74,7 +74,7 @@ def test_time_without_seconds() -> None:
     flops = TimeModel(cost=CostModel(linear=1e12), per_second=None, source="FLOPs; x")
     assert "time        10 TFLOP per step (FLOPs; x)" in list(make_plan(data, shape, flops).lines())
     tokens = TimeModel(cost=CostModel.tokens(), per_second=None, source="tokens; x")
-    assert "time        unknown; the cost is in tokens; x" in list(make_plan(data, shape, tokens).lines())
+    assert "time        unknown, because costs are counted in tokens; x" in list(make_plan(data, shape, tokens).lines())
 
 
 def test_tokens_of_the_fullest_device() -> None:

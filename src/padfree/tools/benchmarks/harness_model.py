@@ -37,7 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_return_sequences": (1, None),
     "use_cache": (True, None),
 }
-"""Generation arguments that padfree ignores, with the values that it accepts, because these do not change the text."""
+"""Generation arguments that padfree accepts only with the listed values, which do not change the generated text."""
 
 SpeakerAt = Callable[[float], Speaker]
 """Function that returns a `Speaker` with the given temperature. Temperature 0 decodes greedily."""

@@ -22,7 +22,8 @@ from padfree.tools.json_objects import read_object
 from padfree.train.float8_budget import Float8Distance
 
 MAIN = "packed"
-"""The name of the main check. All other checks vary the layout of the samples, or the tokens around a sample."""
+"""The name of the main check. All other checks repeat it with another layout of the samples in packs, or with other
+tokens before and after a sample."""
 
 
 FLOAT8_HEADER = ("change by float8", "this layer's gradient, all in float8", "any gradient, only this in float8", "")
@@ -183,9 +184,11 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return a line of text: the layers that stay in bfloat16 if `parallel.float8_budget` has the checked value."""
+        """Return a line of text that names the layers that stay in bfloat16 with the checked `float8_budget`."""
         if self.float8_budget is None:
-            return "give --float8 a number to see which layers a run with this parallel.float8_budget keeps in bfloat16"
+            return (
+                "give --float8 a number N to see which layers stay in bfloat16 in a run with parallel.float8_budget=N"
+            )
         kept = [str(each.layer) for each in self.float8 if each.exceeds(self.float8_budget)]
         named = f"layers {', '.join(kept)} stay in bfloat16" if kept else "all layers multiply in float8"
         return f"parallel.float8_budget={self.float8_budget:g}: {named}"

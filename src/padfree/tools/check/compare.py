@@ -56,9 +56,9 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """For each quantity (such as the loss), the difference up to which a comparison passes in any case.
+    """For each quantity (such as the loss), the difference up to which a comparison always passes.
 
-    A larger difference passes only if the rounding noise is large, too.
+    A larger difference passes only if the noise (the rounding error of plain transformers code) is large, too.
     """
 
     logprobs: float
@@ -123,10 +123,10 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 
 
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
-    """Return the largest relative gradient difference in each part of the model, in the order of the parts.
+    """Return the largest relative gradient difference in each part of the model, e.g. in each layer.
 
-    `extents` maps the name of each parameter to the difference of its gradient, and `parts` maps this name to the part
-    of the model that the parameter belongs to.
+    `extents`: by parameter name, the largest difference of the parameter's gradient. `parts`: by parameter name, the
+    part of the model that the parameter belongs to.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():

@@ -82,11 +82,10 @@ def exact(
     load: Callable[[], PreTrainedModel],
     compute: Callable[[PreTrainedModel], Found],
 ) -> tuple[Found | None, str | None]:
-    """Load a model with `load`, convert it to float64, and return the result of `compute` on it.
+    """Load a model with `load`, convert it to float64, and return (the result of `compute` on it, None).
 
-    Every rank must call this, but only rank 0 computes; the first result is None on other ranks. The second result is
-    the same on every rank: the reason why there is no float64 reference, or None. Possible reasons are too little
-    memory, and a model that does not run in float64.
+    If there is too little memory for float64, or the model does not run in float64, return (None, the reason as text).
+    Every rank must call this, but only rank 0 computes: on other ranks, the result of `compute` is replaced by None.
     """
     found, obstacle = None, None
     model = load()

@@ -1,9 +1,11 @@
 """The arguments with which plain transformers code calls a vision-language model for one sample.
 
-    sample           tokens [n], images a and b      the tower's inputs of each image: `Image.load`
-    input_ids        [1, n]
-    pixel_values     patches or tiles of a and b     one after another, as the model's processor returns them
-    ...              what else the class reads: grids, sizes of images, types of tokens
+In this example, the sample has n tokens and the images a and b. `Image.load` gives the tower's inputs of each image:
+
+    argument         value
+    input_ids        [1, n] the tokens of the sample
+    pixel_values     the patches or tiles of a, then those of b, as the model's processor returns them
+    ...              other inputs of the model class: patch grids, image sizes, token types
 
 In training, padfree instead computes the image features of a whole pack (`padfree.model.vision.features`). A check that
 uses these arguments as the reference therefore also tests the image features of packs.
@@ -29,7 +31,7 @@ ONE_SIZE = ("mistral3", "lighton_ocr")
 """The model types whose processors pad the images of a sample to the size of the largest one."""
 
 IN_SAMPLES = ("smolvlm", "idefics3")
-"""The model types whose inputs have an axis for samples in front of the axis for tiles."""
+"""The model types whose image inputs have an additional first dimension, which runs over samples."""
 
 
 def has_images(samples: Sequence[Sample]) -> bool:
@@ -38,7 +40,7 @@ def has_images(samples: Sequence[Sample]) -> bool:
 
 
 def share_images(samples: Sequence[Sample]) -> bool:
-    """Whether several samples show the same image."""
+    """Return whether two or more samples show the same image."""
     shown = [digest for sample in samples for digest in {image.digest for image in sample.images}]
     return len(set(shown)) < len(shown)
 

@@ -82,9 +82,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Reference:
-    """The results of plain transformers code, with which packed training is compared (the reference), on rank 0.
+    """The reference: the results of plain transformers code, with which packed training is compared.
 
-    On other ranks, only the samples and the parameter names are set.
+    Only rank 0 has the results. On other ranks, only the samples and the parameter names are set.
     """
 
     samples: list[Sample]  # the samples with the extra inputs of the loss
@@ -238,7 +238,10 @@ def _reference(
     teachers: list[PreTrainedModel] = []
 
     def load(kind: torch.dtype) -> PreTrainedModel:
-        """Load the model in the dtype `kind`, and a teacher if the loss has one. Every rank must call this."""
+        """Return the model, loaded in the dtype `kind`. If the loss needs a teacher, load it into `teachers`.
+
+        Every rank must call this.
+        """
 
         def loaded(head: ModelHead) -> PreTrainedModel:
             model = load_model(
@@ -364,9 +367,10 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare `logprobs`, `loss` and the gradients in the parameters with those of plain transformers code.
+        """Compare results of packed training with those of plain transformers code.
 
-        Add one result per quantity to the report, under the name `check`.
+        The results are `logprobs`, `loss` and the gradients that the last backward has left in the parameters. The
+        report gets one line per quantity, under the name `check`.
         """
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
@@ -413,12 +417,15 @@ class _Check:
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """Add the result of a comparison of log-probabilities in which only other samples of a pack differ.
+        """Add the result of a check that other samples in a pack do not change a sample's log-probabilities.
 
-        The difference `gap` may be at most as large as that of two identical runs, which is usually 0: a matmul
-        computes each token's result independently, so other tokens cannot change a sample's bits. There are two
-        exceptions, in which the shapes of matmuls depend on other samples, so that rounding can differ: experts, and
-        the vision tower if samples share an image, because a replaced sample gets an image of its own.
+        `gap`: the largest difference of a log-probability after the other samples have been replaced. It may be at
+        most as large as the difference between two identical runs. This limit is usually 0, because a matmul computes
+        each token's result independently of other tokens.
+
+        In two cases the noise is the limit instead, because the shapes of matmuls, and with them the rounding, depend
+        on the other samples: in a model with experts, and if samples share an image, which the vision tower then
+        computes once.
         """
         if not self.first:
             return

@@ -39,7 +39,7 @@ from padfree.sizes import ModelSizes
 from padfree.train.check_data import ModelLimits
 
 FEW_LAYERS = 4
-"""The default number of layers, if they include every layer type."""
+"""Number of layers that are checked by default. If they lack a layer type of the model, more layers are checked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -156,7 +156,7 @@ class PackedPath:
         self._float8.use(())  # no layer uses float8, except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
-        """Arrange samples in packs as this variation says, in all later calls of the other methods."""
+        """Set how samples are arranged in packs. All later calls of other methods use this variation."""
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
@@ -179,9 +179,10 @@ class PackedPath:
         return float(loss)
 
     def extents(self, reference: Mapping[str, Tensor]) -> dict[str, Extent]:
-        """Compare the gradients in the parameters with the gradients `reference`, by parameter name.
+        """Compare the gradients in the model's parameters with those in `reference`.
 
-        Return the differences on rank 0, and {} on other ranks. Afterwards the parameters have no gradients.
+        Return the differences by parameter name on rank 0, and {} on other ranks. The gradients in the parameters are
+        deleted.
         """
         found: dict[str, Extent] = {}
         for name, parameter in self.model.named_parameters():
@@ -207,7 +208,10 @@ class PackedPath:
     # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """Compute the log-probabilities as `logprobs` does, with the padding tokens `fill(length)` after every pack."""
+        """Return log-probabilities [n] of all tokens of each sample, with padding tokens after every pack.
+
+        `fill(length)` returns the ids of `length` padding tokens.
+        """
         starts = np.concatenate([[0], np.cumsum([len(sample) for sample in samples])])
         found = torch.zeros(int(starts[-1]), device=self.mesh.device)
         scores = partial(self.scorer._scores, self.scorer.temperature)
@@ -223,7 +227,10 @@ class PackedPath:
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """Compute the loss as `loss` does, with the padding tokens `fill(length)` after every pack."""
+        """Return the loss of the samples, with padding tokens after every pack. Leave its gradients in the parameters.
+
+        `fill(length)` returns the ids of `length` padding tokens.
+        """
         return self._loss(self._padded(samples, fill))
 
     def _padded(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> PreparedStep:
@@ -253,7 +260,7 @@ class PackedPath:
 
 
 def _engine(loss: CheckedLoss, scorer: Scorer, teacher: PreTrainedModel | None) -> Engine:
-    """Return a training engine that computes the loss `loss` on the model of `scorer`."""
+    """Return a training engine that computes the loss `loss`, e.g. "dpo", with the model that `scorer` holds."""
     optimizer = make_optimizer(scorer.model, OptimizerConfig(lr=0.0))
     if loss == "reward":
         rewards = RewardModelSettings()

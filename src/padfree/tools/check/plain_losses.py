@@ -66,9 +66,10 @@ def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
-    """Return the samples with the further inputs of the loss, e.g. log-probabilities of a reference model.
+    """Return the samples with the inputs that the loss needs besides the tokens: random numbers for returns, values and
+    log-probabilities of a reference model.
 
-    `own`: for each sample, the model's log-probabilities [n], which DPO and KTO need.
+    `own`: for each sample, the model's log-probabilities [n]. For DPO and KTO, those of the reference are near these.
     """
     found = []
     for index, sample in enumerate(samples):
@@ -172,9 +173,10 @@ def _end(sample: Sample, pad_token: int | None) -> int:
 def _unit_loss(
     loss: CheckedLoss, unit: Sequence[Sample], outputs: Sequence[Tensor], taught: Sequence[Tensor]
 ) -> Tensor:
-    """Return the loss of the samples in `unit`: a sum over their pairs, answers or trained tokens.
+    """Return the loss of one call of the model: the sum over the pairs, answers or trained tokens of its samples.
 
-    `outputs`: the model's output for each sample. `taught`: the teacher's output for each sample.
+    `unit`: the samples of the call. `outputs`: the model's output for each sample. `taught`: the teacher's output for
+    each sample.
     """
     if loss == "reward":
         (chosen,), (rejected,) = outputs

@@ -57,7 +57,10 @@ from padfree.tools.check.samples import LONGEST, random_samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerReport:
-    """The result of `check_sampler`. `operator`: the first operator whose bits differ, or None."""
+    """The result of `check_sampler`.
+
+    `operator`: the first operator whose results in sampler and trainer differ in any bit; None if there is none.
+    """
 
     model: str
     dtype: str
@@ -77,7 +80,7 @@ class SamplerReport:
             return f"passed: sampler and trainer agree to the bit for all {self.num_tokens} sampled tokens"
         return (
             f"FAILED: {self.unequal} of {self.num_tokens} log-probabilities differ, by at most {self.largest:.3g}; "
-            f"first operator with other bits: {self.operator}"
+            f"first operator whose results differ: {self.operator}"
         )
 
 
@@ -133,8 +136,8 @@ def check_sampler(
     if obstacle is not None:
         raise UserError(
             "--sampler",
-            f"{type(model).__name__} is not sampled with padfree's KV cache, so its bits differ from the trainer's: "
-            f"{obstacle}",
+            f"padfree's sampler with a KV cache does not support {type(model).__name__} ({obstacle}), so sampler and "
+            "trainer cannot agree to the bit",
             "remove --sampler, and set rollout.exact=false",
         )
     model.train(False)
@@ -191,7 +194,7 @@ def sampling_model(trained: PreTrainedModel, dtype: torch.dtype, device: torch.d
 def _step_rows(
     model: PreTrainedModel, num_slots: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Sequence[int], str | None]:
-    """Return the sizes to which the batch of a decode step (a row per response) is padded, and a problem or None.
+    """Return the sizes to which the batch of a decode step (one entry per response) is padded, and a problem or None.
 
     With these sizes, matmuls give the same bits as in training. If no size does so for all matmuls, the problem is a
     text that says why.
@@ -228,7 +231,7 @@ def _forget_compilation(model: PreTrainedModel) -> None:
 # The search for the operator
 
 Trace = Mapping[str, list[Tensor]]
-"""Inputs and outputs by operator, e.g. "layer 0, self_attn.q_proj": one tensor [tokens, ...] for each pass."""
+"""Inputs and outputs by operator, e.g. "layer 0, self_attn.q_proj": one tensor [tokens, ...] per forward pass."""
 
 
 def first_difference(
@@ -242,7 +245,7 @@ def first_difference(
     """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
     `sampled`: the sampled tokens, up to the first one whose log-probability differs between sampler and trainer.
-    `rows`: the batch size of a decode step, of which only one row is a response.
+    `rows`: the batch size of a decode step. The first entry of the batch is the response; the others are unused.
     """
     tokens = np.concatenate([prompt, sampled])
     expected = _trainer_trace(trained, Sample(tokens=tokens))
@@ -264,9 +267,9 @@ def _trainer_trace(model: PreTrainedModel, sample: Sample) -> Trace:
 def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored: int, rows: int) -> Trace:
     """Run the sampler on given tokens, and record the inputs and outputs of its modules.
 
-    The sampler prefills the first `stored` tokens and runs a decode step for each further token but the last. A decode
-    step has `rows` rows, of which only the first holds the response. The KV cache holds the pages of the prompt, then
-    the pages of the response, then an unused page.
+    The sampler prefills the first `stored` tokens and runs a decode step for each further token except the last. The
+    batch of a decode step has `rows` entries, of which only the first is used. The KV cache holds the pages of the
+    prompt, then the pages of the response, then an unused page.
     """
     own = -(-stored // PAGE_SIZE) * PAGE_SIZE
     length = len(tokens) - 1

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 STATE = "demo.json"
 OWN = {STATE, f"{STATE}.writing", "cache", "data", "model", "plan.html", "check.json", "sft", "rl", "gpu", "real"}
 OWN |= {"report.html"}
-"""Names of all files and folders that a demo writes. Only a folder without other files is removed for a new demo."""
+"""Names of all files and folders that a demo writes. A new demo replaces the folder of an earlier demo only if it holds
+nothing else."""
 
 Found = dict[str, Any]
 """The result of a stage, as stored in `demo.json`."""
@@ -55,7 +56,10 @@ class Demo:
     def __init__(
         self, folder: Path, console: Console, sizes: DemoSizes, *, known: Collection[str], resume: bool
     ) -> None:
-        """`known`: the names of all stages. A folder that has results of any other stage is refused."""
+        """Open a new folder, or with `resume` the folder of an earlier demo.
+
+        `known`: the names of all stages. A folder with results of an unknown stage raises a `UserError`.
+        """
         self.folder, self.console, self.sizes = folder, console, sizes
         self.found: dict[str, Found] = {}
         state = folder / STATE

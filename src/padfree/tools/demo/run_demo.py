@@ -88,7 +88,10 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _real_model(settings: argparse.Namespace) -> str | None:
-    """Return the model to train, which is the value of `--real` or `--model`. Return None if `--real` is not given."""
+    """Return the real model to train: the value of `--real`, or that of `--model` if `--real` has no value.
+
+    Return None without `--real`.
+    """
     if settings.real is None:
         for name in ("model", "data"):
             need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "add --real, or remove it")

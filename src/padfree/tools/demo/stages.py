@@ -78,7 +78,7 @@ def check(demo: Demo) -> Found:
             "run padfree check to see which results differ, or install another version of torch",
         )
     gradients = max(result.difference for result in report.rows if result.quantity == "gradients")
-    demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from one sample at a time")
+    demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from those of one sample at a time")
     return {"gradients": gradients}
 
 
@@ -88,8 +88,11 @@ def train_padded(demo: Demo) -> Found:
 
 def train_packed(demo: Demo) -> Found:
     found = train_and_compare(demo, sft_config(demo.folder, demo.sizes), demo.found["padded"], set_up=1)
-    demo.say(f"the first {demo.sizes.compared} losses differ by at most {found['difference']:.1e} from the padded ones")
-    demo.say(f"packed, these steps were {found['faster']:.1f} times as fast as padded")
+    demo.say(
+        f"the losses of the first {demo.sizes.compared} steps differ by at most {found['difference']:.1e} from those "
+        "with padding"
+    )
+    demo.say(f"with packing, these steps were {found['faster']:.1f} times as fast as with padding")
     return found
 
 
@@ -117,7 +120,7 @@ def compare_on_gpu(demo: Demo) -> Found:
     padded = padded_steps(demo, config, sizes.gpu_steps)
     found = train_and_compare(demo, config, padded, set_up=sizes.gpu_set_up)
     demo.say(f"a Qwen3 with {parameters:,} random parameters: packed is {found['faster']:.1f} times as fast as padded")
-    demo.say(f"losses differ by at most {found['difference']:.1e}, in bfloat16")
+    demo.say(f"packed and padded losses differ by at most {found['difference']:.1e}, in bfloat16")
     return {**found, "parameters": parameters, "device": torch.cuda.get_device_name()}
 
 
@@ -174,7 +177,10 @@ def padded_steps(demo: Demo, config: Config, steps: int) -> Found:
 
 
 def train_and_compare(demo: Demo, config: Config, padded: Found, *, set_up: int) -> Found:
-    """Train packed, and compare losses and time with `padded_steps`. The first `set_up` steps are not timed."""
+    """Train with packing. Compare losses and time with the result of `padded_steps`, for the same samples.
+
+    The first `set_up` steps are not timed.
+    """
     steps = demo.train(config, "loss", ".4f")[: len(padded["losses"])]
     difference = max(abs(step["loss"] - loss) for step, loss in zip(steps, padded["losses"], strict=True))
     if difference > SAME_LOSS[config.model.dtype]:

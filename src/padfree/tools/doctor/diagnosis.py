@@ -41,12 +41,12 @@ FACTOR = 4.0
 SIGNIFICANT = 3.0
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""A proposal that the server uses another dtype explains the evidence if it reduces the mean difference to this
-fraction or less. A difference remains even then, because the server rounds in another order."""
+"""The proposal that the server computes in another dtype explains the evidence if it reduces the mean difference to at
+most this fraction. The fraction is near 1, because the server rounds in another order, which leaves a difference."""
 COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8
-"""If no proposal explains the evidence, up to `NUM_CLOSEST` proposals are listed that reduce the mean difference to the
-share `CLOSE` or less."""
+"""If no proposal explains the evidence, the report lists up to `NUM_CLOSEST` proposals that reduce the mean difference
+to at most `CLOSE` times its size."""
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     *SAMPLING_HYPOTHESES,
@@ -78,7 +78,7 @@ class Noise:
 class Measured:
     """A proposal (a possible fault of the server), and the mean and largest |observed - predicted|.
 
-    Observed are the log-probabilities that the server reports, predicted those that the proposal predicts.
+    `observed`: the log-probabilities that the server reports. `predicted`: those of a server with the proposed fault.
     """
 
     proposal: Proposal
@@ -114,9 +114,10 @@ class Finding:
 
 
 def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
-    """Measure how far two correct implementations, packs and plain transformers code, differ from float64.
+    """Measure the log-probability differences that rounding causes, for each dtype.
 
-    Each dtype is measured. If there is not enough memory for float64, float32 in packs takes its place.
+    Two correct implementations, packs and plain transformers code, are compared with plain transformers code in
+    float64. If there is not enough memory for float64, they are compared with packs in float32.
     """
     packed = rescored(model, evidence)
     plain = logprobs_of(plain_logits(variant(model, attached=False), evidence), evidence)
@@ -215,9 +216,7 @@ def _explains(each: Measured, before: float, case: Case, noise: Noise) -> bool:
 
 
 def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> bool:
-    """Return whether proposal `each` fits the evidence about as well as `best`: chance or rounding could explain the
-    difference.
-    """
+    """Return whether proposal `each` fits the evidence as well as `best`, up to chance and rounding."""
     covered = ~np.isnan(each.proposal.logprobs) & ~np.isnan(best.proposal.logprobs)
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])

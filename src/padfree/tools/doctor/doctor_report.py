@@ -97,9 +97,9 @@ def _size(mean: float, largest: float) -> str:
 def _lines_of(finding: Finding) -> Iterator[str]:
     head = f"{NAMES[finding.part]}: {finding.num_tokens} tokens, |difference| {_size(finding.before, finding.largest)}"
     if finding.state == "healthy":
-        yield f"{head}; ok, rounding explains a mean of {finding.limit:.2e}"
+        yield f"{head}; ok, rounding explains a mean of up to {finding.limit:.2e}"
         return
-    yield f"{head}; rounding explains a mean of {finding.limit:.2e}"
+    yield f"{head}; rounding explains a mean of up to {finding.limit:.2e}"
     if finding.best is None:
         yield "  unexplained: no hypothesis explains the difference; to test for stale weights, give --previous FOLDER"
         for each in finding.closest:
@@ -107,12 +107,12 @@ def _lines_of(finding: Finding) -> Iterator[str]:
         return
     best = finding.best
     yield f"  {best.cause}: {best.proposal.says}"
-    yield f"  if this is taken into account, |difference| {_size(best.after, best.largest)}"
+    yield f"  if the model gets the same fault, |difference| {_size(best.after, best.largest)}"
     if finding.coarse:
         yield "  the remaining difference is the size of bfloat16 rounding: the server seems to compute in bfloat16"
     yield f"  fix: {best.proposal.fix}"
     for each in finding.tied:
-        yield f"  explains it as well: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"
+        yield f"  other explanation: {each.cause}: {each.proposal.says}; leaves {_size(each.after, each.largest)}"
 
 
 def _as_dict(finding: Finding) -> dict[str, Any]:

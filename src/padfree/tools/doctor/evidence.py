@@ -25,7 +25,8 @@ Ids = NDArray[np.int64]
 Part = Literal["prompts", "responses"]
 
 FLOAT32_ERROR = 2e-6
-"""Largest error of a log-probability that was rounded to decimals and then stored in float32."""
+"""Log-probabilities that differ by less than this from numbers with a few decimals count as rounded to these decimals.
+The difference comes from storing them in float32."""
 
 MOST_BYTES = 2 << 30
 """Maximum size in bytes of the logits of all scored tokens."""
@@ -51,11 +52,11 @@ class Evidence:
         vocabulary: int,
         temperature: float = 1.0,
     ) -> Evidence:
-        """Make evidence from one tuple per sequence.
+        """Make an `Evidence` of sequences and the log-probabilities of some of their tokens.
 
-        A tuple has the token ids, the start of the response, the scored positions and their log-probabilities.
-
-        If the logits [E, V] would take more than `MOST_BYTES`, only as many evenly spaced positions are kept as fit.
+        `rows`: for each sequence, a tuple of its token ids, the start of its response, the positions of its scored
+        tokens and their log-probabilities. If the logits [E, V] of all E scored tokens would take more than
+        `MOST_BYTES`, evenly spaced scored tokens are kept, as many as fit.
         """
         sequence = np.concatenate([np.full(len(row[2]), number) for number, row in enumerate(rows)])
         positions = np.concatenate([np.asarray(row[2], np.int64) for row in rows])
@@ -76,7 +77,7 @@ class Evidence:
 
     @property
     def tokens(self) -> Ids:
-        """Return the ids of the scored tokens, [E]."""
+        """Return the ids [E] of the tokens that have a log-probability."""
         return np.array([self.sequences[s][p] for s, p in zip(self.sequence, self.positions, strict=True)], np.int64)
 
     @property
@@ -85,7 +86,7 @@ class Evidence:
 
     @property
     def resolution(self) -> float:
-        """Return the mean rounding error of log-probabilities that the server has rounded to at most four decimals.
+        """Return the mean error of the log-probabilities if the server has rounded them to four decimals or fewer.
 
         The result is 0 if the log-probabilities have more decimals.
         """
@@ -95,7 +96,10 @@ class Evidence:
         return 0.0
 
     def with_prompts(self, prompts: Sequence[Sequence[int]]) -> Evidence:
-        """Return evidence in which the same responses follow other prompts, one prompt per sequence."""
+        """Return a copy of the evidence in which the response of each sequence follows another prompt.
+
+        `prompts`: the token ids of the new prompt of each sequence.
+        """
         joined = [
             np.concatenate([np.asarray(prompt, np.int64), sequence[start:]])
             for prompt, sequence, start in zip(prompts, self.sequences, self.starts, strict=True)
@@ -109,7 +113,7 @@ class Evidence:
         return [sequence[:start].tolist() for sequence, start in zip(self.sequences, self.starts, strict=True)]
 
     def by_sequence(self, values: Floats) -> list[Floats]:
-        """Split an array of E values into one array per sequence."""
+        """Split an array of one value per scored token [E] into one array per sequence."""
         bounds = np.searchsorted(self.sequence, np.arange(len(self.sequences) + 1))
         return [values[start:end] for start, end in pairwise(bounds)]
 

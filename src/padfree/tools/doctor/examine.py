@@ -188,7 +188,7 @@ class Examination:
             subject=subject,
             dtype=name,
             noise=(
-                f"mean |difference| of correct implementations: float32 {noise.float32:.1e}, bfloat16 "
+                f"mean |difference| from rounding alone: float32 {noise.float32:.1e}, bfloat16 "
                 f"{noise.bfloat16:.1e}; the server is meant to compute in {name}"
             ),
             findings=tuple(self.findings),
@@ -239,7 +239,7 @@ def examine_server(
 ) -> DoctorReport:
     """Find out why a server's log-probabilities differ from the model's.
 
-    `name`: the model to ask the server for. None stands for the first model that the server lists.
+    `name`: the name of the model in requests to the server; None: the first model that the server lists.
     """
     say(f"asking {url}")
     probe = ServerProbe.at(url, unique_texts(patient.tokenizer, patient.vocabulary), name, timeout)
@@ -262,7 +262,7 @@ def examine_server(
         sampled_as_asked = finding.state == "healthy"
         model = model if prompts is not None else explained_model(case, finding)
     elif responses is not None:
-        reason = "the log-probabilities of prompts are not explained by other weights or another config"
+        reason = "the log-probabilities of prompts differ, and no fault of the model that explains them was found"
         untested.append(Untested(cause="sampling of responses", reason=reason))
     reader = _TextReader(patient, examination, probe, temperature, model if sampled_as_asked else None)
     texts, missing = reader.read()
@@ -305,7 +305,7 @@ class _TextReader:
             if finding is not None and finding.cause == TEMPLATE and any(each.cause == TOKENIZER for each in found):
                 finding = replace(finding, cause=TOKENIZER, fix=FIXES[TOKENIZER])
             if finding is None:
-                reason = "the server returns no token ids, and its log-probabilities are not known to be right"
+                reason = "the server returns no token ids, and they cannot be inferred from its log-probabilities"
                 untested.append(Untested(cause=what, reason=reason))
             else:
                 found.append(finding)
@@ -378,7 +378,7 @@ class _TextReader:
             if (after := gap([candidate.ids for candidate in group])) <= min(limit, before / 2)
         ]
         if not fits:
-            says = "the responses fit another prompt than the one that was sent, and no known fault explains which"
+            says = "the server read other prompts than those that were sent, and no known fault explains which ones"
             return TextFinding(what=what, cause="unexplained", says=says, fix=FIXES[TEMPLATE], by="log-probabilities")
         best = min(fits, key=lambda each: each[0])[1]
         return TextFinding(what=what, cause=best.cause, says=best.says, fix=FIXES[best.cause], by="log-probabilities")
@@ -397,8 +397,8 @@ def _by_ids(what: str, answer: TextAnswer, candidates: Sequence[Candidate], pati
     first = next((n for n, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
     first = min(len(theirs), len(ours)) if first is None else first
     says = (
-        f"the server reads {len(theirs)} tokens, the tokenizer of the model {len(ours)}; from token {first} on it "
-        f"reads {_shown(theirs[first:], patient)} instead of {_shown(ours[first:], patient)}"
+        f"the server makes {len(theirs)} tokens of the prompt, the tokenizer of the model {len(ours)}; from token "
+        f"{first} on, the server has {_shown(theirs[first:], patient)} instead of {_shown(ours[first:], patient)}"
     )
     cause = TOKENIZER if isinstance(answer.asked, str) else TEMPLATE
     return TextFinding(what=what, cause=cause, says=says, fix=FIXES[cause])

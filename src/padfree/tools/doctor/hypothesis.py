@@ -1,8 +1,10 @@
 """A hypothesis: one possible cause of different log-probabilities, and how to compute what this cause predicts.
 
-    Case        the model, the evidence (what a server reports), and the model's logits for the evidence
-    Hypothesis  cause, propose(case) -> Proposal ...    each with the log-probabilities [E] that it predicts
-                                     -> Untested        the reason why the evidence cannot show this cause
+    class         what an instance holds
+    Case          the model, the log-probabilities [E] that a server reports (the evidence), and the model's logits
+    Hypothesis    the name of a cause, e.g. "temperature", and a function `propose(case)` that yields Proposals
+    Proposal      e.g. "the server uses temperature 0.7", and the log-probabilities [E] that a server would then report
+    Untested      the reason why the evidence cannot show the cause; `propose` yields it in place of a Proposal
 
 E is the number of tokens whose log-probabilities the evidence has. A proposal may have values, such as a temperature,
 that were fitted to the evidence; `fitted` is their number. Of two proposals that explain the evidence equally well, the
@@ -59,9 +61,10 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Proposal:
-    """A possible fault of a server. `logprobs`: the log-probabilities that the server would report with this fault.
+    """A possible fault of a server.
 
-    They are NaN for tokens for which the fault predicts nothing.
+    `logprobs`: the log-probabilities that the server would report with this fault; NaN for tokens that it does not
+    predict.
     """
 
     cause: str

@@ -39,9 +39,10 @@ SAME_CONFIG = "start the server with the config.json of the model, without overr
 
 
 class Change(NamedTuple):
-    """Config values that the server may use instead of the model's, and a sentence that says so.
+    """A possible fault of a server: it computes with `values` instead of the values in the model's config.
 
-    `fitted`: the number of values that were fitted to the evidence.
+    `says`: a sentence that describes the fault. `fitted`: the number of values that were guessed or fitted, because the
+    model's config does not give them.
     """
 
     values: dict[str, Any]
@@ -50,9 +51,10 @@ class Change(NamedTuple):
 
 
 def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis:
-    """Return the hypothesis that the server uses other config values than the model.
+    """Return the hypothesis that the server computes with config values that differ from the model's.
 
-    `changes(case)` yields a `Change` for each proposal, or `Untested` if the evidence cannot show the cause.
+    `changes(case)` yields a `Change` for each set of values to test, or `Untested` if the log-probabilities that the
+    server reports cannot show the fault.
     """
 
     def propose(case: Case) -> Proposals:
@@ -77,7 +79,7 @@ def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis
 
 
 def rope_sets(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
-    """Return the parameters of the rotary embeddings by layer type; by "" if all layers have the same parameters."""
+    """Return the parameters of the rotary embeddings, keyed by layer type. If all layers share them, the key is ""."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or not parameters:
         return {}
@@ -153,7 +155,7 @@ def rotary_share(case: Case) -> Iterator[Change]:
         if share != 1.0:
             yield Change(
                 _with_rope(config, kind, {**entry, "partial_rotary_factor": 1.0}),
-                f"the server rotates whole heads, but the config rotates {share:g} of each",
+                f"the server applies RoPE to whole heads, but the config to a fraction of {share:g} of each head",
             )
 
 
@@ -209,9 +211,9 @@ def attention_scale(case: Case) -> Iterator[Change]:
 
 
 def ignored_value(name: str, neutral: Any, what: str) -> Any:
-    """Return a function that yields one `Change`: the server ignores the value of the config field `name`.
+    """Return a function that yields one `Change`: the server ignores the config field `name`.
 
-    A server that ignores it computes with `neutral` instead. `what` describes the field to the user.
+    Such a server computes with the value `neutral`. `what` describes the field to the user, e.g. "scale of the logits".
     """
 
     def changes(case: Case) -> Iterator[Change]:
@@ -227,14 +229,16 @@ def norm_epsilon(case: Case) -> Iterator[Change]:
         own = getattr(case.model.config, name, None)
         for epsilon in (1e-6, 1e-5):
             if isinstance(own, float) and own != epsilon:
-                yield Change({name: epsilon}, f"the server uses the norm epsilon {epsilon:g}, but the config {own:g}")
+                yield Change(
+                    {name: epsilon}, f"the server uses the norm epsilon {epsilon:g}, not {own:g} as in the config"
+                )
 
 
 def activation(case: Case) -> Iterator[Change]:
     for name in ("hidden_act", "hidden_activation"):
         own = getattr(case.model.config, name, None)
         if own in GELUS:
-            yield Change({name: GELUS[own]}, f"the server uses the activation {GELUS[own]}, but the config {own}")
+            yield Change({name: GELUS[own]}, f"the server uses the activation {GELUS[own]}, not {own} as in the config")
 
 
 # Experts
@@ -276,7 +280,7 @@ def flipped_experts(case: Case) -> Proposals:
             "the server computes routers in bfloat16, which decides near ties between experts differently "
             f"({flipped} of {len(own)} choices)"
         ),
-        fix="compute the routers of the server in float32, or replay its routes in training",
+        fix="compute the routers of the server in float32, or replay its expert choices in training (rollout.routing)",
         logprobs=predicted,
     )
 
@@ -290,7 +294,7 @@ def tied_head(case: Case) -> Proposals:
     embeddings = next((name for name in state if name.endswith(("embed_tokens.weight", "wte.weight"))), None)
     if embeddings is None or head not in state:
         return
-    fix = "serve files whose tie_word_embeddings agrees with the tensors, with a server that reads it"
+    fix = "serve files whose tie_word_embeddings agrees with the tensors, with a server that reads this field"
     if not getattr(config, "tie_word_embeddings", False):
         if state[embeddings].shape == state[head].shape:
             make = partial(variant, case.model, tensors={head: state[embeddings]})
@@ -332,7 +336,7 @@ def dtypes(case: Case) -> Proposals:
         yield Proposal(
             cause="dtype",
             says=f"the server computes in {name}",
-            fix="start the server with --dtype of the model, or give --dtype here if this dtype is meant",
+            fix="start the server with the model's --dtype, or give --dtype here if the server should use this dtype",
             logprobs=rescored(make(), case.evidence),
             dtype=dtype,
         )

@@ -35,7 +35,7 @@ PLAIN_EXTRAS = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
 }
-"""Request options beyond OpenAI's. If a server rejects them, requests are sent without them."""
+"""Request options that OpenAI's API does not have. If a server rejects them, requests are sent without them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -227,7 +227,7 @@ def _all(values: Any, kind: Any) -> bool:
 def _prompt_logprobs(entries: Any, prompt_ids: Any) -> list[float] | None:
     """Return the log-probabilities of the prompt tokens from vLLM's `prompt_logprobs`.
 
-    Its entry for a token is {id: {"logprob": ...}}, and may also contain the most likely token.
+    The entry of a token is {id: {"logprob": ...}}. It may have a second id, that of the most likely token.
     """
     if not isinstance(entries, list) or len(entries) < 2:
         return None

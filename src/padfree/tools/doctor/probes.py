@@ -18,7 +18,7 @@ LENGTH, NUM_SAMPLED = 64, 16
 """`LENGTH`: the number of tokens of a prompt. `NUM_SAMPLED`: the number of tokens of a response."""
 NUM_RANDOM = 2
 LONG, LONGEST = 192, 4096
-"""The number of tokens of the long prompt: `LONG`, or up to `LONGEST` if a sliding window requires more."""
+"""The number of tokens of the long prompt: `LONG`, or more (up to `LONGEST`) to exceed the model's sliding window."""
 MESSAGES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "How many bottles are in 17 crates of 24?"}],
     [
@@ -70,7 +70,7 @@ def probe_ids(
         answer = probe.complete(prompt, max_tokens=NUM_SAMPLED, temperature=temperature, seed=number)
         ids = list(prompt)
         if answer.prompt_ids is not None and answer.prompt_ids != ids:
-            probe.missing.add("prompts given as token ids (it changed them)")
+            probe.missing.add("prompts given as token ids (the server read other ids)")
         if answer.prompt_logprobs is not None and len(answer.prompt_logprobs) == len(ids) - 1:
             prompt_rows.append((ids, len(ids), list(range(1, len(ids))), answer.prompt_logprobs))
         if answer.is_scored:
@@ -100,7 +100,10 @@ def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float
 def probe_chat(
     probe: ServerProbe, messages: list[dict[str, str]], expected: list[int], temperature: float
 ) -> TextAnswer:
-    """Ask for the token ids of messages, or for a response. `expected`: the ids that the tokenizer gives."""
+    """Ask for the token ids of messages or, if the server does not return ids, for a response to the messages.
+
+    `expected`: the ids that the model's tokenizer makes of the messages.
+    """
     answer = probe.chat(messages, max_tokens=1, temperature=temperature)
     ids = answer.prompt_ids or probe.tokenize({"messages": messages, "add_generation_prompt": True})
     if ids is None:

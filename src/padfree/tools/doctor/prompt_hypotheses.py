@@ -50,9 +50,9 @@ class Candidate:
 
 
 def special_token_candidates(tokenizer: Any, ids: Sequence[int]) -> Iterator[Candidate]:
-    """Yield the token ids that a faulty server may read in place of `ids`.
+    """Yield the token ids that a server with a bos token too many or too few would read in place of `ids`.
 
-    These ids begin with the bos token twice, or lack it, or have a bos token that `ids` do not have.
+    If `ids` begin with the bos token: `ids` with a second one, and `ids` without it. Otherwise: `ids` with a bos token.
     """
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
@@ -75,7 +75,10 @@ def chat_ids(
 def chat_candidates(
     tokenizer: Any, chat: ChatRenderer, messages: Sequence[Any], template: str | None
 ) -> Iterator[Candidate]:
-    """Yield the token ids that a faulty server may make of `messages`. `template`: the text of the chat template."""
+    """Yield the token ids that a faulty server may make of `messages`, e.g. those without the generation prompt.
+
+    `template`: the text of the chat template.
+    """
     expected = chat_ids(tokenizer, chat, messages)
     yield from special_token_candidates(tokenizer, expected)
     without = chat_ids(tokenizer, chat, messages, generation_prompt=False)

@@ -56,7 +56,7 @@ def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def _packs(sequences: Sequence[Ids]) -> Iterator[list[int]]:
-    """Divide the sequences into packs. Yield the indices of the consecutive sequences of each pack."""
+    """Divide the sequences into packs of consecutive sequences. Yield the indices of the sequences of each pack."""
     pack: list[int] = []
     for number, sequence in enumerate(sequences):
         if pack and sum(len(sequences[each]) for each in pack) + len(sequence) > PACK_TOKENS:
@@ -74,9 +74,9 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the logits [E, V] of the evidence's tokens, computed by the plain transformers model.
+    """Return the logits [E, V] for the evidence's E tokens. `model`: a plain transformers model, without packs.
 
-    In contrast to `logits_of`, the model runs on one sequence at a time.
+    The model runs on one sequence at a time.
     """
     found = []
     for number, sequence in enumerate(evidence.sequences):
@@ -87,13 +87,16 @@ def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def chosen(log_p: Tensor, evidence: Evidence) -> Floats:
-    """Return the log-probabilities [E] of the evidence's tokens, from those of all V token ids, `log_p` [E, V]."""
+    """Pick the log-probabilities [E] of the evidence's E tokens from `log_p` [E, V], which has those of all V ids."""
     found: Floats = log_p.gather(1, torch.from_numpy(evidence.tokens)[:, None])[:, 0].double().numpy()
     return found
 
 
 def logprobs_of(logits: Tensor, evidence: Evidence, temperature: float | None = None) -> Floats:
-    """Return the log-probabilities [E] of the scored tokens at `temperature`; None: the evidence's own temperature."""
+    """Return the log-probabilities [E] of the evidence's tokens, computed from the model's `logits` [E, V].
+
+    `temperature`: the temperature of the log-probabilities; None: the temperature of the evidence.
+    """
     return chosen((logits / (temperature or evidence.temperature)).log_softmax(-1), evidence)
 
 
@@ -237,7 +240,7 @@ class NarrowRouters(TorchFunctionMode):
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
     """Return the log-probabilities [E] of the evidence, and the experts that the routers choose.
 
-    The experts are [tokens x layers, k]: one row per token and layer, which lists the k experts in ascending order.
+    The experts are an array [tokens x layers, k]: for each token and layer, the k chosen experts in ascending order.
     """
     recorder = RouterRecorder(routers_of(model))
     recorder.record(True)

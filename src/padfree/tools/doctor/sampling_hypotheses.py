@@ -31,9 +31,10 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def smallest(loss: Callable[[float], float], low: float, high: float, *, points: int = 25, steps: int = 36) -> float:
-    """Return the argument at which `loss` is smallest, found on a logarithmic grid and refined by golden section.
+    """Return the number from `low` to `high` at which `loss` is smallest.
 
-    The argument is rounded to 1 to 3 decimals if the rounded number fits as well.
+    The search evaluates a logarithmic grid of `points` numbers, then makes `steps` steps of golden-section search. The
+    result is rounded to one to three decimals if the loss of the rounded number is about as small.
     """
     grid = np.geomspace(low, high, points)
     best = int(np.argmin([loss(value) for value in grid]))
@@ -217,8 +218,8 @@ def shifted(case: Case) -> Proposals:
             predicted.append(moved)
         yield Proposal(
             cause="shifted log-probabilities",
-            says=f"each log-probability belongs to the {side} token",
-            fix="align the log-probabilities with the tokens: entry j is that of token j",
+            says=f"the server reports, for each token, the log-probability of the {side} token",
+            fix="align the log-probabilities with the tokens: entry j belongs to token j",
             logprobs=np.concatenate(predicted),
         )
 

@@ -1,15 +1,20 @@
 """Find the tensors of a server that are stale, i.e. from older weights or from an adapter's base model.
 
-The search uses the following approximation. Observed are the log-probabilities that the server reports, expected those
-of the model, and a unit u is a tensor or, in a large model, a layer:
+The search assumes that the effects of stale tensors add up:
 
-    observed - expected ≈ Σ x_u (log-probabilities with unit u replaced - expected)        x_u = 1 if unit u is stale
+    observed - expected ≈ Σ x_u (replaced_u - expected)
+
+    observed      the log-probabilities that the server reports
+    expected      the log-probabilities of the model
+    u             a unit: a tensor or, in a large model, a layer
+    replaced_u    the log-probabilities of the model with older weights in unit u
+    x_u           1 if unit u is stale on the server, otherwise 0
 
 The search stops at the first of these steps that explains the evidence:
 1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
    the embeddings.
 2. Replace all tensors except one group.
-3. Fit the equation above by least squares, and take units with x_u > 0.5 as stale. Then add or remove units as long as
+3. Fit the numbers x_u by least squares, and take units with x_u > 0.5 as stale. Then add or remove units as long as
    this reduces the difference.
 """
 
@@ -32,8 +37,8 @@ from padfree.tools.doctor.sampling_hypotheses import smallest
 MOST_UNITS = 64
 """In a model with more tensors than this, the search replaces whole layers instead of single tensors."""
 ROUNDS, GAIN = 3, 0.7
-"""`ROUNDS`: the search makes up to so many passes over all units. `GAIN`: the search gives up if more than this
-fraction of the difference remains."""
+"""`ROUNDS`: the maximum number of passes over all units in which the search adds or removes single units. `GAIN`: the
+search gives up if more than this fraction of the difference remains."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 
@@ -112,9 +117,10 @@ def stale(case: Case) -> Proposals:
 
 
 def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]:
-    """Return the units among which stale ones are searched: single tensors, if there are at most `MOST_UNITS`.
+    """Return the units (sets of tensors) among which the search looks for stale ones.
 
-    Otherwise the units are whole layers, and single tensors outside the layers.
+    Each unit is a single tensor if there are at most `MOST_UNITS` tensors. Otherwise the units are whole layers, and
+    single tensors outside the layers.
     """
     if len(names) <= MOST_UNITS:
         return [frozenset([name]) for name in names]

@@ -4,8 +4,8 @@
         custom CSS properties of templates/page.css    as light-dark(light, dark)
         plotly templates, one per theme                relayout({template}) recolours a drawn figure
 
-The page follows the system's preference for light or dark until the reader presses the button. The layout of a figure
-overrides the template, so a figure should not set the colours of text, grid and background.
+The page follows the system's preference for light or dark until the reader presses the page's theme button. The layout
+of a figure overrides the template, so a figure should not set the colours of text, grid and background.
 """
 
 from __future__ import annotations

@@ -59,16 +59,18 @@ FEWEST_TOKENS = 64
 """The largest measured micro-batch has at least this many tokens, even if its FLOPs are above `AFFORDABLE_FLOPS`."""
 
 WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
-"""A model is measured with all of its layers if a token uses at most this many weights. By device type."""
+"""By device type: a model is measured with all of its layers if a token uses at most this many weights. For a larger
+model, the times are extrapolated from two models with fewer layers."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""Number of consecutive micro-batches that are timed together, so that the host can run ahead of a GPU."""
+"""By device type: the number of consecutive micro-batches that are timed together. With several, the host can run ahead
+of a GPU, as it does in training."""
 
 TRUSTED_FACTOR = 4.0
 """`calibrate` fails if a measurement and its fitted value differ by more than this factor."""
 
 OnMeasurement = Callable[[int, int], None]
-"""Called with the number of micro-batches measured so far and the total number."""
+"""Function that is called with the number of micro-batches measured so far and the total number of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,7 @@ from padfree.tools.planner.steps import Lengths
 
 KINDS: tuple[LayoutKind, ...] = get_args(LayoutKind)
 BALANCE_PACKS = 32
-"""The number of packs that are divided to estimate the balance."""
+"""The number of packs from which the balance of the context ranks is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -23,10 +23,10 @@ from padfree.packing.cost import Floats
 from padfree.tools.planner.steps import Lengths, spread
 
 EXACT_STEPS = 128
-"""The number of steps that are planned by default."""
+"""The number of steps of an epoch that are planned in full by default."""
 
 OnPlannedStep = Callable[[int, int], None]
-"""Called with the number of steps planned so far and the total."""
+"""Function that is called with the number of steps planned so far and the total number of steps to plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,10 @@ class PlanShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpochPlan:
-    """One pass over the data: the sample lengths of all steps, and the plans of some steps."""
+    """One pass over the data: the sample lengths of all steps, and the packing plans of some of the steps.
+
+    A plan says which samples form which micro-batch on which rank.
+    """
 
     shape: PlanShape
     cost: CostModel
@@ -77,7 +80,7 @@ class EpochPlan:
 
     @cached_property
     def tokens(self) -> Lengths:
-        """Return the number of tokens of each step, [steps]."""
+        """Return an array with the number of tokens of each step."""
         return np.array([step.sum() for step in self.steps], dtype=np.int64)
 
     @cached_property
@@ -87,7 +90,7 @@ class EpochPlan:
 
     @property
     def fill(self) -> float:
-        """Return the number of tokens in the planned micro-batches, divided by the number that fits into them."""
+        """Return the number of tokens in the micro-batches of the planned steps, divided by their capacity."""
         held = np.minimum(self.slot_tokens, self.shape.pack_tokens)
         return float(held.sum() / (held.size * self.shape.pack_tokens))
 
@@ -111,12 +114,16 @@ class EpochPlan:
 
     @cached_property
     def costs(self) -> Floats:
-        """Return the cost of the samples of each step, [steps], without the fixed cost of micro-batches."""
+        """Return the cost of each step, [steps]: the sum of the costs of its samples, without the fixed cost that every
+        micro-batch adds.
+        """
         return np.array([self.cost(step).sum() for step in self.steps])
 
     @cached_property
     def attention_share(self) -> float:
-        """Return the fraction of the cost that grows with the square of the sample length."""
+        """Return the share of attention in the cost of the epoch: the part that grows with the square of the sample
+        length.
+        """
         square = sum(float(np.square(step.astype(np.float64)).sum()) for step in self.steps)
         return self.cost.quadratic * square / float(self.costs.sum())
 

@@ -18,10 +18,11 @@ from padfree.train.resolve_auto import USABLE_FRACTION
 GIBIBYTE = 1 << 30
 
 MOST_TOKENS = 1 << 22
-"""The search for the largest micro-batch that fits stops at this number of tokens."""
+"""The search for the largest micro-batch that fits in memory tries at most this number of tokens."""
 
 TOKEN_STEP = 256
-"""The number of tokens of larger micro-batches is rounded down to a multiple of this number."""
+"""The number of tokens of the largest micro-batch that fits is rounded down to a multiple of this number, except that
+smaller numbers stay as they are."""
 
 
 class DeviceMemory:

@@ -21,7 +21,7 @@ PADDED_SIZES = (2, 4, 8, 16, 32)
 """Numbers of samples in the padded micro-batches that the plan compares with packing."""
 
 USUAL_SIZE = 8
-"""The number of samples in a padded micro-batch where only one such size is compared with packing."""
+"""The printed plan compares packing with padded micro-batches of this number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,11 +35,10 @@ class Padded:
 
 
 def padded(steps: Sequence[Lengths], cost: CostModel, *, size: int, grouped: bool = False) -> Padded:
-    """Return the cost of an epoch in padded micro-batches of `size` samples.
+    """Return the cost of an epoch with padded micro-batches of `size` samples.
 
-    The last micro-batch of a step may have fewer samples.
-
-    `steps`: sample lengths of each step. `grouped`: whether samples are sorted by length inside each step.
+    The last micro-batch of a step may have fewer samples. `steps`: sample lengths of each step. `grouped`: whether
+    samples are sorted by length inside each step.
     """
     tokens, total = 0, 0.0
     for step in steps:

@@ -17,7 +17,8 @@ from padfree.tools.planner.suggest import Suggestion
 Figure = dict[str, Any]
 
 PACKS, DOCUMENTS = 24, 1500
-"""The figure of packs shows at most this many packs, and this many documents in all."""
+"""Maximum number of packs in the figure that shows the packs of a step, and maximum number of documents in all these
+packs."""
 
 BINS = 60
 
@@ -48,14 +49,14 @@ def write_page(
     page.add_figure(f"Fill of the micro-batches, {of_steps}", fill_figure(plan))
     page.add_figure(f"Packs of step {plan.epoch.planned[0]:,}; each bar is a document", packs_figure(plan), wide=True)
     page.add_heading("Balance")
-    page.add_figure(f"Data ranks: slowest rank over the mean, {of_steps}", imbalance_figure(plan))
+    page.add_figure(f"Data ranks: cost of the slowest rank over the mean, {of_steps}", imbalance_figure(plan))
     page.add_figure("Padded relative to packed", padded_figure(plan))
     if plan.balances:
         page.add_figure(
             f"Work of the {plan.shape.context} context ranks, for the pack with the longest document",
             ranks_figure(plan.balances),
         )
-    page.add_figure("Context ranks of a long pack: slowest rank over the mean", contexts_figure(plan))
+    page.add_figure("Context ranks of a long pack: cost of the slowest rank over the mean", contexts_figure(plan))
     if scaling is not None:
         page.add_heading("More devices")
         page.add_figure(

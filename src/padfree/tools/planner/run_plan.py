@@ -61,9 +61,9 @@ class RunPlan:
 
     @property
     def sharing(self) -> float | None:
-        """Return the number of tokens divided by the number that is computed if samples share prefixes.
+        """Return how many times fewer tokens are computed if a prefix that samples share is computed only once.
 
-        The result is None if the lengths do not tell which samples share prefixes.
+        The result is None if it is unknown which samples share prefixes.
         """
         return None if self.shared_tokens is None else self.num_tokens / (self.num_tokens - self.shared_tokens)
 
@@ -90,7 +90,7 @@ class RunPlan:
         return device_tokens(self.epoch.steps, self.shape)
 
     def summary(self) -> dict[str, Any]:
-        """Return the plan as plain numbers by name, for `--json`. A number that is unknown is None."""
+        """Return the plan as a dict of plain numbers, for `--json`. A number that is unknown is None."""
         epoch, shape, steps = self.epoch, self.shape, len(self.epoch.steps)
         time = epoch.time(self.context_imbalance)
         seconds = self.time_model.seconds(time)
@@ -169,8 +169,8 @@ class RunPlan:
             computed = self.num_tokens - self.shared_tokens
             unit, counted = ("data row", f"{computed:,}") if self.plans_sharing else ("group", f"{self.num_tokens:,}")
             yield (
-                f"sharing     batch.share_prefixes computes a prefix shared within a {unit} once: {computed:,} tokens, "
-                f"{found['sharing']:.2f} times fewer; the plan below counts {counted} tokens"
+                f"sharing     with batch.share_prefixes, a prefix that samples of a {unit} share is computed once: "
+                f"{computed:,} tokens, {found['sharing']:.2f} times fewer; the numbers below are for {counted} tokens"
             )
         limit = f"a pack of {shape.pack_tokens:,} tokens"
         if shape.context > 1:
@@ -197,8 +197,8 @@ class RunPlan:
         )
         if found["steps_planned"] < found["steps"]:
             yield (
-                f"            fill, imbalance and time are from {found['steps_planned']:,} steps spread over the "
-                "epoch; --exact-steps all plans every step"
+                f"            fill, imbalance and time are estimated from {found['steps_planned']:,} steps spread over "
+                "the epoch; --exact-steps all plans every step"
             )
         yield f"fill        {found['fill']:.2%} of the capacity of the micro-batches"
         yield (
@@ -206,12 +206,12 @@ class RunPlan:
             f"cost {self.usual_padding.cost / self.packed_cost:.2f} times as much"
         )
         yield (
-            f"data ranks  slowest rank {found['imbalance']:.3f} times the mean, worst step "
+            f"data ranks  slowest rank {found['imbalance']:.3f} times the mean cost, worst step "
             f"{found['imbalance_worst']:.3f} (1 is perfect)"
         )
         for each in self.balances:
             chosen = "  <- parallel.layout" if each.kind == self.layout else ""
-            numbers = f"slowest rank {each.mean:.3f} times the mean, worst pack {each.worst:.3f}"
+            numbers = f"slowest rank {each.mean:.3f} times the mean cost, worst pack {each.worst:.3f}"
             yield f"context     {each.kind:<10}  {numbers}{chosen}"
         yield self._time_line(found)
         if self.memory is not None:
@@ -241,7 +241,7 @@ class RunPlan:
             teras = found["cost"] / found["steps"] / 1e12
             shown = f"{teras:,.0f}" if teras >= 100 else f"{teras:.3g}"
             return f"time        {shown} TFLOP per step ({self.time_model.source})"
-        return f"time        unknown; the cost is in {self.time_model.source}"
+        return f"time        unknown, because costs are counted in {self.time_model.source}"
 
 
 def make_plan(

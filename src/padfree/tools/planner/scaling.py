@@ -39,7 +39,8 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.tools.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
 
 BASELINE_DEVICES = 8
-"""The efficiency is 1 at this number of devices, or at the planned number if it is smaller."""
+"""The number of devices whose throughput per device counts as an efficiency of 1. If fewer devices are planned, their
+number takes its place."""
 
 INSIDE = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 BETWEEN = {"hdr": 25.0, "ndr": 50.0, "xdr": 100.0, "ethernet-100": 12.5, "ethernet-400": 50.0}
@@ -51,11 +52,12 @@ LINK_EFFICIENCY = 0.8
 """The fraction of the nominal bandwidth that large collectives reach."""
 
 LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
-"""Seconds of latency: `LATENCY_INSIDE` for each device of a ring, `LATENCY_BETWEEN` for each host of a ring."""
+"""Assumed latency in seconds of one pass around a ring of devices: `LATENCY_INSIDE` per device plus `LATENCY_BETWEEN`
+per host."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""`PLANNED_STEPS`: how many steps are planned for each number of devices. `CONTEXT_PACKS`: for how many packs of a
-micro-batch the traffic between context ranks is counted."""
+"""`PLANNED_STEPS`: the number of steps that are planned to estimate the step time for a number of devices.
+`CONTEXT_PACKS`: the number of packs of a micro-batch from which the traffic between context ranks is estimated."""
 
 WORTHWHILE_SPEEDUP = 1.5
 """Doubling the number of devices is worthwhile if steps get at least this many times as fast."""
@@ -101,7 +103,7 @@ def _speed(flag: str, given: str, named: dict[str, float]) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """The average seconds of a step on `ranks` devices, divided into parts such as compute and communication."""
+    """The average duration of a step on `ranks` devices, in seconds, and its parts, e.g. compute and communication."""
 
     ranks: int
     hosts: int
@@ -147,7 +149,10 @@ class Scaling:
 
     @property
     def ways(self) -> dict[str, list[StepTime]]:
-        """Return the step times for each way to divide the weights. A single host has only one way."""
+        """Return the step times by name: "weights sharded over all ranks" and "weights replicated per host".
+
+        The second name is missing if there is only one host.
+        """
         ways = {"weights sharded over all ranks": self.sharded, "weights replicated per host": self.replicated}
         return {name: times for name, times in ways.items() if times}
 
@@ -159,8 +164,8 @@ class Scaling:
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
         """Return the largest worthwhile number of devices, and why more devices are not worthwhile.
 
-        The reason is the cause whose lost seconds grow most from this number of devices to the next. The result is
-        None if every number of devices in `times` is worthwhile.
+        The reason is the cause of lost time (see `StepTime.losses`) that grows most from this number of devices to the
+        next larger one. The result is None if every number of devices in `times` is worthwhile.
         """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):
@@ -217,7 +222,7 @@ class Scaling:
         speeds = self.links.inside / 1e9, self.links.between / 1e9
         yield (
             f"{'assumed':<12}{inside} inside a host, {speeds[0]:g} GB/s per device; {between} between hosts, "
-            f"{speeds[1]:g} GB/s per device; collectives reach {LINK_EFFICIENCY:.0%} of both"
+            f"{speeds[1]:g} GB/s per device; collectives reach {LINK_EFFICIENCY:.0%} of these bandwidths"
         )
         yield (
             f"{'':<12}ring latency: {LATENCY_INSIDE * 1e6:g} us per device and {LATENCY_BETWEEN * 1e6:g} us per host; "
@@ -242,7 +247,8 @@ def plan_scaling(
 ) -> Scaling:
     """Estimate the step times on 8 devices, 16, 32 and so on, up to `shape.ranks` devices on `hosts` hosts.
 
-    `steps`: sample lengths of each step. `need` estimates the memory that a device needs. A device has `memory` bytes.
+    `steps`: sample lengths of each step. `need`: estimates the memory that a device needs. `memory`: the bytes of
+    memory of a device.
     """
     Placement(ranks=shape.ranks, hosts=hosts)  # raises a `UserError` if the hosts cannot have equally many ranks
     if time_model.per_second is None:

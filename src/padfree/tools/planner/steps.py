@@ -50,7 +50,7 @@ from padfree.train.shared_turns import copied_keys, rows_with_several, run_cost,
 Lengths = NDArray[np.int64]
 
 MOST_COMPARED = 50_000
-"""Maximum number of data rows that are examined to estimate how many tokens the samples of a row share."""
+"""Maximum number of data rows that are examined to estimate how many tokens samples of the same row share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -204,13 +204,13 @@ def row_steps(samples: Any, config: Config, parts: Sequence[int], model: PreTrai
 
 
 def spread(number: int, most: int) -> Lengths:
-    """Return at most `most` evenly spread indices from 0 to number - 1: spread(10, 4) -> 1 3 6 8."""
+    """Return at most `most` evenly spread indices from 0 to `number` - 1, e.g. spread(10, 4) -> 1 3 6 8."""
     count = min(number, most)
     return ((2 * np.arange(count) + 1) * number) // (2 * count)
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """Return the optimizer steps of one pass over rollouts or preference pairs.
+    """Return the optimizer steps of one pass over rollouts or preference pairs, as lengths of their samples.
 
     `parts`: number of samples of each source of a mixture.
     """

@@ -29,7 +29,8 @@ SAME_FACTOR = 1.01
 """Times and imbalances within this factor count as equal."""
 
 FASTER_FACTOR = 1.05
-"""More context ranks than the longest sample needs are suggested only if steps get at least this many times as fast."""
+"""Twice as many context ranks as the longest sample needs are suggested only if this makes steps more than this many
+times as fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +115,7 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 
 
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
-    """Plan the steps with a few values of `batch.max_tokens`. Return one plan per value, the largest value first.
+    """Plan the steps with up to three values of `batch.max_tokens`. Return one plan per value, largest value first.
 
     The largest value is limited by memory (`most` tokens) and by the tokens of a step. The smallest value is large
     enough for the longest sample (`longest` tokens), if memory allows it.
@@ -149,18 +150,18 @@ def _why_context(context: int, most: int, longest: int, fits: bool) -> list[str]
         return [f"context 1: the longest sample, {longest:,} tokens, fits on one device"]
     return [
         f"context {context}: the longest sample has {longest:,} tokens; {context} devices together hold "
-        f"{context * most:,}, and fewer devices cannot hold it"
+        f"{context * most:,}, but fewer devices cannot hold the sample"
     ]
 
 
 def _why_cap(best: _Tried, tried: Sequence[_Tried], most: int) -> list[str]:
     chosen = best.epoch.shape.max_tokens
     if len(tried) == 1:
-        why = "the longest sample needs so many, and a step has too few tokens to use more"
+        why = "the longest sample needs micro-batches of this size, and a step has too few tokens to fill larger ones"
     elif best is not tried[0]:
         why = "the fastest of the planned values"
     else:
-        why = "one micro-batch holds a device's part of a step, so that a larger value has no effect"
+        why = "a device's part of a step fits into one micro-batch, so a larger value has no effect"
     if chosen == most:
         why = "the most that memory allows"
     found = [f"max tokens {chosen:,}: {why}"]
@@ -180,7 +181,7 @@ def _why_layout(balances: Sequence[ContextBalance]) -> list[str]:
     best, *others = balances
     why = "lowest imbalance of the context ranks"
     if best.mean > min(each.mean for each in others):
-        why = f"imbalance within {SAME_FACTOR - 1:.0%} of the lowest, and fewer keys read"
+        why = f"its imbalance is within {SAME_FACTOR - 1:.0%} of the lowest, and it reads the fewest keys"
     results = (f"{each.kind}: imbalance {each.mean:.3f}, {each.key_tokens:.2f} keys per token" for each in balances)
     return [f"layout {best.kind}: {why} ({'; '.join(results)})"]
 

@@ -1,10 +1,10 @@
-"""Estimate how long steps take: a cost model gives a number of units (e.g. FLOPs), and a device computes so many units
-per second.
+"""Estimate how long steps take: the cost of a step in some unit (e.g. FLOPs), divided by the number of units that a
+device computes per second.
 
-    what is known                                                            unit of the cost model
+    what is known                                                            unit of the cost
     batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
-    a GPU whose peak FLOP rate is known, and model.dtype=bfloat16            FLOPs (PEAK_FRACTION of peak per second)
-    neither of them                                                          FLOPs, whose time is unknown
+    a GPU whose peak FLOP rate is known, and model.dtype=bfloat16            FLOPs, at PEAK_FRACTION of the peak rate
+    none of these                                                            FLOPs, at an unknown rate
 
 The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
 measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
@@ -36,7 +36,7 @@ IGNORED = ("_name_or_path", "name_or_path", "architectures", "transformers_versi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeModel:
-    """A cost model, and the number of its units (e.g. FLOPs) that a device computes per second."""
+    """A cost model, and how many units of its cost (e.g. FLOPs) a device computes per second."""
 
     cost: CostModel
     per_second: float | None  # None: unknown
@@ -50,9 +50,9 @@ class TimeModel:
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
     """Return the most accurate time model that is available.
 
-    From most to least accurate, the time models are: seconds from `batch.cost`, seconds measured on this device,
-    seconds from FLOPs and the peak FLOP rate of a GPU, FLOPs without seconds, numbers of tokens. `gpu`: the name of the
-    planned GPU, or None.
+    A time model computes the cost of a micro-batch. From most to least accurate, the costs are: seconds from
+    `batch.cost`, seconds measured on this device, seconds from FLOPs and the peak FLOP rate of a GPU, FLOPs at an
+    unknown rate, numbers of tokens. `gpu`: the name of the planned GPU, or None.
     """
     if config.batch.cost is not None:
         named = config.batch.cost

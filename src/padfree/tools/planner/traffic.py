@@ -60,7 +60,7 @@ EXPERTS, METRICS = "all-to-all of tokens and experts", "metrics"
 FLOAT32, FLOAT64, INT64 = 4, 8, 8
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 STATISTICS = 16
-"""Approximate number of statistics that a step sums over all processes, not counting those of single processes."""
+"""Approximate number of metrics whose values a step sums over all processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,17 +90,17 @@ class Placement:
 
     @property
     def context_groups(self) -> Ranks:
-        """Return all ranks, in an array of shape [data ranks, context ranks]. The ranks of one row share a pack."""
+        """Return all ranks, in an array [data ranks, context ranks]. Ranks with the same first index share a pack."""
         return rank_groups(self.ranks, self.context, self.replicate).context
 
     @property
     def shard_groups(self) -> Ranks:
-        """Return all ranks, in an array of shape [replicas, shards]. The ranks of one row divide the weights."""
+        """Return all ranks, in an array [replicas, shards]. Ranks with the same first index divide the weights."""
         return rank_groups(self.ranks, self.context, self.replicate).shards
 
     @property
     def replica_groups(self) -> Ranks:
-        """Return all ranks, in an array of shape [shards, replicas]. The ranks of one row hold the same shard."""
+        """Return all ranks, in an array [shards, replicas]. Ranks with the same first index hold the same shard."""
         return self.shard_groups.T
 
     @property
@@ -112,7 +112,7 @@ class Placement:
         return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
 
     def hosts_of(self, groups: Ranks) -> int:
-        """Return the largest number of hosts that one group of ranks spans. A group is a row of the array `groups`."""
+        """Return the largest number of hosts that a group spans. `groups`: an array of ranks, one group per line."""
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
@@ -144,7 +144,7 @@ class Traffic:
     between: dict[str, Floats] = field(default_factory=dict)  # [ranks]
 
     def send(self, kind: str, source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
-        """Count `size[i]` bytes that rank `source[i]` sends to rank `target[i]`."""
+        """Add the bytes of messages: rank `source[i]` sends `size[i]` bytes to rank `target[i]`."""
         source, target, size = np.broadcast_arrays(source, target, np.asarray(size, dtype=np.float64))
         near = self.placement.host(source) == self.placement.host(target)
         for links, chosen in ((self.inside, near), (self.between, ~near)):
@@ -152,9 +152,9 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Count a collective over `size` bytes in each ring. `groups` [rings, P]: the P ranks of each ring.
+        """Add the bytes of a collective in several rings: each rank sends (P - 1)/P · `size` bytes to the next rank.
 
-        Each rank sends (P - 1)/P · `size` bytes to the next rank.
+        `groups` [rings, P]: the P ranks of each ring. `size`: the bytes of the whole tensor.
         """
         world = groups.shape[1]
         if world > 1:
@@ -310,7 +310,10 @@ def context_traffic(
 def expert_traffic(
     plan: StepPlan, model: PreTrainedModel, placement: Placement, parallel: ParallelConfig, *, size: int
 ) -> Traffic:  # fmt: skip
-    """Return the bytes sent between ranks that divide experts, if all experts are chosen equally often."""
+    """Return the bytes that a step sends between the ranks that divide the experts of a layer (expert parallelism).
+
+    All experts are assumed to be chosen equally often.
+    """
     found, expert = Traffic(placement=placement), placement.expert
     if expert == 1:
         return found

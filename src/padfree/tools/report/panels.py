@@ -92,7 +92,7 @@ UNITS = (
     (r"tflops_per_device", "TFLOP/s"),
     (r"norm", "norm"),
 )
-"""Axis labels, by a pattern for the end of the figure's name. The default label is the name in words."""
+"""Axis labels, by a pattern for the end of the figure's name. The default label is the figure's name in words."""
 
 LOGARITHMIC = re.compile(r"norm|perplexity|canary")
 PARTS = (
@@ -116,7 +116,8 @@ PARTS = (
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
 )
-"""Metrics that share a figure: the match gives its name and the line's, e.g. `reward` and `min` for `reward_min`."""
+"""Pattern for metrics that share a figure. Its groups are the names of the figure and of the line, e.g. `reward` and
+`min` for the metric `reward_min`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,15 @@ MOST_ROWS = 400
 MOST_LETTERS = 2_000_000
 MOST_LETTERS_OF_TEXT = 20_000
 BLOCK = 4
-"""Number of consecutive lines that are shown or omitted together: one batch of responses."""
+"""Number of consecutive lines of the file that the table shows or omits together: those of one rollout batch."""
 
 FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "prompt", "response", "uid")
-"""The first columns, in this order; other columns of the file follow."""
+"""The first columns of the table, in this order. Other fields of the file follow as further columns."""
 
 TEXTS = ("prompt", "response", "failure")
 SHORT, MOST_COLUMNS = 200, 20
-"""`SHORT`: the maximum number of characters of a cell in a column that is not in `TEXTS`. `MOST_COLUMNS`: the maximum
-number of columns."""
+"""`SHORT`: the maximum number of characters of a cell, except in the columns of `TEXTS`. `MOST_COLUMNS`: the maximum
+number of columns of the table."""
 
 LARGEST = 1 << 53
 NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
@@ -42,7 +42,7 @@ NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Responses:
-    """The lines of a file that the page shows, and the number of lines in the file."""
+    """The lines of a file that the page shows (`rows`), and the number of all lines of the file (`total`)."""
 
     rows: Sequence[Record]
     total: int
@@ -70,9 +70,9 @@ def read_responses(path: Path, most: int = MOST_ROWS) -> Responses:
 
 
 def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the indices of the lines to show, in ascending order: at most `most` of `count`.
+    """Choose at most `most` of the `count` lines of a file, and return their indices in ascending order.
 
-    The lines form blocks of consecutive lines. The first and the last block of the file are among them.
+    The chosen lines form blocks of consecutive lines, spread evenly over the file, including its first and last block.
     """
     if count <= most:
         return np.arange(count)
@@ -83,9 +83,9 @@ def shown_lines(count: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def table_of(rows: Sequence[Record], letters: int) -> tuple[list[str], list[list[Any]]]:
-    """Return the column names, and the cells of each line.
+    """Return the column names of the table, and a list of cells for each record.
 
-    A cell is a number, a text of about `letters` characters or less, or None.
+    A cell is a number, a text of at most about `letters` characters, or None.
     """
     names = dict.fromkeys(name for row in rows for name in row)
     columns = [*(name for name in FIRST if name in names), *(name for name in names if name not in FIRST)]

@@ -52,7 +52,7 @@ SAMPLES_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Series:
-    """The values of one metric, at the steps that have one. Values that are not finite are NaN."""
+    """The values of one metric, and the steps that have a value. Values that are not finite are NaN."""
 
     steps: NDArray[np.int64]  # [N] ascending
     values: NDArray[np.float64]  # [N]

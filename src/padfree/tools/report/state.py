@@ -79,6 +79,6 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _holder_host(folder: Path) -> str | None:
-    """Return the host whose process locked the folder last and has not released it, or None."""
+    """Return the host of the process that holds the lock, according to `run.holder.json`; None without this file."""
     found = read_object(folder / HOLDER)
     return None if found is None else str(found.get("host"))

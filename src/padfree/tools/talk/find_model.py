@@ -25,7 +25,10 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFiles:
-    """The locations of the parts of a model. `weights` and `tokenizer` are folders or Hub ids."""
+    """The locations of a model's weights, tokenizer, adapter and chat template.
+
+    `weights` and `tokenizer` are folders or Hub ids.
+    """
 
     weights: str
     tokenizer: str

@@ -47,8 +47,8 @@ End = Literal["stop", "length", "context", "interrupted"]
 """Why an answer ended: a stop token, `max_new_tokens`, the model's context length, or the user."""
 
 OnText = Callable[[int, str], None]
-"""Called with the index of a prompt and the next piece of its answer, which can be "". To stop the generation, it
-raises `StopAnswer`."""
+"""Function that is called with the index of a prompt and the next piece of its answer, which can be "". To stop the
+generation, the function raises `StopAnswer`."""
 
 
 class FullContextError(UserError):
@@ -92,9 +92,10 @@ class Speaker:
         device: torch.device,
         decodes: bool | None = None,
     ) -> None:
-        """`chat` renders the chat template. If it is None, prompts are plain text.
+        """Prepare the sampler of a model.
 
-        `decodes`: whether padfree's `Decoder` (with a KV cache) generates the tokens; None: `InProcessSampler` decides.
+        `chat`: renders the chat template; None: prompts are plain text. `decodes`: whether padfree's `Decoder` (with a
+        KV cache) generates the tokens; None: the default of `InProcessSampler` for this model and device.
         """
         check_sampling(temperature, seed, truncation)
         self.limits = ModelLimits.of(model)
@@ -307,8 +308,9 @@ def load_language_model(
 ) -> tuple[PreTrainedModel, torch.dtype]:
     """Load a model, with merged adapters if it has any. Return the model and the dtype in which it should run.
 
-    `dtype`: the dtype in which the model should run; None: that of the weight files. Without adapters, the model is
-    returned in this dtype, on `device`. With adapters, it is returned in float32 on the CPU, where they are merged.
+    `dtype`: the dtype in which the model should run; None: the dtype of the weight files. Without adapters, the model
+    is returned in this dtype, on `device`. With adapters, it is returned in float32 on the CPU, because adapters are
+    merged there.
     """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):

@@ -25,7 +25,7 @@ class TextStream:
         self._shown = 0  # number of ids whose text was returned
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add token ids, and return the text that is complete with them; "" if the last character is incomplete."""
+        """Add token ids, and return the text that was not returned before; "" if its last character is incomplete."""
         self._ids += [int(token) for token in ids]
         text = self._decode(self._ids[self._context :])
         if text.endswith(INCOMPLETE):
