@@ -137,7 +137,7 @@ def test_a_kind_of_layer_that_no_copy_has_is_refused() -> None:
         layer_class = ShiftingLayer
         at = 9
 
-    with pytest.raises(ValueError, match="no small copy of it has a ShiftingLayer"):
+    with pytest.raises(ValueError, match="no small copy of it contains the module class ShiftingLayer"):
         attach(TooLate(config(num_layers=12)))
 
 

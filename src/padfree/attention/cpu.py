@@ -39,7 +39,9 @@ A causal segment is cut into pieces of at most this many queries.
 """
 
 WHOLE_KEYS = 2048
-"""A causal segment with at least this many keys stays whole, because the kernel then skips most of the masked part."""
+"""A causal segment with at least this many keys is not cut into pieces, because the kernel then skips most of the
+masked part by itself.
+"""
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
 """Pieces of the same shape share a kernel call if there are at least SHARED_PIECES of them with at most SHARED_KEYS

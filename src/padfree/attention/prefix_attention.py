@@ -165,8 +165,8 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
 
 
 ALIGNED = 32
-"""The start of each array in `_concatenated` is a multiple of this number, because kernels read several numbers at
-once.
+"""`_concatenated` joins several arrays in one tensor. Each array starts at a multiple of this number, because kernels
+read several numbers at once.
 """
 
 

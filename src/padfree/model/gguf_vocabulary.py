@@ -58,7 +58,7 @@ def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
     added = {entry["content"]: entry for entry in state["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(names) >= size:
-        raise _refused(f"it has {max(names) + 1} tokens, but the model has {size}")
+        raise _refused(f"it has {max(names) + 1} tokens, but the embedding of the model has only {size}")
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     normalizer = state["normalizer"]
     if not model["byte_fallback"]:

@@ -136,7 +136,7 @@ def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
     """
     with undisturbed():
         required = frozenset(_module_classes(model))
-        verdict = _refusal("no small copy of it was built")
+        verdict = _refusal("padfree could not build a small copy of it for the test")
         for num_layers in NUM_LAYERS:
             try:
                 small = shrink(model.config, num_layers)
@@ -173,7 +173,7 @@ def _probe(
         return _refusal(f"its small copy cannot be built ({shown_error(error)})"), True
     missing = sorted(required - _module_classes(copy))
     if missing:
-        return _refusal(f"no small copy of it has a {missing[0]}"), True
+        return _refusal(f"no small copy of it contains the module class {missing[0]}"), True
     try:
         with reference_functions(copy):
             return compare(copy), False
@@ -246,7 +246,7 @@ class _Samples:
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """Compare the model's outputs `packed` for a pack, and their gradients, with those of one sample at a time.
+        """Compare the model's outputs for a pack, `packed`, and their gradients with those for one sample at a time.
 
         Returns a negative verdict if they differ, otherwise None.
         """
@@ -308,7 +308,7 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
 
 
 def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
-    """Return the model inputs for a pack whose index i holds token order[i]."""
+    """Return the model inputs for a shuffled pack: index i of this pack holds token order[i]."""
     return {
         "input_ids": input_ids[order][None],
         "position_ids": position_ids[order][None],
@@ -444,4 +444,4 @@ def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
     difference, size = float((actual - expected).abs().max()), float(expected.abs().max())
     if difference <= TOLERANCE * max(size, 0.1):  # False for NaN
         return None
-    return f"{name} differ by up to {difference:.1e} at a largest value of {size:.1e}"
+    return f"{name} differ by up to {difference:.1e} if the largest value is {size:.1e}"

@@ -18,10 +18,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 WINDOW = 4
-"""The sliding window of a shrunken model. It is shorter than the probe's samples."""
+"""The size of a sliding window in the small copy: shorter than most of the probe's samples, so that it matters."""
 
 CHUNK = 8
-"""The chunk size of recurrences in a shrunken model. It is shorter than the probe's samples."""
+"""The chunk size of recurrences in the small copy: shorter than the probe's longer samples, which span two chunks."""
 
 VOCABULARY = 64
 POSITIONS = 128

@@ -86,7 +86,8 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
     """Map the name of each tensor of the language model to its name in the whole multimodal model.
 
-    Some multimodal models contain the language model itself, others only its base model.
+    Some multimodal models contain the language model as one module. Others contain only its base model (the model
+    without its head) as a module, and hold the head themselves.
     """
     own = list(language.state_dict())
     classes = [(type(language), ""), (type(language.base_model), f"{language.base_model_prefix}.")]

@@ -30,7 +30,7 @@ from padfree.arrays import SPLITMIX64, splitmix64
 from padfree.packing.fill import Indices
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""XORed with the seed, so that the order inside a part differs from the order of an epoch."""
+"""A part is shuffled with the seed XOR this number, so that its order differs from the order of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

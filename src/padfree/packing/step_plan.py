@@ -376,10 +376,10 @@ def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
     The target of a micro-batch is at least the cost of the costliest sample that must run in it. If no single sample
     costs more than an average slot, all targets are equal.
 
-    For example, samples with costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches cost 12 per rank. The sample of cost 9
-    makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3], in which |
-    separates the two ranks, then cost 9 + 3 = 12 in total. Nearly even slots, [9 | 3 3] and [3 3 | 3], would cost 9 + 6
-    = 15.
+    For example, 2 ranks run samples with costs 9 3 3 3 3 3 in 2 micro-batches. The total cost is 24, or 12 per rank.
+    The sample of cost 9 makes the first target 9 and leaves 3 for the second. The micro-batches are then [9 | 3 3 3]
+    and [3 | 3], in which | separates the two ranks. Together they cost 9 + 3 = 12. Nearly even slots, [9 | 3 3] and
+    [3 3 | 3], would cost 9 + 6 = 15.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

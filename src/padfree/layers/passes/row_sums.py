@@ -17,7 +17,7 @@ import padfree.layers.ops.row_sums  # noqa: F401 (the operators)
 
 
 def row_sums_pass(graph: fx.Graph) -> int:
-    """Replace each sum and mean of numbers that are rounded. Return the number of changes."""
+    """Replace each sum and mean of floating-point numbers by padfree's operator. Return the number of changes."""
     operators = {
         torch.ops.aten.sum.dim_IntList: torch.ops.padfree.row_sum.default,
         torch.ops.aten.mean.dim: torch.ops.padfree.row_mean.default,

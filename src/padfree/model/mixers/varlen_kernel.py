@@ -185,7 +185,7 @@ class _Trial:
         for name, value in expected.items():
             noise, difference = _apart(noisy[name], value), _apart(found[name], value)
             if not difference <= NOISE_FACTOR * noise + NOISE_FLOOR:
-                return f"on this machine its {name} differs by {difference:.1e}; rounding explains only {noise:.1e}"
+                return f"on this machine its {name} is off by {difference:.1e}, but rounding explains only {noise:.1e}"
         return None
 
     def _copy(self) -> nn.Module:
@@ -220,7 +220,7 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _outcome(
     call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Run `call` on `hidden` forward, and backward from the output gradient `weights`.
+    """Run `call` forward on the input `hidden`, and backward with `weights` as the gradient of the output.
 
     Returns the output and all gradients by name, in float32.
     """

@@ -212,7 +212,7 @@ def why_refused(model_class: type) -> str | None:
     read = inspect.signature(getattr(base, "get_image_features", base.forward)).parameters
     names = [name for name in read if "pixel" in name or "image" in name or "size" in name or "patch" in name]
     reads = f" ({', '.join(names)})" if names else ""
-    return f"padfree has no description of what its vision tower reads{reads}, and no test that compares it"
+    return f"padfree has no code for the inputs of its vision tower{reads}, and no test of its results"
 
 
 def _base_class(model_class: type) -> Any:
@@ -255,7 +255,7 @@ def unsupported_vision(config: PreTrainedConfig) -> str | None:
     vision = config.vision_config
     for name, value in vision.to_dict().items():
         if ("dropout" in name or "drop_path" in name) and isinstance(value, float) and value > 0:
-            return f"vision_config.{name} is {value:g}, but an image that several samples show is encoded once"
+            return f"vision_config.{name} is {value:g}, but samples share the encoding of an image, dropout included"
     return None
 
 
