@@ -204,7 +204,7 @@ def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
         mark_image_layers(language)
     # The tower of a vision-language model keeps its own attention: it already separates images.
     model.set_attn_implementation(name if family is None else {"": name, "text_config": name})
-    assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
+    assert is_attached(model.config), "the probe found that this class uses transformers' AttentionInterface"
     for module in {model, base_of(model), language}:
         if check_inputs not in module._forward_pre_hooks.values():
             # Run this hook before the hooks that `install` registers, which may pass the context as the attention mask.

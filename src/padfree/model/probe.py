@@ -166,11 +166,11 @@ def _probe(
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
         if size > MAX_PARAMETERS:
-            return _refusal(f"its small copy still has {size} parameters"), False
+            return _refusal(f"the small copy of it for the test still has {size} parameters"), False
         copy = model_class(config).train()
         mark_chunked_layers(copy)
     except Exception as error:  # any error of the model's code means that the architecture does not pass
-        return _refusal(f"its small copy cannot be built ({shown_error(error)})"), True
+        return _refusal(f"the small copy of it for the test cannot be built ({shown_error(error)})"), True
     missing = sorted(required - _module_classes(copy))
     if missing:
         return _refusal(f"no small copy of it contains the module class {missing[0]}"), True
@@ -254,7 +254,7 @@ class _Samples:
         leak = _difference("outputs", packed, self.outputs)
         for name, gradient in gradients.items():
             leak = leak or _difference(f"the gradient of {name}", gradient, self.gradients[name])
-        return _refusal(f"packed differs from one sample at a time: {leak}") if leak else None
+        return _refusal(f"a pack gives other results than one sample at a time: {leak}") if leak else None
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
@@ -444,4 +444,4 @@ def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
     difference, size = float((actual - expected).abs().max()), float(expected.abs().max())
     if difference <= TOLERANCE * max(size, 0.1):  # False for NaN
         return None
-    return f"{name} differ by up to {difference:.1e} if the largest value is {size:.1e}"
+    return f"{name} differ by up to {difference:.1e} (largest value {size:.1e})"

@@ -110,7 +110,7 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""The entries of a config that describe a checkpoint and not the architecture. They are dropped."""
+"""The entries of a config that describe a checkpoint, not the architecture. The config of the small copy omits them."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
 """The config fields that are lists of layer indices."""

@@ -75,7 +75,7 @@ def aligned(numbers: int) -> int:
 
 
 def storage_bytes(numbers: int) -> int:
-    """Return the size in bytes of a `SplitStorage` for `numbers` weights, without alignment."""
+    """Return the size in bytes of a `SplitStorage` for `numbers` weights, without padding for alignment."""
     return 4 * numbers + -(-numbers // 8)
 
 

@@ -171,8 +171,8 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     """Return the bin of each sample, in the order of falling sample length.
 
     The `steps` of best-fit decreasing move bins between queues, one queue for each number of free tokens. `sizes` says
-    how many bins were put into each queue. Each bin is followed back through the queues to the queue of new bins, where
-    its index is its number.
+    how many bins joined each queue. From the step in which a sample joined a bin, this function follows the bin back
+    through its earlier queues to the queue of empty bins. The number of the bin is its index in that queue.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)

@@ -1,6 +1,6 @@
 """Find the prefixes that the samples of a pack share, so that each prefix is computed once.
 
-    samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group
+    samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group; each letter is a token
     nodes      0: p p p     1: a a     2: b     3: b b     4: c
     parents    -1            0         0        2          2
     ends       sample 0 ends in node 1, sample 1 in node 3, sample 2 in node 4
@@ -228,7 +228,7 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Make a `PrefixTree` from the (parent, sample, begin, end) of each node and the `last` node of each sample."""
+    """Make a `PrefixTree` from the (parent, sample, begin, end) of each node, and the node where each sample ends."""
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))

@@ -169,7 +169,8 @@ class EpochReader(Generic[T]):
 class _Batcher(Generic[T]):
     """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`, which form batches from a stream of samples.
 
-    The class holds the source, the counters, and the settings, which must equal those in a saved state on resuming.
+    The class holds the source, the counters and the settings. A saved state can only be loaded if its settings are the
+    same.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]]

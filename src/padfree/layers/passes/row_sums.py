@@ -5,7 +5,7 @@ After autograd, `row_sums_pass`, for `rollout.exact` only:
     softmax over experts, as the compiler decomposes it:  amax, -, exp, sum, /      becomes   amax, -, exp, row_sum, /
     weights / weights.sum(-1)                                                       becomes   weights / row_sum
 
-A maximum does not depend on the order, and sums of integers do not either.
+Maxima and sums of integers stay, because they do not depend on the order of their inputs.
 """
 
 from __future__ import annotations
