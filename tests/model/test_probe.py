@@ -92,9 +92,7 @@ def test_layers_that_look_at_neighbours_are_found(layer: type[LlamaDecoderLayer]
     class Leaking(Patched):
         layer_class = layer
 
-    with pytest.raises(
-        ValueError, match=r"Leaking cannot be trained packed: a pack gives other results .* differ"
-    ):
+    with pytest.raises(ValueError, match=r"Leaking cannot be trained packed: a pack gives other results .* differ"):
         attach(Leaking(config()))
 
 
