@@ -44,8 +44,8 @@ masked part by itself.
 """
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
-"""Pieces of the same shape share a kernel call if there are at least SHARED_PIECES of them with at most SHARED_KEYS
-keys each.
+"""Pieces (some queries of a segment, and the keys they see) of the same shape share a kernel call if each piece has at
+most SHARED_KEYS keys and there are at least SHARED_PIECES of them.
 """
 
 

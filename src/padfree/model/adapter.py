@@ -132,8 +132,8 @@ LAYER_TYPES = (
     "mlp",
     "moe",
 )
-"""The layer types in Hugging Face configs that padfree supports. For other types, the probe's small copy may not
-represent the model.
+"""The layer types in Hugging Face configs that padfree supports. For other types, the small copy on which
+padfree tests a model may not represent the model.
 """
 
 HARMLESS_FIELDS = (

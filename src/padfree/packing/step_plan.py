@@ -41,7 +41,9 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""A plan whose `imbalance` is at most this is accepted. Otherwise a plan with slots of uneven cost is tried too."""
+"""A plan is accepted if it costs at most this factor times a plan in which no rank waits for another. Otherwise a plan
+with slots of uneven cost is tried too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
