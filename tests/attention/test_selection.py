@@ -104,7 +104,7 @@ def test_everything_on_the_cpu_goes_to_the_cpu_kernels(dtype: torch.dtype, softc
         ("torch", CUDA, {"value_dim": 64}, "q and k have head size 128 but v has 64; use 'auto' or 'flex'"),
         ("torch", CUDA, {"softcap": True}, "the backend does not support softcap; use 'auto' or 'flex' or 'reference'"),
         ("flex", CUDA, {"raw_backward": True}, "ring attention needs; use 'auto' or 'torch' or 'reference'"),
-        ("fa4", CUDA, {}, r"its package is not installed \(pip install 'padfree\[fa4\]'\); use 'auto' or 'torch'"),
+        ("fa4", CUDA, {}, r"the backend's package is not installed \(pip install 'padfree\[fa4\]'\); use 'auto' or"),
     ],
 )
 def test_a_named_backend_that_does_not_support_a_call_is_refused_with_reason_and_fix(

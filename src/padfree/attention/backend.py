@@ -124,7 +124,7 @@ class AttentionBackend(Protocol):
         """
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():
-            return f"its package is not installed ({self.capabilities.package})"
+            return f"the backend's package is not installed ({self.capabilities.package})"
         return reason
 
     def forward(

@@ -249,11 +249,11 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     """Return a description of a feature in the config that padfree does not support, or None if all are supported."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
-        return f"it consists of several models ({', '.join(parts)}), and only its language model can be packed"
+        return f"the model consists of several models ({', '.join(parts)}), and only its language model can be packed"
     if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder and a decoder"
+        return "the model has an encoder and a decoder"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
-        return "its attention is not causal"
+        return "the attention of the model is not causal"
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             return f"layer type {kind!r} is not supported (supported: {', '.join(LAYER_TYPES)})"

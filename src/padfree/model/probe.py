@@ -141,7 +141,7 @@ def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
             try:
                 small = shrink(model.config, num_layers)
             except Exception as error:  # config classes raise all kinds of errors
-                return _refusal(f"its config cannot be shrunk ({shown_error(error)})")
+                return _refusal(f"padfree cannot shrink the config for a small copy ({shown_error(error)})")
             key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required, how)
             if key not in _VERDICTS:
                 _VERDICTS[key] = _probe(type(model), small, required, compare)
@@ -296,12 +296,12 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
     inputs = _inputs(samples.input_ids, samples.position_ids, samples.segments, order)
     packed = _in_order(_first(model(**inputs)), order)
     if not mixers and len(calls) < model.config.num_hidden_layers:
-        return _refusal("its attention does not use transformers' AttentionInterface")
+        return _refusal("the attention of the model does not use transformers' AttentionInterface")
     if refusal := samples.refusal(model, packed) or _state_refusal(model, samples, order):
         return refusal
     head, base = described_head(model), base_of(model)
     if head is None or base is model:
-        return Verdict(leak=None, head="it has no head on top of a base model", mixers=mixers)
+        return Verdict(leak=None, head="the model has no head on top of a base model", mixers=mixers)
     hidden = _in_order(_first(base(**inputs)), order)
     difference = _difference("its logits and head(hidden states)", head.logits(hidden), samples.outputs)
     return Verdict(leak=None, head=difference, mixers=mixers)
@@ -425,7 +425,7 @@ def _first(output: object) -> Tensor:
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:
-        raise TypeError("it returns neither logits nor last hidden states of shape [1, T, ...]")
+        raise TypeError("the model returns neither logits nor last hidden states of shape [1, T, ...]")
     return values[0]
 
 

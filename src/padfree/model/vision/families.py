@@ -195,8 +195,8 @@ FAMILIES: dict[str, VisionFamily] = {
 
 REFUSED = {
     "paligemma": "the tokens of a prompt attend to each other, and a sample does not say where its prompt ends",
-    "got_ocr2": "transformers cannot set the attention of its language model separately",
-    "mllama": "its language model attends to images by cross-attention, and not at placeholder tokens",
+    "got_ocr2": "transformers cannot set the attention of the language model separately",
+    "mllama": "the language model attends to images by cross-attention, not at placeholder tokens",
 }
 """Why images cannot be trained, by `model_type` of the config."""
 
@@ -270,7 +270,7 @@ def need_family(model: nn.Module) -> VisionFamily:
     """
     family = family_of(model)
     if family is None:
-        reason = why_refused(type(model)) if is_image_text(model) else "it is not a vision-language model"
+        reason = why_refused(type(model)) if is_image_text(model) else "the model is not a vision-language model"
         raise UserError(
             "model",
             f"{type(model).__name__} cannot be trained on images: {reason}",
