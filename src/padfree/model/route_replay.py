@@ -165,8 +165,8 @@ def replay_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why routes of this model cannot be replayed, or None if they can.
 
     The route of a token is the list of experts that routers chose for it. A small copy of the model runs without given
-    routes, with its own routes, with unknown routes, and with other routes. Its own routes and unknown routes must
-    reproduce the output without given routes to the bit, and other routes must not.
+    routes, with its own routes, with unknown routes (which leave the choice to the routers), and with other routes. Its
+    own routes and unknown routes must reproduce the output without given routes to the bit, and other routes must not.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:

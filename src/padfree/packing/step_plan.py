@@ -272,10 +272,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan a step over n samples of `length` [n], which is changed in place.
+    """Plan a step over n samples of `length` [n].
 
-    Truncated samples get their new length, and dropped samples 0. `cost` is a function that maps lengths to costs, and
-    `constant` is the fixed cost of a micro-batch.
+    `length` is changed in place: truncated samples get their new length, and dropped samples get 0. `cost` is a
+    function that maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
     """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
