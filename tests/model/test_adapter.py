@@ -202,7 +202,7 @@ def test_frequencies_that_follow_the_longest_sample_are_held_to_their_limit(
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {**SMALL, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-LATER = "its attention is not causal"
+LATER = "the attention of the model is not causal"
 
 
 @pytest.mark.parametrize(

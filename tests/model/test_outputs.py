@@ -85,7 +85,7 @@ def test_models_without_a_head_attach_and_have_none() -> None:
     batch = shard(row([4, 3]))
     assert torch.equal(hidden_states(base, batch), base(**batch.model_inputs()).last_hidden_state[0])
     with pytest.raises(
-        ValueError, match="the head of LlamaModel is not a plain matrix: it has no head on top of a base model"
+        ValueError, match="the head of LlamaModel is not a plain matrix: the model has no head on top of a base model"
     ):
         lm_head_of(base)
 

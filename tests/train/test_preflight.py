@@ -206,7 +206,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PAIRS,
         ["model.attention=fa4"],
-        "model.attention: 'fa4' does not support this call: it runs on cuda, not on cpu; "
+        "model.attention: 'fa4' does not support this call: the backend runs on cuda, not on cpu; "
         "use 'auto' or 'cpu' or 'reference'",
     ),
     ("sft", "qwen3", PAIRS, ["run.folder=FOLDER/d.jsonl/run"], "run.folder: "),

@@ -86,21 +86,21 @@ class Capabilities:
         """
         major, minor = needs.compute_capability
         if needs.device not in self.devices:
-            return f"it runs on {' and '.join(self.devices)}, not on {needs.device}"
+            return f"the backend runs on {' and '.join(self.devices)}, not on {needs.device}"
         if needs.device == "cuda" and major not in self.majors:
             return f"compute capability {major}.{minor} is not supported (only {span(self.majors)})"
         if needs.dtype not in self.dtypes:
-            return f"{needs.dtype} is not among its dtypes ({', '.join(map(str, self.dtypes))})"
+            return f"{needs.dtype} is not supported (only {', '.join(map(str, self.dtypes))})"
         if needs.head_dim not in self.head_dims:
-            return f"head size {needs.head_dim} is not among its head sizes ({span(self.head_dims)})"
+            return f"head size {needs.head_dim} is not supported (only {span(self.head_dims)})"
         if needs.head_dim != needs.value_dim and not self.any_value_dim:
             return f"q and k have head size {needs.head_dim} but v has {needs.value_dim}"
         if needs.value_dim not in self.head_dims:
-            return f"the head size {needs.value_dim} of v is not among its head sizes ({span(self.head_dims)})"
+            return f"head size {needs.value_dim} of v is not supported (only {span(self.head_dims)})"
         if needs.softcap and not self.softcap:
-            return "it does not support softcap"
+            return "the backend does not support softcap"
         if needs.raw_backward and not self.raw_backward:
-            return "it cannot compute the gradients of one block of the keys, as ring attention needs"
+            return "the backend cannot compute the gradients of one block of the keys, which ring attention needs"
         return None
 
 
@@ -124,7 +124,7 @@ class AttentionBackend(Protocol):
         """
         reason = self.capabilities.unsupported_reason(needs)
         if reason is None and not self.is_installed():
-            return f"its package is not installed ({self.capabilities.package})"
+            return f"the backend's package is not installed ({self.capabilities.package})"
         return reason
 
     def forward(

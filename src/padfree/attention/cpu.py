@@ -1,9 +1,9 @@
 """PyTorch's fused CPU attention, called piece by piece. A piece is some queries of a segment and the keys they see.
 
-    segment of 300 queries and keys, causal     pieces (queries x keys)       q . .      The keys of a piece end at
-                                                  0..100  x  0..100           q q .      its last query, and only its
-                                                100..200  x  0..200           q q q      last square (100 x 100) is
-                                                200..300  x  0..300                      masked.
+    causal segment of 300 queries and keys       pieces (queries x keys)       squares of 100 queries x 100 keys
+                                                   0..100  x  0..100           p . .       .  not computed
+                                                 100..200  x  0..200           f p .       p  partly masked
+                                                 200..300  x  0..300           f f p       f  fully visible
 
 The fused kernel computes the scores of 512 keys before it applies the mask. So a short causal segment costs as much as
 one without a mask. Cutting segments into pieces avoids most of this work: segments of 64 to 512 tokens took 18% less
@@ -39,11 +39,13 @@ A causal segment is cut into pieces of at most this many queries.
 """
 
 WHOLE_KEYS = 2048
-"""A causal segment with at least this many keys stays whole, because the kernel then skips most of the masked part."""
+"""A causal segment with at least this many keys is not cut into pieces, because the kernel then skips most of the
+masked part by itself.
+"""
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
-"""Pieces of the same shape share a kernel call if there are at least SHARED_PIECES of them with at most SHARED_KEYS
-keys each.
+"""Pieces (some queries of a segment, and the keys they see) of the same shape share a kernel call if each piece has at
+most SHARED_KEYS keys and there are at least SHARED_PIECES of them.
 """
 
 

@@ -1,12 +1,12 @@
 """The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
 A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
-shape: 16 queries by 128 keys. Tiles begin at multiples of 16 and 128 from the start of the segment. Elements of a tile
-that no query or key fills are 0.
+shape: 16 queries by 128 keys. Tiles of queries begin at multiples of 16 from the start of the segment, and blocks of
+keys at multiples of 128. Where a tile or block has no query or key, its elements are 0.
 
-    segment of 300 keys      queries of the last 40 keys          a single query at key 299
-    blocks of keys           0..127   128..255   256..299 0 0     the same
-    tiles of queries         260..271   272..287   288..299       288..299, with zeros at 288..298
+    segment of 300 keys      the last 40 queries, 260 to 299       one query, 299
+    blocks of keys           0..127   128..255   256..383          0..127   128..255   256..383      300..383 are 0
+    tiles of queries         256..271   272..287   288..303        288..303                          all but 299 are 0
 
 Blocks of keys are merged from the first to the last. A block in which a query sees no key does not change a bit of the
 query's result. A decode step with one query therefore gives the same bits as the packed forward pass, which the setting

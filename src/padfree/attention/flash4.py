@@ -31,13 +31,15 @@ from padfree.segments import Segments
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""The supported head sizes. Other sizes compile, but some give wrong gradients (flash-attn-4 4.0.0b36, H200: sizes 16,
-40 and 80).
+"""The head sizes that the backend supports. Kernels for other sizes compile, but some give wrong gradients (sizes
+16, 40 and 80 with flash-attn-4 4.0.0b36 on an H200).
 """
 PAGED_HEAD_DIMS = (64, 96, 128)
-"""The head sizes for which the kernel reads one page of keys with one load on Hopper."""
+"""The head sizes for which keys are read in pages, because the kernel then reads a page with one load on Hopper."""
 UNPACKED_FROM = 1024
-"""Query heads are not packed if segments have at least this many queries on average."""
+"""On Hopper, the query heads that share a key head are packed into one tile only if segments have fewer queries than
+this on average.
+"""
 
 
 class FlashAttention4(AttentionBackend):
@@ -60,7 +62,7 @@ class FlashAttention4(AttentionBackend):
         if needs.head_dim == 192:
             return "head size 192 is not supported on Blackwell (only 64, 96, 128, 256)"
         if needs.head_dim == 256 and needs.softcap:
-            return "it does not support softcap at head size 256 on Blackwell"
+            return "the backend does not support softcap at head size 256 on Blackwell"
         return None
 
     def forward(

@@ -24,7 +24,7 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """The queries that also see later keys, the keys after their own in the same image.
+    """The queries that also see later keys: the keys that come after their own key in the same image.
 
     Queries and keys are in reversed order within a segment, so that query segment i attends to key segment i with a
     causal mask.
@@ -48,8 +48,8 @@ def attend_with_later_keys(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """Compute causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], where some queries also see later
-    keys.
+    """Compute causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], where some queries also see
+    later keys (keys after their own).
 
     `later` says which queries see later keys. `later_k` and `later_v` are these later keys and their values. Returns
     [Tq, H, dv]; differentiable once.

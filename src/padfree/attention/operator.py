@@ -128,7 +128,7 @@ def _backward(
 def recomputed_gradients(
     attend: Callable[..., tuple[Tensor, Tensor]], dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Call the attention function `attend` again, and return dq, dk, dv and dsinks by autograd.
+    """Repeat the forward pass of the attention function `attend`, and return dq, dk, dv and dsinks by autograd.
 
     dsinks is an empty tensor if there are no sinks.
     """

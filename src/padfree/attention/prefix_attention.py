@@ -64,14 +64,15 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""The cost of treating a node as a long prefix, by device type, in units of the cost of copying one key. The first
-number is the cost per query below the node. The second number is the cost of the separate kernel call.
+"""The cost of treating a node of the prefix tree as a long prefix: its keys are not copied for each node below it, but
+read in one separate kernel call. For each device type, the first number is the cost per query below the node, and the
+second is the cost of the call. The unit is the cost of copying one key.
 """
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Pages are used if they save at least this many copies of keys. On an H200, so many copies take 0.03 ms per layer (8
-key heads of size 128).
+"""Keys are read in pages if this saves the copies of at least this many keys. On an H200, so many copies take 0.03 ms
+per layer (8 key heads of size 128).
 """
 
 # Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets
@@ -165,8 +166,8 @@ def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ())
 
 
 ALIGNED = 32
-"""The start of each array in `_concatenated` is a multiple of this number, because kernels read several numbers at
-once.
+"""`_concatenated` joins several arrays in one tensor. Each array starts at a multiple of this number, because kernels
+read several numbers at once.
 """
 
 

@@ -101,6 +101,8 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: Attent
     """Compute attention over one block of keys.
 
     q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]
+
+    `visible` is True if the query sees the key. `lse` is the log-sum-exp of the scores.
     """
     scores = _scores(q, _per_query_head(k, q), visible, spec)
     lse = scores.logsumexp(dim=-1)  # [H, Lq], -inf if no key is visible

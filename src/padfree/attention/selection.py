@@ -106,7 +106,7 @@ def _choose(
 
 def _not_by_auto(backend: AttentionBackend, dtype: torch.dtype) -> str | None:
     """Return the reason why `auto` skips a backend that supports the call, or None if `auto` may choose the backend."""
-    return None if dtype in backend.capabilities.auto_dtypes else f"auto does not choose it for {dtype}"
+    return None if dtype in backend.capabilities.auto_dtypes else f"'auto' never chooses this backend for {dtype}"
 
 
 def _either(names: list[str]) -> str:

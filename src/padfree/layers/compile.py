@@ -39,12 +39,14 @@ from padfree.layers.passes.rms_norm import rms_norm_pass
 from padfree.layers.recompute import KEPT_BY_LEVEL, Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""If `kept` is "host", this fraction of the layers, from the first one, saves only its input. The link to the host is
-too slow for more, and backward reaches these layers last.
+"""With `kept="host"`, this fraction of the layers saves only the input of each layer, because the link to the host is
+too slow to offload more. These are the first layers, which backward reaches last.
 """
 
 LONG_PACK = 8192
-"""For packs with at least this many tokens, the compiler reduces norms over `REDUCED_TOKENS` tokens at a time."""
+"""For packs with at least this many tokens, the compiler generates kernels for norms in which each program handles
+`REDUCED_TOKENS` tokens.
+"""
 
 REDUCED_TOKENS = 32
 
@@ -179,7 +181,10 @@ def _compiled(
 
 
 class InductorPass(CustomGraphPass):
-    """All graph passes of one stage of the compilation, joined into one callable with a cache key for Inductor."""
+    """The graph passes of one stage of the compilation, as one callable for Inductor.
+
+    The result of `uuid` becomes part of the keys of Inductor's cache.
+    """
 
     def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [

@@ -23,10 +23,14 @@ import torch
 from torch import Tensor, nn
 
 OFFLOADED_FRACTION = 0.62
-"""The fraction of layers that are offloaded: as many as a link of 50 GB/s can copy before backward begins."""
+"""The fraction of layers whose saved tensors are offloaded: as many as a link of 50 GB/s to the host can copy before
+backward begins.
+"""
 
 LAYERS_PER_COPY = 1.6
-"""How many layers are computed while the tensors of one layer are copied, measured with a 4B model on an H200."""
+"""The number of layers that are computed in the time of copying the saved tensors of one layer to the host, measured
+with a 4B model on an H200.
+"""
 
 MIN_OFFLOADED_BYTES = 8 << 20
 """Tensors with fewer bytes than this stay on the device."""
@@ -92,7 +96,7 @@ class ActivationOffload:
 
 
 class _OffloadedTensor:
-    """A tensor on the device, its copy in host memory, and the number of its saved views."""
+    """An offloaded tensor: the device tensor, its copy in host memory, and how many of its views autograd saved."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device

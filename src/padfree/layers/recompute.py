@@ -34,7 +34,7 @@ from padfree.errors import UserError
 from padfree.layers.matmuls import is_matmul
 
 Kept = Literal["none", "input", "selective", "host"]
-"""Which activations a compiled layer saves. With `none` the compiler decides."""
+"""The modes of a compiled layer, which say what activations it saves. With the mode `none`, the compiler decides."""
 
 KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
     "full": "input",
@@ -43,7 +43,7 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
     "attention": "host",
     "none": "none",
 }
-"""Which activations a compiled layer saves at each level."""
+"""The mode of a compiled layer (`Kept`) for each level in a list of layers, such as the setting `6 host, 30 none`."""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:
@@ -91,8 +91,9 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _nearest_matmuls(start: set[fx.Node], neighbours: Callable[[fx.Node], list[fx.Node]]) -> set[fx.Node]:
-    """Return the first matmul on every path of nodes that begins in `start`. `neighbours` gives the next nodes of a
-    path.
+    """Return the first matmul on each path through the graph that begins at a node of `start`.
+
+    `neighbours` is a function that returns the next nodes of a path, for example the users of a node.
     """
     found: set[fx.Node] = set()
     seen, todo = set(start), list(start)

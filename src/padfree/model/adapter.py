@@ -132,8 +132,8 @@ LAYER_TYPES = (
     "mlp",
     "moe",
 )
-"""The layer types in Hugging Face configs that padfree supports. For other types, the probe's small copy may not
-represent the model.
+"""The layer types in Hugging Face configs that padfree supports. For other types, the small copy on which
+padfree tests a model may not represent the model.
 """
 
 HARMLESS_FIELDS = (
@@ -204,7 +204,7 @@ def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
         mark_image_layers(language)
     # The tower of a vision-language model keeps its own attention: it already separates images.
     model.set_attn_implementation(name if family is None else {"": name, "text_config": name})
-    assert is_attached(model.config), "the probe found that this class uses the AttentionInterface"
+    assert is_attached(model.config), "the probe found that this class uses transformers' AttentionInterface"
     for module in {model, base_of(model), language}:
         if check_inputs not in module._forward_pre_hooks.values():
             # Run this hook before the hooks that `install` registers, which may pass the context as the attention mask.
@@ -249,11 +249,11 @@ def unsupported(config: PreTrainedConfig) -> str | None:
     """Return a description of a feature in the config that padfree does not support, or None if all are supported."""
     parts = [part for part in config.sub_configs if getattr(config, part, None) is not None]
     if parts:
-        return f"it consists of several models ({', '.join(parts)}), and only its language model can be packed"
+        return f"the model consists of several models ({', '.join(parts)}), and only its language model can be packed"
     if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder and a decoder"
+        return "the model has an encoder and a decoder"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
-        return "its attention is not causal"
+        return "the attention of the model is not causal"
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in LAYER_TYPES:
             return f"layer type {kind!r} is not supported (supported: {', '.join(LAYER_TYPES)})"

@@ -25,7 +25,9 @@ from torch.nn import functional
 from padfree.model.stacked_experts import stacked_experts
 
 BLOCK_ROWS = 16
-"""The number of rows of a matmul of an expert, and the least number of outputs of a linear layer."""
+"""The number of tokens in each matmul of an expert, and the number of outputs to which a linear layer with a single
+output is padded.
+"""
 
 
 def use_block_matmuls(model: nn.Module) -> None:
@@ -81,7 +83,7 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
-    """Multiply each of the rows [R, K] with the matrix [N, K] of its expert, in blocks of rows. Returns [R, N].
+    """Multiply each of the rows [R, K] with the matrix [N, K] of its expert, in blocks of `BLOCK_ROWS`. Returns [R, N].
 
     The rows are sorted by expert, and `sizes` are the numbers of rows of the E experts. `weight` is [E, N, K], or
     [E, K, N] if `transposed` is True.

@@ -54,16 +54,16 @@ def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
     state = {} if backend is None else json.loads(backend.to_str())
     model = state.get("model", {})
     if model.get("type") != "BPE":
-        raise _refused(f"its class {type(tokenizer).__name__} is not a BPE tokenizer of the tokenizers library")
+        raise _refused(f"the class {type(tokenizer).__name__} is not a BPE tokenizer of the tokenizers library")
     added = {entry["content"]: entry for entry in state["added_tokens"]}
     names = {index: token for token, index in tokenizer.get_vocab().items()}
     if max(names) >= size:
-        raise _refused(f"it has {max(names) + 1} tokens, but the model has {size}")
+        raise _refused(f"the tokenizer has {max(names) + 1} tokens, but the embedding of the model has only {size}")
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     normalizer = state["normalizer"]
     if not model["byte_fallback"]:
         if normalizer is not None and normalizer["type"] != "NFC":
-            raise _refused(f"its normalizer ({normalizer['type']}) has no counterpart in llama.cpp")
+            raise _refused(f"the normalizer ({normalizer['type']}) has no counterpart in llama.cpp")
         tokens, types = _tokens(names, added, size)
         return GgufVocabulary(
             model="gpt2",
@@ -144,4 +144,4 @@ def _space_prefix(normalizer: dict[str, Any] | None, pre_tokenizer: dict[str, An
         return False
     if steps == [{"type": "Prepend", "prepend": "\u2581"}, replaces] and pre_tokenizer is None:
         return True
-    raise _refused("it changes the text in a way that llama.cpp's SentencePiece tokenizer does not")
+    raise _refused("the tokenizer changes the text in a way that llama.cpp's SentencePiece tokenizer does not")

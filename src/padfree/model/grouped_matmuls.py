@@ -6,9 +6,10 @@ There are T tokens of width D with k of E experts each. The R = T k pairs of a t
     choices [T, k]    0 2 | 2 1 | 2 0          rows of expert 0: tokens 0 2, of expert 1: token 1, of expert 2: 0 1 2
     ends [E]          2 3 6                    where the rows of each expert end
 
-`grouped_matmul` multiplies all rows in one call. Sampler and trainer use it, and `row_trial` tries on the device that
-a row has the same bits however the rows are divided over the experts. The results of the k experts of a token are added
-in the order of its choices, in float32. No shape depends on the routes, so that CUDA graphs can capture the operators.
+`grouped_matmul` multiplies all rows in one call. Sampler and trainer use it, and `row_trial` tests on the device
+whether a row has the same bits however the rows are divided over the experts. The results of the k experts of a token
+are added in the order of its choices, in float32. No shape depends on the routes, so that CUDA graphs can capture the
+operators.
 """
 
 from __future__ import annotations

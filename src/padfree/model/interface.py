@@ -182,7 +182,7 @@ def mark_image_layers(language: PreTrainedModel) -> None:
 
 
 def sees_whole_images(module: nn.Module) -> bool:
-    """Return whether `mark_image_layers` has marked this layer."""
+    """Return whether `mark_image_layers` marked this layer, so that the tokens of an image attend to each other."""
     return getattr(module, "_padfree_whole_images", False)
 
 
@@ -324,7 +324,7 @@ def _need_tokens(num_tokens: int, context: AttnContext) -> None:
 _REFUSED = {
     "attention_mask": "remove it: attn_context already describes the samples",
     "past_key_values": "remove it: training uses no KV cache",
-    "labels": "remove them, because HF would shift them across samples, and use the batch's labels with padfree.head",
+    "labels": "remove the labels, because HF would shift them across samples; use the batch's labels with padfree.head",
 }
 
 

@@ -148,7 +148,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer or a router with an adapter."""
+    """Return whether a module has an adapter: it is a linear layer or a router that `add_adapters` changed."""
     return hasattr(module, "lora_A") and not has_expert_adapters(module)
 
 

@@ -52,7 +52,7 @@ def local_region(tensor: Tensor) -> Region:
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank is in the mesh of its own parameters"
+    assert coordinate is not None, "a rank that holds a parameter must be in the device mesh of the parameter"
     return region_of(tensor.shape, tensor.placements, tensor.device_mesh.shape, coordinate)
 
 

@@ -93,7 +93,7 @@ def freeze(model: nn.Module, selections: Iterable[str]) -> None:
 
 
 def frozen_weights(model: PreTrainedModel) -> FrozenWeights:
-    """Return which share of the matmul weights of the language model is frozen, and whether its head is frozen."""
+    """Return the frozen fraction of the language model's matmul weights, and whether the head is frozen."""
     roles, parts = roles_of(model), parts_of(model)
     sums = {True: 0, False: 0}
     for name, parameter in model.named_parameters():

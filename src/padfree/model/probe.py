@@ -136,12 +136,12 @@ def _verdict(model: PreTrainedModel, how: str, compare: Compare) -> Verdict:
     """
     with undisturbed():
         required = frozenset(_module_classes(model))
-        verdict = _refusal("no small copy of it was built")
+        verdict = _refusal("padfree could not build a small copy of it for the test")
         for num_layers in NUM_LAYERS:
             try:
                 small = shrink(model.config, num_layers)
             except Exception as error:  # config classes raise all kinds of errors
-                return _refusal(f"its config cannot be shrunk ({shown_error(error)})")
+                return _refusal(f"padfree cannot shrink the config for a small copy ({shown_error(error)})")
             key = (type(model), json.dumps(small.to_dict(), sort_keys=True, default=str), required, how)
             if key not in _VERDICTS:
                 _VERDICTS[key] = _probe(type(model), small, required, compare)
@@ -166,14 +166,14 @@ def _probe(
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in model_class(deepcopy(config)).parameters())
         if size > MAX_PARAMETERS:
-            return _refusal(f"its small copy still has {size} parameters"), False
+            return _refusal(f"the small copy of it for the test still has {size} parameters"), False
         copy = model_class(config).train()
         mark_chunked_layers(copy)
     except Exception as error:  # any error of the model's code means that the architecture does not pass
-        return _refusal(f"its small copy cannot be built ({shown_error(error)})"), True
+        return _refusal(f"the small copy of it for the test cannot be built ({shown_error(error)})"), True
     missing = sorted(required - _module_classes(copy))
     if missing:
-        return _refusal(f"no small copy of it has a {missing[0]}"), True
+        return _refusal(f"no small copy of it contains the module class {missing[0]}"), True
     try:
         with reference_functions(copy):
             return compare(copy), False
@@ -246,7 +246,7 @@ class _Samples:
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """Compare the model's outputs `packed` for a pack, and their gradients, with those of one sample at a time.
+        """Compare the model's outputs for a pack, `packed`, and their gradients with those for one sample at a time.
 
         Returns a negative verdict if they differ, otherwise None.
         """
@@ -254,7 +254,7 @@ class _Samples:
         leak = _difference("outputs", packed, self.outputs)
         for name, gradient in gradients.items():
             leak = leak or _difference(f"the gradient of {name}", gradient, self.gradients[name])
-        return _refusal(f"packed differs from one sample at a time: {leak}") if leak else None
+        return _refusal(f"a pack gives other results than one sample at a time: {leak}") if leak else None
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
@@ -296,19 +296,19 @@ def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer
     inputs = _inputs(samples.input_ids, samples.position_ids, samples.segments, order)
     packed = _in_order(_first(model(**inputs)), order)
     if not mixers and len(calls) < model.config.num_hidden_layers:
-        return _refusal("its attention does not use transformers' AttentionInterface")
+        return _refusal("the attention of the model does not use transformers' AttentionInterface")
     if refusal := samples.refusal(model, packed) or _state_refusal(model, samples, order):
         return refusal
     head, base = described_head(model), base_of(model)
     if head is None or base is model:
-        return Verdict(leak=None, head="it has no head on top of a base model", mixers=mixers)
+        return Verdict(leak=None, head="the model has no head on top of a base model", mixers=mixers)
     hidden = _in_order(_first(base(**inputs)), order)
     difference = _difference("its logits and head(hidden states)", head.logits(hidden), samples.outputs)
     return Verdict(leak=None, head=difference, mixers=mixers)
 
 
 def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: Tensor) -> dict[str, Any]:
-    """Return the model inputs for a pack whose index i holds token order[i]."""
+    """Return the model inputs for a shuffled pack: index i of this pack holds token order[i]."""
     return {
         "input_ids": input_ids[order][None],
         "position_ids": position_ids[order][None],
@@ -425,7 +425,7 @@ def _first(output: object) -> Tensor:
     values = getattr(output, "logits", None)
     values = getattr(output, "last_hidden_state", None) if values is None else values
     if not isinstance(values, Tensor) or values.ndim != 3:
-        raise TypeError("it returns neither logits nor last hidden states of shape [1, T, ...]")
+        raise TypeError("the model returns neither logits nor last hidden states of shape [1, T, ...]")
     return values[0]
 
 
@@ -444,4 +444,4 @@ def _difference(name: str, actual: Tensor, expected: Tensor) -> str | None:
     difference, size = float((actual - expected).abs().max()), float(expected.abs().max())
     if difference <= TOLERANCE * max(size, 0.1):  # False for NaN
         return None
-    return f"{name} differ by up to {difference:.1e} at a largest value of {size:.1e}"
+    return f"{name} differ by up to {difference:.1e} (largest value {size:.1e})"

@@ -32,7 +32,7 @@ from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.structure import model_from_config
 
 DRAWN_ON = ("cuda",)
-"""The kinds of devices on which weights are drawn. On the CPU, transformers draws the whole model on rank 0."""
+"""The types of devices on which each rank draws weights. On a CPU, rank 0 draws the whole model with transformers."""
 
 
 class InitialisingCall(NamedTuple):

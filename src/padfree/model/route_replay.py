@@ -82,14 +82,17 @@ class RouteReplay:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Create this object after adapters are added and before the first forward pass."""
+        """Replace the forward of each router of the model.
+
+        Create a `RouteReplay` after adapters are added to the model and before its first forward pass.
+        """
         self.routers = routers_of(model)
         self._context: AttnContext | None = None
         for layer in layers_of(model):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
         for number, router in enumerate(self.routers):
             forward = partial(self._forward, router.module.forward, number, router)
-            disabled = torch.compiler.disable(forward, reason="routers are replayed by a torch function mode")  # type: ignore[no-untyped-call]
+            disabled = torch.compiler.disable(forward, reason="route replay needs a torch function mode")  # type: ignore[no-untyped-call]
             object.__setattr__(router.module, "forward", disabled)
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -162,8 +165,8 @@ def replay_obstacle(model: PreTrainedModel) -> str | None:
     """Return the reason why routes of this model cannot be replayed, or None if they can.
 
     The route of a token is the list of experts that routers chose for it. A small copy of the model runs without given
-    routes, with its own routes, with unknown routes, and with other routes. Its own routes and unknown routes must
-    reproduce the output without given routes to the bit, and other routes must not.
+    routes, with its own routes, with unknown routes (which leave the choice to the routers), and with other routes. Its
+    own routes and unknown routes must reproduce the output without given routes to the bit, and other routes must not.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:
@@ -173,7 +176,7 @@ def replay_obstacle(model: PreTrainedModel) -> str | None:
     with undisturbed():
         copy = small_copy(model)
         if copy is None:
-            return f"no small copy of {name} can be built to test it"
+            return f"padfree cannot build the small copy of {name} on which it would test route replay"
         copy.set_attn_implementation("eager")
         with reference_functions(copy):
             try:
@@ -199,17 +202,17 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
     own = recorder.take()
     RouteReplay(copy)
     if not torch.equal(run(None), free):
-        return f"two passes of {name} differ"
+        return f"two forward passes of {name} on the same tokens give different outputs"
     if not torch.equal(run(own), free):
-        return f"{name} with its own routes differs from {name}"
+        return f"the output of {name} changes if its own routes are replayed"
     unknown = torch.full_like(own, unknown_in(recorder.dtype))
     if not torch.equal(run(unknown), free):
-        return f"{name} with unknown routes differs from {name}"
+        return f"the output of {name} changes if unknown routes leave the choice of experts to its routers"
     # Shift the experts of each token by one, in every layer. All experts stay distinct.
     counts = torch.tensor([router.num_experts for router in routers_of(copy)])
     other = ((own.long() + 1) % counts[None, :, None]).to(own.dtype)
     if torch.equal(own.sort(-1).values, other.sort(-1).values):
-        return f"all experts of {name} are chosen for every token"
+        return f"{name} uses all experts for every token, so that no other routes exist for a test"
     hidden = run(other)
     if not torch.equal(recorder.take(), other) or torch.equal(hidden, free):
         return f"{name} does not use the routes that it is given"
@@ -218,7 +221,7 @@ def _obstacle(copy: PreTrainedModel, name: str) -> str | None:
         weight = router.module.weight
         assert isinstance(weight, Tensor)
         if weight.grad is None or not weight.grad.abs().sum() > 0:
-            return f"{type(router.module).__name__} gets no gradient for other routes than its own"
+            return f"{type(router.module).__name__} gets no gradient if other routes than its own are replayed"
     return None
 
 
@@ -237,6 +240,6 @@ def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> 
             raise UserError(
                 "routes",
                 f"need {own.shape[1]} layers with at least {known.max(initial=0) + 1} experts each, but the model has "
-                f"{len(routers)} such layers, with {fewest} experts or more",
+                f"{len(routers)} layers with experts, the smallest with {fewest} experts",
                 f"use rollouts of this model, or {FIX}",
             )

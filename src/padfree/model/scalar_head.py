@@ -69,9 +69,9 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return the file of each tensor without the tensors of other heads, such as a language-model head.
+    """Return `files` (the file of each tensor) without the tensors of heads that `model` does not have.
 
-    A head's tensors are kept if they are part of `model`.
+    An example is the language-model head in the files of a model that gets a scalar head.
     """
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}

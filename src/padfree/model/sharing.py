@@ -21,7 +21,9 @@ DROPOUTS = ("pdrop", "dropout", "dropout_prob")
 """Suffixes of the names of dropout fields in configs."""
 
 OF_OTHER_HEADS = ("classifier", "summary")
-"""Prefixes of config fields with the dropout of heads that a language model does not have."""
+"""Prefixes of the names of dropout fields in configs that belong to other heads, such as a classifier. A language model
+does not have these heads.
+"""
 
 
 def state_obstacle(model: PreTrainedModel) -> str | None:

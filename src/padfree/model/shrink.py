@@ -18,10 +18,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 WINDOW = 4
-"""The sliding window of a shrunken model. It is shorter than the probe's samples."""
+"""The size of a sliding window in the small copy: shorter than most of the probe's samples, so that it matters."""
 
 CHUNK = 8
-"""The chunk size of recurrences in a shrunken model. It is shorter than the probe's samples."""
+"""The chunk size of recurrences in the small copy: shorter than the probe's longer samples, which span two chunks."""
 
 VOCABULARY = 64
 POSITIONS = 128
@@ -110,7 +110,7 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""The entries of a config that describe a checkpoint and not the architecture. They are dropped."""
+"""The entries of a config that describe a checkpoint, not the architecture. The config of the small copy omits them."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
 """The config fields that are lists of layer indices."""

@@ -12,7 +12,8 @@ that round to infinity.
 The difference between weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into
 16 bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
 
-    2 + 2 + 1/8 bytes per weight instead of 4 + 2       weight = rounded * 2^16 + rest + tie * 2^16, as integers
+    memory             2 + 2 + 1/8 bytes per weight, instead of 4 + 2 for a float32 weight and its bfloat16 rounding
+    weight             rounded * 2^16 + rest + tie * 2^16, as integers
 
 A NaN stays a NaN, possibly with another payload.
 
@@ -74,7 +75,7 @@ def aligned(numbers: int) -> int:
 
 
 def storage_bytes(numbers: int) -> int:
-    """Return the size in bytes of a `SplitStorage` for `numbers` weights, without alignment."""
+    """Return the size in bytes of a `SplitStorage` for `numbers` weights, without padding for alignment."""
     return 4 * numbers + -(-numbers // 8)
 
 
@@ -229,7 +230,7 @@ def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Each view is a `SplitWeight`, too.
     """
     weight, *rest = args
-    assert isinstance(weight, SplitWeight), f"{function} makes a view of an argument other than its first"
+    assert isinstance(weight, SplitWeight), f"{function} makes a view of a SplitWeight that is not its first argument"
     found = function(weight._meta(), *rest, **kwargs)
 
     def made(number: int | None, like: Tensor) -> SplitWeight:

@@ -44,5 +44,5 @@ def undivided(model: nn.Module, expert: int, shards: int) -> str | None:
         for parameter_name, parameter in module._parameters.items():
             if parameter is not None and all(size % shards for size in parameter.shape[1:]):
                 shape = list(parameter.shape)
-                return f"{parameter_name} {shape} has no dimension that the other {shards} ranks of a replica divide"
+                return f"{parameter_name} {shape} cannot be sharded: no size after the first is a multiple of {shards}"
     return None

@@ -75,7 +75,7 @@ def check_vision(config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the config belongs to a vision-language model that can be trained on images."""
     name = vision_class(config)
     mapping: Any = AutoModelForImageTextToText._model_mapping
-    reason = "it is not a supported vision-language model" if name is None else why_refused(mapping[type(config)])
+    reason = "this is not a supported vision-language model" if name is None else why_refused(mapping[type(config)])
     if reason is None:
         return
     raise UserError(

@@ -1,8 +1,9 @@
 """Extract the language model from a multimodal checkpoint, and put it back for an export.
 
-    folder      text_config, vision_config                  model.language_model.layers.0..., model.visual..., lm_head
-    trained     the causal language model of text_config    model.layers.0..., lm_head
-    export      the folder's own class and config           the trained weights; all other weights are unchanged
+                config                           tensors
+    folder      text_config, vision_config       model.language_model.layers.0..., model.visual..., lm_head
+    trained     text_config                      model.layers.0..., lm_head
+    export      text_config, vision_config       those of the folder; the trained ones have new values
 
 On rank 0, transformers loads the whole folder, so that tensors have the names of transformers' classes, which can
 differ from those in the files. During training only the language model is in memory. An export reads the other parts
@@ -86,7 +87,8 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
     """Map the name of each tensor of the language model to its name in the whole multimodal model.
 
-    Some multimodal models contain the language model itself, others only its base model.
+    Some multimodal models contain the language model as one module. Others contain only its base model (the model
+    without its head) as a module, and hold the head themselves.
     """
     own = list(language.state_dict())
     classes = [(type(language), ""), (type(language.base_model), f"{language.base_model_prefix}.")]

@@ -30,13 +30,19 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
 TOLERANCE = 1e-4
-"""The exchange phase ends when the costliest part exceeds the mean cost by at most this fraction of the mean."""
+"""`balance` stops exchanging samples between parts when the costliest part exceeds the mean cost by at most this
+fraction of the mean.
+"""
 
 ROUNDS = 64
-"""The maximum number of rounds of the exchange phase. A round handles all pairs of parts once."""
+"""The maximum number of rounds in which `balance` exchanges samples between parts. In each round, costly parts are
+paired with cheap ones, and every pair exchanges samples once.
+"""
 
 SHIFTS = 8
-"""The exchange phase pairs costly with cheap parts in this many ways. It ends if none of them brings an improvement."""
+"""To exchange samples, `balance` pairs costly with cheap parts in up to this many ways. It stops if none of them brings
+an improvement.
+"""
 
 
 def balance(
@@ -228,9 +234,12 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
     """Swap samples between parts until the cost of the costliest part is near the mean, or at most `goal`.
 
-    The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on. A part is one
-    matrix row of `slots` [k, m]: its samples, then at least one empty slot. A swap with an empty slot moves a sample.
-    If no pair can improve, the list of cheap parts is shifted to form other pairs.
+    The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on. Each pair
+    makes the swap that brings the costs of its parts closest. If no pair can improve, the list of cheap parts is
+    shifted to form other pairs.
+
+    The array `slots` [k, m] has one matrix row per part: the samples of the part, then its empty slots. Swapping a
+    sample with an empty slot moves the sample. If all parts must have equal counts, there are no empty slots.
     """
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
@@ -274,7 +283,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """Split each part into the samples that the exchange phase may move between parts, and the samples that stay.
+    """Split each part into the samples that `_exchange` may move to other parts, and the samples that stay.
 
     In a large part only every i-th sample is movable, so that a round of exchanges compares at most 2 million pairs of
     samples. If `equal` is True, every part has the same number of movable samples.

@@ -316,7 +316,7 @@ def _packed_kept(samples: Sequence[Sample], predictions: NDArray[np.int64]) -> P
 
 
 Range = tuple[Sample, int, int]
-"""A sample, and the first and the last index (exclusive) of its tokens that a segment of the pack holds."""
+"""A sample, and the range [begin, end) of its tokens that a segment of the pack holds."""
 
 
 def _packed_routes(ranges: Sequence[Range]) -> Tensor | None:

@@ -31,16 +31,22 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""Factors that raise the level (the target cost per rank and wave) for wide packs, tried in this order."""
+"""For packs that several ranks share, the level (the target cost per rank and wave) is multiplied by one of these
+factors. They are tried in this order.
+"""
 
 MORE_WAVES = 6
-"""If a plan is more uneven than `EVEN` allows, plans with up to this many more waves than necessary are tried."""
+"""If a plan is more uneven than `EVEN` allows, plans with up to this many additional waves (micro-batches that all
+ranks run together) are tried.
+"""
 
 WAVE = 0.01
 """The fixed cost of one wave (one micro-batch on every rank), as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
-"""A sample is not cut into parts of fewer tokens than this to save time, because smaller matmuls are not faster."""
+"""If a sample is divided over ranks only to save time, each part has at least about this many tokens, because smaller
+matmuls are not faster.
+"""
 
 EVEN = 1.02
 """A plan is accepted if its cost is at most this factor times that of a plan with equal costs on all ranks."""
@@ -83,7 +89,7 @@ def plan_wide(
     """Assign the samples with the indices `candidates` to packs, ranks and waves (micro-batches that all ranks run
     together).
 
-    `length`, `cost` [n] describe all n samples.
+    `length` and `cost` [n] are the numbers of tokens and the costs of all n samples.
 
     `sizes` are the possible widths: how many ranks may share a pack. A sample that does not fit even at the largest
     width gets the largest width.
@@ -148,7 +154,8 @@ def _attempt(
 def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int], level: float) -> Indices:
     """Return the width of each of n samples, [n]: the number of ranks that share the sample.
 
-    The width is the smallest at which one rank's part has at most `max_tokens` tokens and costs at most `level`.
+    The width is the smallest at which one rank's part has at most `max_tokens` tokens and costs at most `level`,
+    the target cost per rank.
     """
     size = np.array(sizes)
     by_cost = np.minimum(cost / level if level else 0.0, np.maximum(length // FEWEST_TOKENS, 1))
@@ -162,7 +169,7 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to packs that several ranks share, until a pack costs `level` per rank.
+    """Add short samples to packs that several ranks share, until the cost of a pack per rank is `level`.
 
     The costliest short sample that fits is added first. `narrow` are the indices of the short samples. Returns the
     indices of the short samples that were not added.

@@ -30,7 +30,7 @@ from padfree.arrays import SPLITMIX64, splitmix64
 from padfree.packing.fill import Indices
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""XORed with the seed, so that the order inside a part differs from the order of an epoch."""
+"""A part of a source is shuffled with the seed XOR this number, so that its order differs from that of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class EpochOrder:
         self._inside: dict[int, Indices] = {}  # by number of the part: the order of its samples
 
     def start(self, epoch: int) -> int:
-        """Return the number of samples shown in all epochs before `epoch` together."""
+        """Return how many samples the epochs before `epoch` show in total."""
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:

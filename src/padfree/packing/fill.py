@@ -132,10 +132,11 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """Return the steps of best-fit decreasing, and how many bins were put into each queue in total.
+    """Return the steps of best-fit decreasing, and how many bins joined each queue in total.
 
-    In a step, several bins with equal free tokens take samples of one length. A queue holds the bins with one number of
-    free tokens. `values` are the distinct lengths, longest first, and `counts` the number of samples of each length.
+    `values` are the distinct lengths, longest first, and `counts` the number of samples of each length. In a step,
+    several bins with equal free tokens take samples of one length. There is one queue for each number of free tokens,
+    in which the bins with this number wait.
 
     A bin takes as many samples of the current length as fit, because it is the fullest bin after each of them, and best
     fit always chooses the fullest bin. Empty bins wait in the queue of `capacity` free tokens.
@@ -170,8 +171,8 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     """Return the bin of each sample, in the order of falling sample length.
 
     The `steps` of best-fit decreasing move bins between queues, one queue for each number of free tokens. `sizes` says
-    how many bins were put into each queue. Each bin is followed back through the queues to the queue of new bins, where
-    its index is its number.
+    how many bins joined each queue. From the step in which a sample joined a bin, this function follows the bin back
+    through its earlier queues to the queue of empty bins. The number of the bin is its index in that queue.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)

@@ -1,6 +1,6 @@
 """Find the prefixes that the samples of a pack share, so that each prefix is computed once.
 
-    samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group
+    samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group; each letter is a token
     nodes      0: p p p     1: a a     2: b     3: b b     4: c
     parents    -1            0         0        2          2
     ends       sample 0 ends in node 1, sample 1 in node 3, sample 2 in node 4
@@ -52,7 +52,7 @@ class SharingCost:
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""Sharing that costs nothing, so that every common prefix is shared."""
+"""The `SharingCost` with which every common prefix is shared, because sharing costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -132,9 +132,9 @@ class PrefixTree:
         return _tree(nodes, [new_index[node] for node in last])
 
     def token_positions(self) -> Indices:
-        """Return the index in the pack of each of the T tokens of all samples laid end to end, [T].
+        """Return where the pack holds the tokens of the samples: an index [T] for the T tokens of all samples in order.
 
-        The pack stores a shared token once, so that several tokens can have the same index.
+        The pack stores a shared token once, so that the tokens of several samples can have the same index.
         """
         offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         positions = [path_tokens(self.parents, offsets, node) for node in self.last.tolist()]
@@ -177,7 +177,7 @@ class _Growth:
         return _tree(self.nodes, self.last)
 
     def add(self, members: list[int]) -> None:
-        """Add the nodes of one family: the samples with the indices `members`.
+        """Add the nodes of one family (samples that may share tokens): the samples with the indices `members`.
 
         Samples are sorted by their tokens, so that samples with a common prefix are neighbours.
         """
@@ -228,7 +228,7 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Make a `PrefixTree` from the (parent, sample, begin, end) of each node and the `last` node of each sample."""
+    """Make a `PrefixTree` from the (parent, sample, begin, end) of each node, and the node where each sample ends."""
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))

@@ -27,7 +27,9 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""If the cost of a plan is at most this times that of a perfectly balanced plan, families are not divided further."""
+"""If the cost of a plan is at most this factor times that of a perfectly balanced plan, families are not divided
+further.
+"""
 
 
 def plan_shared_step(
@@ -157,5 +159,5 @@ def _plan(
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Return the numbers 1, 2, 4, ... below `most`, and `most` itself."""
+    """Return the numbers of parts to try for each family: 1, 2, 4, ... below `most`, and `most` itself."""
     return [*(1 << bit for bit in range((most - 1).bit_length())), most]

@@ -41,7 +41,9 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""A plan whose `imbalance` is at most this is accepted. Otherwise a plan with slots of uneven cost is tried too."""
+"""A plan is accepted if it costs at most this factor times a plan in which no rank waits for another. Otherwise a plan
+with slots of uneven cost is tried too.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -270,10 +272,10 @@ def _plan(
     overlong: PackOverlong,
     contexts: Sequence[int],
 ) -> StepPlan:
-    """Plan a step over n samples of `length` [n], which is changed in place.
+    """Plan a step over n samples of `length` [n].
 
-    Truncated samples get their new length, and dropped samples 0. `cost` is a function that maps lengths to costs, and
-    `constant` is the fixed cost of a micro-batch.
+    `length` is changed in place: truncated samples get their new length, and dropped samples get 0. `cost` is a
+    function that maps lengths to costs, and `constant` is the fixed cost of a micro-batch.
     """
     limit = max_tokens * contexts[-1]
     too_long = np.flatnonzero(length > limit)
@@ -376,10 +378,10 @@ def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
     The target of a micro-batch is at least the cost of the costliest sample that must run in it. If no single sample
     costs more than an average slot, all targets are equal.
 
-    For example, samples with costs 9 3 3 3 3 3 on 2 ranks in 2 micro-batches cost 12 per rank. The sample of cost 9
-    makes the first target 9 and leaves 3 for the second. The micro-batches [9 | 3 3 3] and [3 | 3], in which |
-    separates the two ranks, then cost 9 + 3 = 12 in total. Nearly even slots, [9 | 3 3] and [3 3 | 3], would cost 9 + 6
-    = 15.
+    For example, 2 ranks run samples with costs 9 3 3 3 3 3 in 2 micro-batches. The total cost is 24, or 12 per rank.
+    The sample of cost 9 makes the first target 9 and leaves 3 for the second. The micro-batches are then [9 | 3 3 3]
+    and [3 | 3], in which | separates the two ranks. Together they cost 9 + 3 = 12. Nearly even slots, [9 | 3 3] and
+    [3 3 | 3], would cost 9 + 6 = 15.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

@@ -116,7 +116,10 @@ class EpochReader(Generic[T]):
         return int(order[position - begin])
 
     def _epoch_at(self, position: int) -> tuple[int, Indices]:
-        """Return the first position of the epoch that contains `position`, and the order of the epoch's samples."""
+        """Return the position of the first sample of the epoch that contains `position`, and the order of its samples.
+
+        Positions count samples over all epochs.
+        """
         known = self._epoch
         if known is None or not known[0] <= position < known[0] + len(known[1]):
             epoch = self.order.epoch_at(position)
@@ -166,7 +169,8 @@ class EpochReader(Generic[T]):
 class _Batcher(Generic[T]):
     """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`, which form batches from a stream of samples.
 
-    The class holds the source, the counters, and the settings, which must equal those in a saved state on resuming.
+    The class holds the source, the counters and the settings. A saved state can only be loaded if its settings are the
+    same.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]]
@@ -299,7 +303,7 @@ class TokenBudgetBatcher(_Batcher[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the stream after the batch at which `state_dict` returned `state`.
 
-        The settings and the data must be the same as then.
+        The settings and the data must be the same as when the state was saved.
         """
         _check_settings(state, self._settings())
         samples = self._reader.restore(state["position"], state["buffer"])
@@ -380,7 +384,7 @@ class FixedSizeBatcher(_Batcher[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the stream after the batch at which `state_dict` returned `state`.
 
-        The settings and the data must be the same as then.
+        The settings and the data must be the same as when the state was saved.
         """
         _check_settings(state, self._settings())
         self._reader.restore(state["position"], [])

@@ -45,11 +45,13 @@ MATMUL = "padfree::float8_matmul"
 
 WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
-"""The mantissa of 448 = 1.75 · 2⁸, as bits of a float32."""
+"""The mantissa bits that 448 = 1.75 · 2⁸, the largest float8 value, has as a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""Subtract the biased exponent of x from this number to get the biased exponent of 2⁸ / 2^exponent(x)."""
+"""A number x is scaled to the magnitude of 448 by the factor 2⁸ / 2^exponent(x). The biased exponent of this factor is
+`LARGEST_EXPONENT` minus the biased exponent of x.
+"""
 NOT_FINITE = 255
-"""The biased exponent of infinity and NaN."""
+"""The biased exponent of infinity and NaN in a float32."""
 
 torch.library.define(ROWS, "(Tensor x, bool columns) -> (Tensor, Tensor, Tensor)")
 torch.library.define(COLUMNS, "(Tensor x, Tensor largest, Tensor? after=None) -> (Tensor, Tensor)")
@@ -99,7 +101,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factor by which values are multiplied before the cast to float8, and the scale, which is 1 / factor.
 
-    `largest` is the largest absolute value among the values that share a scale.
+    `largest` is the largest absolute value among the values that share a scale, as the bits of a float32 in an int32.
     """
     exponent = largest >> EXPONENT_BITS
     above = ((largest & MANTISSA) > LARGEST_MANTISSA).int()
@@ -214,10 +216,10 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y = x · weightᵀ + bias, and the largest absolute values of the columns of x and of the weight.
+    """Return y = x · weightᵀ + bias, the largest absolute value of each column of x, and the same for the weight.
 
-    `output` says whether the matmul is computed in float8. `by_column` says for x and for the weight whether the
-    largest values are computed; otherwise an empty tensor is returned.
+    `output` says whether the matmul is computed in float8. `by_column` has two bools, for x and for the weight: whether
+    the largest values are computed. Where they are not computed, an empty tensor is returned in their place.
     """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)

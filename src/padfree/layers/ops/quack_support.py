@@ -42,7 +42,7 @@ def _is_installed() -> bool:
     try:
         import padfree.layers.ops.quack_matmul_epilogues  # noqa: F401
     except (ImportError, TypeError) as error:  # a TypeError means that quack-kernels is installed outside site-packages
-        message = f"quack-kernels {found} cannot be used and layers will be slower: {error}"
+        message = f"layers will be slower, because quack-kernels {found} cannot be used: {error}"
         warnings.warn(message, PadfreeWarning, stacklevel=2)
         return False
     return True

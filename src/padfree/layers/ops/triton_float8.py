@@ -20,8 +20,8 @@ from torch import Tensor
 from padfree.layers.ops.float8_format import DTYPE, MULTIPLE, rounded_up
 
 MAX_WIDTH = 16384
-"""The largest number of columns for which `rows` also finds the largest value of each column. More do not fit into
-registers.
+"""The largest number of columns of a matrix for which the function `rows` can find the largest value of each column. A
+wider matrix row does not fit into registers.
 """
 
 
@@ -44,14 +44,15 @@ class CastTile(NamedTuple):
 TILE = CastTile(tokens=64, columns=64, warps=4)
 LARGEST_TILE = (64, 128)
 LARGEST_ROWS = 512
-"""The number of rows that a program of `_largest_kernel` looks at."""
+"""The number of matrix rows in which a program of `_largest_kernel` searches for the largest value of each column."""
 
 
 def choose(width: int, *, columns: bool) -> RowsLaunch:
-    """Choose the launch parameters for rows of `width` elements.
+    """Choose the launch parameters of `_rows_kernel` for matrix rows of `width` elements.
 
-    If `columns` is True, the largest value of each column is also needed. Each program then makes one atomic maximum
-    per column, so fewer programs run. The parameters and `TILE` were the fastest of 7 candidates on an H200.
+    If `columns` is True, the kernel also finds the largest value of each column. Each program then makes one atomic
+    maximum per column, so fewer programs are launched. The parameters and `TILE` were the fastest of 7 candidates on an
+    H200.
     """
     block = triton.next_power_of_2(width)
     if columns:
@@ -112,7 +113,10 @@ def columns(x: Tensor, largest: Tensor, tile: CastTile = TILE) -> tuple[Tensor, 
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Return the largest absolute value of each column, as the bit pattern of the float in an int32."""
+    """Return the largest absolute value of each column.
+
+    A value is given as the bits of a float32 in an int32. These integers have the same order as the values.
+    """
     num_rows, width = x.shape
     largest = x.new_zeros(width, dtype=torch.int32)
     tokens, block = LARGEST_TILE
@@ -152,7 +156,10 @@ def _cast(value, q, ROUND: tl.constexpr):
 
 @triton.jit
 def _factors(largest):
-    """Return the factor and the scale of `float8_linear.factors`, in a Triton kernel."""
+    """Return the factor by which values are multiplied before the cast to float8, and the scale, which is 1 / factor.
+
+    This is `float8_linear.factors` as a Triton function.
+    """
     exponent = largest >> 23
     above = ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(262 - exponent - above, 253)

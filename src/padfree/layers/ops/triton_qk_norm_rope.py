@@ -56,7 +56,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration = BACKWARD,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., T, H, d] and the gradient [d] of the weight, which is empty if `weight_gradient` is False."""
+    """Return the gradients dx [.., T, H, d] and dweight [d]. dweight is empty if `weight_gradient` is False."""
     x = x.contiguous()
     num_rows = x.numel() // x.shape[-1]
     dx = torch.empty_like(x)
@@ -92,8 +92,9 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the row indices, the column indices and the mask for loading one half [ROWS, d/2] of a block of head
-    vectors.
+    """Return the indices of the head vectors, the indices of their elements, and the mask of existing elements.
+
+    They serve to load one half [ROWS, d/2] of a block of ROWS head vectors: RoPE combines the two halves of a vector.
     """
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]

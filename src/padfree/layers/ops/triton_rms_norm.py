@@ -24,7 +24,7 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""The shared memory in bytes that a program may use. Smaller GPUs have this much, too."""
+"""The limit on the shared memory of a program, in bytes. It is low enough for smaller GPUs, too."""
 
 
 class LaunchConfiguration(NamedTuple):
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
 
 def choose(width: int, itemsize: int = 2) -> Choice:
-    """Choose the launch parameters for tokens of `width` elements.
+    """Choose the launch parameters of the forward and the backward kernel for tokens of `width` elements.
 
     A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also prefetches the
     next two tokens if they fit into shared memory.
@@ -68,7 +68,10 @@ def choose(width: int, itemsize: int = 2) -> Choice:
 def forward(
     x: Tensor, added: Tensor | None, weight: Tensor, eps: float, configuration: LaunchConfiguration | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [.., D], the sum x + added [.., D] (empty without `added`) and 1 / rms [..] of each token."""
+    """Compute RMSNorm of x, or of x + added if `added` is given.
+
+    Returns the result y [.., D], the sum x + added [.., D] (empty without `added`), and 1 / rms [..] of each token.
+    """
     configuration = configuration or choose(x.shape[-1], x.itemsize).forward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -100,7 +103,7 @@ def backward(
     weight_gradient: bool = True,
     configuration: LaunchConfiguration | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [.., D] and the gradient [D] of the weight, which is empty if `weight_gradient` is False."""
+    """Return the gradients dx [.., D] and dweight [D]. dweight is empty if `weight_gradient` is False."""
     configuration = configuration or choose(x.shape[-1], x.itemsize).backward
     x = x.contiguous()
     num_rows, width = x.numel() // x.shape[-1], x.shape[-1]
@@ -137,7 +140,10 @@ def sum_of_partials(partial: Tensor, weight: Tensor) -> Tensor:
 
 
 def _at_most_three(dys: list[Tensor]) -> list[Tensor]:
-    """Reduce the gradients `dys` to the three that the kernel takes: add further ones to the third, in float32."""
+    """Return at most three gradients, because the kernel takes no more.
+
+    If there are more than three `dys`, the third and all later ones are added in float32.
+    """
     if len(dys) <= 3:
         return dys
     last = dys[2].float()
@@ -209,7 +215,7 @@ def _per_row(pointer, first, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _weights(weight, D: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the weight as chunks [1, CHUNK]."""
+    """Return the weight [D] of the norm as a tuple of chunks [1, CHUNK]."""
     chunks = ()
     for c in tl.static_range((D + CHUNK - 1) // CHUNK):
         chunks += (_read(weight, 0, c, 1, D, CHUNK, 1),)

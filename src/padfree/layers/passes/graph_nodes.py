@@ -45,7 +45,7 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def is_plain_add(node: fx.Node) -> bool:
-    """Return whether a node after autograd adds two different tensors of the same dtype and shape."""
+    """Return whether a node of a graph after autograd adds two different tensors of the same dtype and shape."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]

@@ -110,7 +110,7 @@ def matmul_epilogues_overwrite_pass(graph: fx.Graph) -> int:
 
 
 def _is_free(matrix: fx.Node, node: fx.Node) -> bool:
-    """Return whether `node` may overwrite the tensor `matrix`, because no node reads it afterwards."""
+    """Return whether `node` may overwrite the tensor `matrix`. This is allowed if no later node reads it."""
     if matrix.target not in (ATEN.mm.default, operator.getitem):
         return False
     others = [user for user in matrix.users if user is not node and (user.users or user.op != "call_function")]

@@ -74,10 +74,10 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """If the node `multiplied` is `factor` · cos or `factor` · sin, return the node of cos or sin [1, T, d].
+    """Return the node of cos or sin [1, T, d] if the node `multiplied` is `factor` · cos or `factor` · sin.
 
-    `factor` is the node of the transposed heads [1, H, T, d], or of their rotated halves. Returns None if `multiplied`
-    is something else, or if the shape or dtype of cos or sin does not fit `heads` [1, T, H, d].
+    `factor` is either the node of the transposed heads t [1, H, T, d], or the node of cat(-t[d/2:], t[:d/2]). Returns
+    None if `multiplied` is another product, or if the shape or dtype of cos or sin does not fit `heads` [1, T, H, d].
     """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):

@@ -36,7 +36,7 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""The number of gradients of y that rms_norm_backward can add."""
+"""The number of gradients `dys` of the norm's output y that rms_norm_backward can add."""
 
 
 # Before autograd
@@ -128,7 +128,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def _is_residual_add(x: fx.Node) -> bool:
-    """Return whether x is the sum of two hidden states that is also used outside the norm."""
+    """Return whether x is a sum of two hidden states whose result is also read by a node outside the norm."""
     if not is_call(x, operator.add, users=None) or len(x.users) < 2:
         return False
     total, *parts = (example(node) for node in (x, *x.args))
@@ -156,7 +156,10 @@ def _insert_add_rms_norm(graph: fx.Graph, norm: RMSNorm) -> None:
 
 
 def rms_norm_backward_pass(graph: fx.Graph) -> int:
-    """Move the adds around each rms_norm_backward into its arguments. Returns the number of changes."""
+    """Replace the additions before and after each rms_norm_backward by its arguments `dys` and `residual`.
+
+    Returns the number of rms_norm_backward nodes.
+    """
     nodes = graph.find_nodes(op="call_function", target=torch.ops.padfree.rms_norm_backward.default)
     for node in nodes:
         _fold_summands(graph, node)

@@ -5,7 +5,7 @@ After autograd, `row_sums_pass`, for `rollout.exact` only:
     softmax over experts, as the compiler decomposes it:  amax, -, exp, sum, /      becomes   amax, -, exp, row_sum, /
     weights / weights.sum(-1)                                                       becomes   weights / row_sum
 
-A maximum does not depend on the order, and sums of integers do not either.
+Maxima and sums of integers stay, because they do not depend on the order of their inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import padfree.layers.ops.row_sums  # noqa: F401 (the operators)
 
 
 def row_sums_pass(graph: fx.Graph) -> int:
-    """Replace each sum and mean of numbers that are rounded. Return the number of changes."""
+    """Replace each sum and mean of floating-point numbers by padfree's operator. Return the number of changes."""
     operators = {
         torch.ops.aten.sum.dim_IntList: torch.ops.padfree.row_sum.default,
         torch.ops.aten.mean.dim: torch.ops.padfree.row_mean.default,

@@ -52,7 +52,7 @@ def swiglu_pass(graph: fx.Graph) -> int:
 
 
 def swiglu_overwrite_pass(graph: fx.Graph) -> int:
-    """Let the backward of SwiGLU overwrite dact, gate and up, if no other node reads them."""
+    """Let the backward of SwiGLU overwrite its inputs dact, gate and up, if no other node reads them."""
     count = 0
     for backward in graph.find_nodes(op="call_function", target=torch.ops.padfree.swiglu_backward.default):
         dact, gate, up = backward.args

@@ -40,7 +40,8 @@ def convolution(
     """Apply a causal depthwise convolution along a pack. This function replaces transformers' `causal_conv1d_fn`.
 
     `hidden_states` are [1, C, T] for C channels and T tokens, `weight` is [C, W] for W taps, and the result is [1, C,
-    T]. Callers without an argument `segments` pass the segments as `seq_idx`.
+    T]. The segments of the pack come as the argument `segments` or, from code of transformers that has no such
+    argument, as `seq_idx`.
     """
     segments = seq_idx if segments is None else segments
     assert segments is not None

@@ -27,7 +27,9 @@ from padfree.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""A range of Triton versions, without its end. On Hopper, flash-linear-attention cannot compute gradients with them."""
+"""On Hopper, flash-linear-attention cannot compute gradients with the Triton versions from the first number up to, but
+not including, the second.
+"""
 
 
 @cache
@@ -53,7 +55,7 @@ _HOST_LENGTHS: Any = WeakTensorKeyDictionary()
 
 
 def _lengths(segments: Segments) -> dict[str, Tensor]:
-    """Return the segment boundaries on the device and on the host, as keyword arguments of the kernels.
+    """Return the segment boundaries, on device and host, as keyword arguments of flash-linear-attention's kernels.
 
     All layers get the same tensor objects, because flash-linear-attention caches results per input object.
     """
@@ -139,8 +141,8 @@ def _decayed_attention(queries: Tensor, keys: Tensor, values: Tensor, decay: Ten
 
 
 def no_fused_layer(*_args: Any, **_kwargs: Any) -> None:
-    """Replaces `mamba2_split_conv1d_scan_combined`, which does not support segment boundaries.
+    """Replaces Mamba-2's fused kernel `mamba2_split_conv1d_scan_combined`, which does not support segment boundaries.
 
-    Returns None, so that the layer runs its separate steps instead.
+    Returns None, so that the layer runs its convolution and recurrence as separate steps instead.
     """
     return None

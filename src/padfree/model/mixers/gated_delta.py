@@ -57,8 +57,8 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """Return the number of values per token saved for backward: q, k and v before the convolution, the same three after
-    it, and the output before the gate.
+    """Return the number of values per token saved for backward: q, k and v before and after the convolution, and the
+    output before the gate.
     """
     heads, _, d_v = _head_sizes(module)
     return 2 * convolution_width(module) + heads * d_v

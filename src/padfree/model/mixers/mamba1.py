@@ -27,8 +27,9 @@ def state_flops(module: nn.Module) -> int:
 
 
 def state_width(module: nn.Module) -> int:
-    """Return the number of values per token saved for backward, including the state of every token, as in plain
-    PyTorch.
+    """Return the number of values per token that a Mamba layer saves for backward.
+
+    This includes the recurrent state after every token, which plain PyTorch code saves.
     """
     decay = decay_of(module)
     assert decay is not None

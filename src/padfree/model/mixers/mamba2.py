@@ -33,7 +33,7 @@ def matches(module: nn.Module) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """Return the number of channels of x, and the state size per channel."""
+    """Return the number of channels of the input x of Mamba-2, and the state size N per channel."""
     channels = int(getattr(module, "intermediate_size", 0)) or convolution_width(module)
     return channels, int(getattr(module, "ssm_state_size", 1))
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 Carrier = Literal["attn_context", "attention_mask"]
-"""The argument by which a mixer gets the `AttnContext`. Some layers and base models drop other keyword arguments but
-pass on the mask.
+"""The argument by which a mixer gets the `AttnContext`. It is `attention_mask` if the layer or base model passes on the
+mask but drops other keyword arguments.
 """
 
 

@@ -66,14 +66,14 @@ def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.dev
     if isinstance(functions, str):
         return functions
     if mixer.token_arguments:
-        return f"its forward takes {', '.join(mixer.token_arguments)}, which the kernels do not support"
+        return f"the forward of the mixer takes {', '.join(mixer.token_arguments)}, which the kernels do not support"
     forward = code_of(module_class)
     called = {name: function for name, function in functions.items() if name in forward.__code__.co_names}
     parameters = inspect.signature(forward).parameters
     others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     boundaries = "segments" if others else "seq_idx"
     if not called or not (others or boundaries in parameters):
-        return "its forward calls no function that padfree can replace"
+        return "the forward of the mixer calls no function that padfree can replace"
     return VarlenKernel(forward=with_functions(forward, called), boundaries=boundaries, dtypes=kind.dtypes(device))
 
 
@@ -185,7 +185,7 @@ class _Trial:
         for name, value in expected.items():
             noise, difference = _apart(noisy[name], value), _apart(found[name], value)
             if not difference <= NOISE_FACTOR * noise + NOISE_FLOOR:
-                return f"on this machine its {name} differs by {difference:.1e}; rounding explains only {noise:.1e}"
+                return f"on this machine its {name} differs by {difference:.1e}, but rounding explains only {noise:.1e}"
         return None
 
     def _copy(self) -> nn.Module:
@@ -220,7 +220,7 @@ def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 def _outcome(
     call: Function, module: nn.Module, hidden: Tensor, weights: Tensor, segments: Segments
 ) -> dict[str, Tensor]:
-    """Run `call` on `hidden` forward, and backward from the output gradient `weights`.
+    """Run `call` forward on the input `hidden`, and backward with `weights` as the gradient of the output.
 
     Returns the output and all gradients by name, in float32.
     """

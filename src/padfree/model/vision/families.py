@@ -195,8 +195,8 @@ FAMILIES: dict[str, VisionFamily] = {
 
 REFUSED = {
     "paligemma": "the tokens of a prompt attend to each other, and a sample does not say where its prompt ends",
-    "got_ocr2": "transformers cannot set the attention of its language model separately",
-    "mllama": "its language model attends to images by cross-attention, and not at placeholder tokens",
+    "got_ocr2": "transformers cannot set the attention of the language model separately",
+    "mllama": "the language model attends to images by cross-attention, not at placeholder tokens",
 }
 """Why images cannot be trained, by `model_type` of the config."""
 
@@ -212,7 +212,7 @@ def why_refused(model_class: type) -> str | None:
     read = inspect.signature(getattr(base, "get_image_features", base.forward)).parameters
     names = [name for name in read if "pixel" in name or "image" in name or "size" in name or "patch" in name]
     reads = f" ({', '.join(names)})" if names else ""
-    return f"padfree has no description of what its vision tower reads{reads}, and no test that compares it"
+    return f"padfree has no code for the inputs of its vision tower{reads}, and no test of its results"
 
 
 def _base_class(model_class: type) -> Any:
@@ -255,7 +255,7 @@ def unsupported_vision(config: PreTrainedConfig) -> str | None:
     vision = config.vision_config
     for name, value in vision.to_dict().items():
         if ("dropout" in name or "drop_path" in name) and isinstance(value, float) and value > 0:
-            return f"vision_config.{name} is {value:g}, but an image that several samples show is encoded once"
+            return f"vision_config.{name} is {value:g}, but samples share the encoding of an image, dropout included"
     return None
 
 
@@ -270,7 +270,7 @@ def need_family(model: nn.Module) -> VisionFamily:
     """
     family = family_of(model)
     if family is None:
-        reason = why_refused(type(model)) if is_image_text(model) else "it is not a vision-language model"
+        reason = why_refused(type(model)) if is_image_text(model) else "the model is not a vision-language model"
         raise UserError(
             "model",
             f"{type(model).__name__} cannot be trained on images: {reason}",

@@ -55,8 +55,8 @@ def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImage
     """Return the inputs of the language model for tokens [T]: the embeddings [1, T, D], and for some models (Qwen3-VL)
     further features of the vision tower for the first layers.
 
-    Only the placeholders of `images` get features. Another token with the id of the placeholder, which a policy may
-    sample, keeps its embedding, as when transformers generates text.
+    Only the placeholders of `images` get features. A policy may also sample the placeholder's id in a response. Such a
+    token keeps its embedding, as when transformers generates text.
     """
     device = tokens.device
     if images is None:
@@ -107,7 +107,8 @@ def _joined(features: Any) -> Tensor:
 def _of_placeholders(output: Any, images: LocalImages) -> list[Tensor]:
     """Return the features [m, D] of the vision tower for the m placeholder tokens of this rank.
 
-    Some towers also give features for the first layers of the language model. They follow as further tensors [m, D].
+    `output` is the output of the tower. Some towers also give features for the first layers of the language model.
+    These features follow as further tensors [m, D].
     """
     found = output.pooler_output
     parts = [_joined(found), *map(_joined, getattr(output, STACKED, None) or ())]
