@@ -88,7 +88,7 @@ class KeptSets:
         return [part.tolist() for part in self.arrays()]
 
     def arrays(self) -> list[NDArray[np.int32]]:
-        """Return one array of ids per token."""
+        """Return one array per token: the kept ids, or -1 - id for each excluded id."""
         return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
 
     def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
@@ -116,7 +116,7 @@ class KeptSets:
         return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
-        """Return bools [n] that say whether the list of each token stores the excluded ids instead of the kept ids."""
+        """Return bools [n]: True for a token whose list has the excluded ids, False if the list has the kept ids."""
         excluded = np.zeros(len(self), np.bool_)
         excluded[self.of_ids()[self.ids < 0]] = True
         return excluded

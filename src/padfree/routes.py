@@ -112,7 +112,7 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens: those in `first` and, where a route is unknown there, those in `later`.
+    """Return the routes of `length` tokens. If the route of a token is unknown in `first`, it is taken from `later`.
 
     `first` and `later` may cover fewer tokens. A token that is an input in several turns of a conversation keeps its
     first route.
@@ -128,10 +128,10 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Number all pairs (token, route) of the samples, and return the numbers [n] of each sample. Equal pairs have equal
-    numbers.
+    """Return a number for each token of each sample. Two tokens have the same number if their ids and routes are equal.
 
-    Samples share a prefix only as far as their numbers are equal, because another route changes the hidden states.
+    The route of a token is the experts chosen for it. Samples share a prefix only as far as their numbers are equal,
+    because the same token has other hidden states if other experts process it.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []

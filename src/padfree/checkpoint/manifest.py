@@ -121,15 +121,24 @@ def check_model(
     if content["model"] != class_name(model):
         differs = f"it is a {content['model']}, not a {class_name(model)}"
     elif there and not here:
-        differs, cure = "it has adapters", "set lora.rank, or give another run.folder"
+        differs, cure = (
+            "the checkpoint has adapters, but this run has none",
+            "set lora.rank, or give another run.folder",
+        )
     elif here and not there:
-        differs, cure = "it has no adapters, but this run has", "set lora.rank to 0, or give another run.folder"
+        differs, cure = (
+            "the checkpoint has no adapters, but this run has some",
+            "set lora.rank to 0, or give another run.folder",
+        )
     elif unlike := _first_difference(content["tensors"], "model/", saved_tensors(model)):
         differs = unlike
     elif there and here and there["scale"] != here["scale"]:
-        differs, cure = "its adapters were trained with another lora.alpha", "restore the earlier lora.alpha"
+        differs, cure = (
+            "the checkpoint's adapters were trained with another lora.alpha",
+            "restore the earlier lora.alpha",
+        )
     elif there != here:
-        differs = "its adapters were trained on other frozen weights"
+        differs = "the checkpoint's adapters were trained on other frozen weights"
         cure = "restore the earlier model.path and its files; for random weights also the earlier run.seed"
     if differs:
         raise CheckpointError("checkpoint", f"{path} belongs to another model ({differs})", cure)

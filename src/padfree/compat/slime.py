@@ -75,8 +75,8 @@ def pack_sequences(
 ) -> list[Packed]:
     """Pack sequences into `num_packs` packs.
 
-    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1. If a pack would exceed
-    `max_tokens_per_gpu`, there are more packs, up to one per sequence.
+    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1 without this limit. If a pack would exceed
+    the limit, there are more packs, up to one per sequence.
     """
     if not len(tokens):
         return []

@@ -157,7 +157,10 @@ def receive_later_keys(
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Check and return the options of `attend_with_later_keys`."""
+    """Remove `causal` and `sinks` from the options of an attention call with images, and return the other options.
+
+    Raises `UserError` if attention is not causal or has sinks.
+    """
     if not options.pop("causal", True):
         raise UserError("causal", "False is not supported for image tokens", "set causal=True")
     if options.pop("sinks", None) is not None:

@@ -134,7 +134,7 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Return the numbers by which the pieces of the layout `balanced` are sorted.
+    """Return one number per piece of the layout `balanced`. The layout lists the pieces in ascending order of it.
 
     The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of divided documents come
     before whole documents, and documents whose pieces end at larger positions come first. The pieces of one document

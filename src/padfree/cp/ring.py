@@ -96,11 +96,11 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """Return a ring step for a pack with shared prefixes, or None if this rank computes nothing in the step.
+    """Return what this rank computes in one step of ring attention on a pack with shared prefixes.
 
-    The keys in this step come from the *sender*, the rank `distance` places earlier in the ring. `border[i]` is the
-    index of the first key of the sender's i-th piece in its block of keys. `in_pack_order` sorts the sender's pieces by
-    their start.
+    The result is None if the rank computes nothing in this step. The keys of the step belong to the *sender*, the rank
+    `distance` places earlier in the ring. The sender's i-th piece begins at index `border[i]` of these keys.
+    `in_pack_order` are the indices of the sender's pieces, sorted by their start in the pack.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -171,7 +171,7 @@ class PlayedRing:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
+    """Compute attention of this rank's queries q [T/world, H, d] to the keys of all ranks, without attention sinks.
 
     `ring` passes the keys and values from rank to rank. Returns the output [T/world, H, dv] and the log-sum-exp
     [T/world, H] in float32.

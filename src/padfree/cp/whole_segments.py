@@ -46,7 +46,8 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
         raise UserError(
             "parallel.context",
             f"a sample of {lengths.max()} tokens is longer than a rank's share of {share} ({layout.num_tokens} tokens "
-            f"over {layout.world} ranks), and layers that carry a state need whole samples",
+            f"over {layout.world} ranks), and layers that carry a state from token to token "
+            "need whole samples",
             "use fewer context ranks, more tokens per micro-batch, or shorter samples",
         )
     held = np.zeros((len(lengths), layout.world), dtype=np.int64)

@@ -252,7 +252,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """Return the number of elements per token that the norm `name` normalises. Its weight has `width` elements.
+    """Return the number of elements per token that the norm `name` normalises. The norm's weight has `width` elements.
 
     A norm of q or k with a weight of one head's size is applied to all heads, so its input is wider.
     """

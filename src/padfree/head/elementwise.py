@@ -80,7 +80,8 @@ class BlockSums:
     """The largest logit and the sums of exponentials of R tokens in each of K vocabulary blocks, and the labels'
     logits.
 
-    `peak` is the largest logit, `total` the sum of exponentials, and `moment` the sum that the entropy needs.
+    `peak` is the largest logit x. `total` is Σ exp(x − peak), and `moment` is Σ exp(x − peak) · (x − peak), from which
+    the entropy is computed.
     """
 
     peak: Tensor  # [R, K]
@@ -339,7 +340,7 @@ def _gradient(
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
-        assert softmax.entropy is not None, "the gradient of the entropy needs the entropy"
+        assert softmax.entropy is not None, "the gradient of the entropy needs the values of the entropy"
         pull = pull + upstream.entropy[:, None] * (log_p + softmax.entropy[:, None])
     gradient = log_p.exp().mul_(pull).neg_()
     num_columns = gradient.shape[1]

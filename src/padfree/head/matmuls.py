@@ -194,7 +194,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Return whether matrix rows of `written` do not end at a multiple of 16 bytes."""
+    """Return True if the size of a matrix row of `written` is not a multiple of 16 bytes, else False."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

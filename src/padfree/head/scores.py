@@ -379,7 +379,9 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
     """
     if len(kept) != len(rows.labels):
         raise UserError(
-            "kept", f"has {len(kept)} sets for {len(rows.labels)} labelled tokens", "give one set per labelled token"
+            "kept",
+            f"has {len(kept)} kept sets for {len(rows.labels)} labelled tokens",
+            "give one kept set per labelled token",
         )
     found = KeptRows.of_sets(kept, vocabulary, rows.labels.device)
     is_kept = found.contains(rows.labels)

@@ -34,7 +34,9 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointer arguments with arbitrary alignment, for which Triton must not compile a kernel again."""
+"""Pointer arguments whose alignment may change from call to call. Triton must not specialise on it, because it would
+compile the kernel again.
+"""
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of [BLOCKS, BLOCK] columns of one token minus the largest logit of the token."""
+    """Return BLOCKS blocks of BLOCK logits of one token, each minus the token's largest logit: [BLOCKS, BLOCK]."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)

@@ -54,8 +54,8 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """Return the current learning rates by metric name.
 
-        The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. The rates of
-        `optimizer.groups` are not returned.
+        The rate of the first group is called `lr`. If another group has another update rule, such as adamw, its rate is
+        called `lr/adamw`. The rates of `optimizer.groups` are not returned.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}

@@ -59,7 +59,9 @@ Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
-"""The name of the method that FSDP2 treats as another forward of the model."""
+"""The name of the model's method that `inside` calls. FSDP2 treats it like `forward`: the parameters of the root unit
+are gathered while it runs.
+"""
 
 
 def transformations(
@@ -167,7 +169,7 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 
 
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
-    """Recompute the activations of decoder layers in backward, as `mode` says.
+    """Recompute the activations of decoder layers in backward. `mode` is a value of `parallel.checkpointing`.
 
     Trained blocks of the vision tower are recomputed like the first decoder layer.
     """
