@@ -80,10 +80,9 @@ def checked_routes(values: Any, length: int, name: str) -> Routes:
 
 
 def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
-    """Concatenate the routes of consecutive parts of a sample. A part that is None gets unknown routes for its
-    `lengths[i]` tokens.
+    """Concatenate the routes of consecutive parts of a sample: arrays of the experts chosen for each token.
 
-    The result is None if all parts lack routes.
+    If part i is None, its `lengths[i]` tokens get unknown routes. The result is None if all parts are None.
     """
     given = [part for part in parts if part is not None]
     if not given:

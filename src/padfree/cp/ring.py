@@ -45,8 +45,9 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingStep:
-    """One step of ring attention on one rank: which of the rank's queries see which keys of the block that it now
-    holds.
+    """One step of ring attention on one rank: which of the rank's queries see which keys.
+
+    The keys are those of the *block* (the keys and values of one rank) that the rank holds in this step.
     """
 
     queries: Tensor | None  # the queries that see a key of the block; None if all do
@@ -226,11 +227,11 @@ def ring_backward(
     gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's q, k and v in float32. `ring` passes keys and values on, `gradient_ring`
-    their gradients.
+    """Return the gradients of this rank's q, k and v in float32.
 
-    `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp of attention to all blocks,
-    with the sinks included.
+    `ring` passes keys and values from rank to rank, and `gradient_ring` their gradients. `dout` is the gradient of the
+    output. `out` and `lse` are the output and the log-sum-exp of attention to the keys of all ranks, with the attention
+    sinks included.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None

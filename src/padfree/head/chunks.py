@@ -28,8 +28,8 @@ from padfree.head.tiles import (
 )
 
 ScoreGradient = Callable[[Softmax, int], Upstream]
-"""Returns the gradient of the loss with respect to the scores of a chunk. The arguments are the softmax of the chunk
-and the index of its first token.
+"""A function that returns the gradient of the loss with respect to the log-probabilities and entropies of a chunk of
+tokens. Its arguments are the softmax of these tokens and the index of the first token.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]

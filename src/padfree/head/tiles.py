@@ -28,7 +28,7 @@ ROW_NUMBERS = 64
 
 
 LEAST_ROWS = 16
-"""On a CPU, matmuls whose bits must not depend on the number of rows are padded to this number of rows."""
+"""On a CPU, `_row_invariant_matmul` pads smaller matrices to this number of matrix rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -166,7 +166,10 @@ def _gradient_kernel(
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """Compute the same as `divergence.divergence_sums`, as a Triton kernel."""
+    """Return the sums over the vocabulary from which the divergence of each token is computed, as [4, R].
+
+    This is `divergence.divergence_sums` as a Triton kernel. That function describes the four sums.
+    """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     spans = -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"]))
@@ -200,9 +203,9 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Compute the same as `divergence.divergence_gradient`, as a Triton kernel.
+    """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
 
-    `out` may be the memory of the student's stored logits.
+    This is `divergence.divergence_gradient` as a Triton kernel. `out` may be the memory of the student's stored logits.
     """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)

@@ -202,7 +202,7 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """Return for each sample the weight of its scored tokens, [B]. All scored tokens of a sample have the same
+    """Return the weight of the scored tokens of each sample, [B]. All scored tokens of a sample have the same
     weight.
     """
     if units is not None and mode != "group-mean":

@@ -79,7 +79,7 @@ class PolicyTerms:
         return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the weighted losses of the tokens of these `PolicyTerms`.
+        """Return the losses of the tokens that this object describes, multiplied by the token weights.
 
         `logprobs` and `entropy` have one entry for each of these tokens.
         """

@@ -17,7 +17,8 @@ hidden matrices.
 The schedule multiplies the base learning rate of every group. If the loss or the gradient is not finite, the step is
 skipped. The device decides this, so that the host need not synchronise.
 
-With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there.
+With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there. Only
+Muon's Newton-Schulz iterations then still run on the GPU.
 """
 
 from __future__ import annotations

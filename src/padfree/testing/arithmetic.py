@@ -38,7 +38,7 @@ EOS = "<eos>"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of the data, the model and the training runs."""
+    """Sizes of the arithmetic task: of its data, of the model, and of the SFT and RL runs."""
 
     rows: int = 4000
     prompts: int = 512
