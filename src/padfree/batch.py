@@ -418,8 +418,9 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The entries of one context rank (tokens that the positions on this rank predict), for a pack whose samples share
-    prefixes.
+    """The entries of one context rank, for a pack whose samples share prefixes.
+
+    An entry is a token to score. A rank has the entries that are predicted by positions on this rank.
     """
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack

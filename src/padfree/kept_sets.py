@@ -92,7 +92,7 @@ class KeptSets:
         return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
 
     def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
-        """Return the kept sets of the tokens with the indices `index`, in this order."""
+        """Return the kept sets of the tokens `index[0]`, `index[1]`, and so on."""
         counts = self.counts[index]
         return KeptSets(counts, self.ids[concatenated_ranges(self.offsets[:-1][index], counts.astype(np.int64))])
 
@@ -107,7 +107,7 @@ class KeptSets:
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Return bools [n] that say whether the kept set of each token contains the token itself."""
+        """Return bools [n] that say whether each token is in its kept set, the ids from which it was sampled."""
         of_ids = self.of_ids()
         listed = np.zeros(len(self), np.bool_)
         own = tokens[of_ids]

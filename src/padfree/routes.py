@@ -39,7 +39,7 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 def unknown_in(dtype: np.dtype[Any]) -> int:
-    """Return the number that marks an unknown route in arrays of this dtype."""
+    """Return the number that stands for unknown experts in arrays of routes with this dtype."""
     return 255 if dtype == np.uint8 else -1
 
 
@@ -111,10 +111,10 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens. If the route of a token is unknown in `first`, it is taken from `later`.
+    """Return the routes (experts chosen for each token) of `length` tokens, from `first` or else from `later`.
 
-    `first` and `later` may cover fewer tokens. A token that is an input in several turns of a conversation keeps its
-    first route.
+    A route is taken from `later` if it is unknown in `first`. Both arguments may cover fewer tokens. A token that is
+    an input in several turns of a conversation keeps its first route.
     """
     known, other = (
         None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)
@@ -142,14 +142,15 @@ def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) 
 
 
 def encoded_routes(routes: Routes) -> dict[str, Any]:
-    """Return the routes as a JSON value, from which `decoded_routes` restores them."""
+    """Return an array of routes (experts chosen for each token) as JSON, from which `decoded_routes` restores it."""
     content = b64encode(np.ascontiguousarray(routes, dtype=routes.dtype.newbyteorder("<")).tobytes()).decode()
     return {"dtype": routes.dtype.name, "shape": list(routes.shape), "base64": content}
 
 
 def decoded_routes(value: Any) -> NDArray[Any]:
-    """Return routes that are given as nested lists or as a result of `encoded_routes`. Raise `UserError` for any other
-    value.
+    """Return the array of routes (experts chosen for each token) that a JSON value contains.
+
+    The value has nested lists, or is a result of `encoded_routes`. Any other value raises a `UserError`.
     """
     if not isinstance(value, dict):
         return np.array(value)

@@ -65,8 +65,8 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Return the manifest's entry about adapters: their scale and the fingerprint `base` of the frozen weights. None if
-    there are no adapters.
+    """Return the manifest's entry about adapters: their scale, and `base`, a hash of the frozen weights. None if there
+    are no adapters.
     """
     if base is None:
         return None
@@ -113,7 +113,7 @@ def check_model(
 ) -> None:
     """Raise a `CheckpointError` if the checkpoint does not fit the model or the optimizer.
 
-    `content` is the manifest, `path` the folder of the checkpoint, and `base` the fingerprint of the model's frozen
+    `content` is the manifest, `path` the folder of the checkpoint, and `base` a hash of the model's frozen
     weights (None without adapters).
     """
     there, here = content.get("adapters"), describe_adapters(model, base)
@@ -201,7 +201,7 @@ def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[s
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """Return the manifest `content` completed with `gathered`: the files, tensor pieces and states of each rank."""
+    """Return the manifest: `content`, and what each rank has written (`gathered`): files, parts of tensors, states."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:

@@ -50,7 +50,7 @@ longer search is left out.
 """
 
 REFUSED = 2.0**40
-"""A score above any relative cost, for windows whose work is outside the tolerance."""
+"""The score of windows (ranges of tokens) whose work is outside the tolerance. It is above any relative cost."""
 
 
 def causal_work(first: Indices, end: Indices) -> Indices:

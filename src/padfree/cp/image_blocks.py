@@ -94,8 +94,8 @@ class ImageBlocks:
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
         """Find the queries among this rank's tokens `own` that see later keys (keys after their own in the same image).
 
-        `starts` are the pack indices at which the rank's pieces start. Returns the queries, and the pack indices of the
-        later keys.
+        `starts` are the pack indices at which the rank's pieces (ranges of one document) start. Returns the queries,
+        and the pack indices of the later keys.
         """
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block

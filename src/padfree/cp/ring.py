@@ -202,7 +202,7 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the result of one block into `out` and `lse`, the result of the earlier blocks.
+    """Merge the result of one block (keys and values of one rank) into `out` and `lse`, the result of earlier blocks.
 
     `part` and `part_lse` are the output and the log-sum-exp of attention to one block. They cover only the queries with
     the indices `queries`; None means all queries.

@@ -121,8 +121,9 @@ class _States:
         return _States(self.kept[indices], self.offloaded[indices], self.cost[indices])
 
     def best(self) -> Indices:
-        """Return the indices of the choices that are worth keeping: no other choice needs as few device bytes, as few
-        host bytes and as little recomputation.
+        """Return the indices of the choices of checkpointing levels that are worth keeping.
+
+        A choice is dropped if another one needs no more device bytes, no more host bytes and no more recomputation.
 
         If the choices have more than FEW_GROUPS different numbers of host bytes, a choice is compared only with those
         that have the same number of host bytes.

@@ -246,7 +246,7 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Reduce a tile of raw logits [R, W] to the largest logit and the sums of each vocabulary block.
+    """Reduce raw logits [R, W] (hidden @ weight.T) to the largest logit and the sums of each vocabulary block.
 
     The result equals that of `elementwise.reduce_tile`, but the raw logits are not overwritten.
     """
@@ -291,7 +291,7 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of a tile of raw logits [R, W] into `out`.
+    """Write the gradient of raw logits [R, W] (hidden @ weight.T) into `out`.
 
     The result equals that of `elementwise.gradient_from_raw_logits`, but the raw logits are not overwritten.
     """
@@ -359,7 +359,7 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits into `out` [R, V], computed from the stored logits [R, V].
+    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, V], computed from `stored` logits.
 
     This is `elementwise.gradient_from_stored` as a Triton kernel. `out` may be the memory of `stored`.
     """

@@ -72,9 +72,9 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to the values in `BlockSums` for each token.
+    """Reduce raw logits [ROWS, BLOCK] (hidden @ weight.T) to the largest logit and the sums in `BlockSums` per token.
 
-    The part begins at token `first_row` and vocabulary column `first`.
+    The logits are a part of a tile. The part begins at token `first_row` and vocabulary column `first`.
     """
     row = first_row + tl.arange(0, ROWS)
     # one half of the last tile may lie outside the vocabulary
@@ -115,7 +115,7 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
+    """Write the gradient of raw logits [ROWS, BLOCK] (hidden @ weight.T), which are a part of a tile, into `out`.
 
     This part of the tile begins at column `first` of `out`. Column 0 of `out` is column `first_column` of the
     vocabulary.

@@ -20,14 +20,16 @@ from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_sp
 from padfree.optim.rule import State, local
 
 BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""How many elements of split weights are joined to float32 at a time, for each kind of device. On a GPU such a block
-takes 256 MiB, so that its kernels take longer than their launches.
+"""The number of elements of split weights that are joined to float32 at a time, by device type.
+
+A split weight is a float32 weight that is stored in two parts. On a GPU a block of this size takes 256 MiB, so that its
+kernels take longer than their launches.
 """
 
 ROWS = 8
 """Split weights are divided at multiples of this number of matrix rows.
 
-A split weight stores one bit of each element in a bit field, so 8 elements share a byte.
+A split weight is a float32 weight that is stored in two parts and one more bit. The bits of 8 elements share a byte.
 """
 
 

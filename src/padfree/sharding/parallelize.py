@@ -59,8 +59,8 @@ Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
-"""The name of the model's method that `inside` calls. FSDP2 treats it like `forward`: the parameters of the root unit
-are gathered while it runs.
+"""The name of the model's method that `inside` calls. FSDP2 treats the method like `forward`: embeddings, last norm and
+head are gathered while it runs.
 """
 
 
