@@ -79,7 +79,10 @@ def at_tokens(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """The rollout arrays of a pack, shifted like the labels: element t describes the token that position t predicts."""
+    """The rollout arrays of a pack, such as advantages, shifted like the labels.
+
+    Element t of an array describes the token that position t predicts.
+    """
 
     logprobs: Tensor | None = None  # [T] float32
     ref_logprobs: Tensor | None = None  # [T]
@@ -159,7 +162,7 @@ class PackedImages:
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """Return the number of patches or tiles of each distinct image: the number of its rows in `pixel_values`."""
+        """Return the number of patches or tiles of each distinct image, its size along axis 0 of `pixel_values`."""
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The token ids among which each token of a sample was sampled, for samplers that truncate the softmax.
 
-    tokens     7   9   5   6   0         a prompt of two tokens, and a response of three tokens
+    tokens     7   9   5   6   0         a prompt of two tokens, and a response of three tokens (-: no set is stored)
     sets       -   -  {5}  -  {0 3 6}    5 was certain; 6 was sampled from the whole vocabulary; 0 from three ids
     counts     0   0   1   0   3
     ids                5       0 3 6

@@ -116,7 +116,7 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """Return one dict per sequence, without padding. Log-probabilities [T-1] are reduced to the response tokens."""
+    """Return one dict per sequence, without padding. Of the log-probabilities [T-1], those of responses are kept."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]

@@ -183,7 +183,7 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a loss mask to a tensor. A mask that is a tensor already stays on its device. Error messages call the
+    """Convert a loss mask to a tensor. If the mask already is a tensor, it stays on its device. Error messages call the
     mask `name`.
     """
     if isinstance(values, Tensor):

@@ -32,17 +32,20 @@ TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
 """Kernels process TILE keys and QUERY_TILE queries at a time."""
 
 OWN_KEY_PAIRS = 400
-"""The fixed cost of one key inside a piece: as much as computing this many (query, key) pairs. A partly filled tile of
-keys costs as much as a full one.
+"""The fixed cost of one key inside a piece (a range of a document): as much as computing this many (query, key) pairs.
+
+A partly filled tile of keys costs as much as a full one.
 """
 
 EARLIER_KEY_PAIRS = 240
-"""The fixed cost of one key that a piece reads but does not contain: as much as computing this many (query, key) pairs.
-A rank may have to fetch such a key from another rank, and to send its gradient back.
+"""The fixed cost of one key that a piece (a range of a document) reads but does not contain: as much as computing this
+many (query, key) pairs. A rank may have to fetch such a key from another rank, and to send its gradient back.
 """
 
 TOLERANCE = 0.019
-"""A rank's work may exceed the mean work by this fraction, to make the costs of the ranks more equal."""
+"""A rank's work, its number of (query, key) pairs, may exceed the mean work by this fraction. This freedom makes the
+costs of the ranks more equal.
+"""
 
 GOOD = 1.015
 """If a quick search finds a window (a range of tokens) with about this cost per rank or less, relative to the mean, the

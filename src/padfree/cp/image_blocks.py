@@ -146,9 +146,9 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Receive the later keys and values that this rank's image queries see, for the method `allgather`.
+    """Receive the keys and values that this rank's image queries see but that come later in the same image.
 
-    Collective: all ranks of the group must call it.
+    This is for the context-parallel method `allgather`. Collective: all ranks of the group must call it.
     """
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)

@@ -3,8 +3,9 @@
     the ranges [0, 3) and [0, 5) of 5 tokens      take     a b c d e        ->  a b c a b c d e      forward
                                                   summed   p q r s t u v w  ->  p+s q+t r+u v w      backward
 
-Two pieces of one document on a rank both read the start of the document. So some tokens are selected twice, and their
-gradients must be added. The order of additions is fixed, so that the sum is deterministic.
+A letter stands for the values of a token (take) or for the gradient of a selected token (summed). If a rank holds two
+ranges of one document, both read the start of the document. So some tokens are selected twice, and their gradients must
+be added. The order of additions is fixed, so that the sum is deterministic.
 
 For the backward pass, the gradient of each token is copied from the token's last occurrence in the selection. Then the
 gradients of all second to last occurrences are added in one operation. If any token occurs more than twice, all

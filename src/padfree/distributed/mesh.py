@@ -228,8 +228,9 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
 
 
 class RankGroups(NamedTuple):
-    """The ranks of each context group (ranks that share one pack), and of each replica of the weights, as index
-    arrays.
+    """The ranks of each context group (ranks that share one pack), and of each replica of the weights.
+
+    A replica is a set of ranks that together hold all weights.
     """
 
     context: NDArray[np.int64]  # [packs, context]
@@ -237,8 +238,10 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Return the ranks of each context group and of each replica, for `world` processes. Consecutive ranks form a
-    group.
+    """Return which of the `world` ranks share a pack (context groups), and which share one copy of all weights
+    (replicas).
+
+    Each group has consecutive ranks.
     """
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
@@ -258,9 +261,7 @@ class Groups:
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create one process group for each row of the array `groups` of ranks, and return the group of this
-        process.
-        """
+        """Create one process group for each list of ranks `groups[i]`, and return the group of this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:

@@ -123,7 +123,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """Describe which processes are gone: the ranks in `silent` or, if it is None, the process that hosts the store."""
+    """Describe which processes are gone: the ranks in `silent` or, if it is None, the host of the rendezvous store."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"

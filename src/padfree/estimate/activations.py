@@ -77,7 +77,7 @@ def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
 
 
 def _is_module(model: PreTrainedModel, name: str) -> bool:
-    """Return whether `name` is the path of a module in the base model. Otherwise it is the path of a parameter."""
+    """Return True if `name` is the path of a module in the base model, and False if it is that of a parameter."""
     return any(own == name for own, _ in model.base_model.named_modules())
 
 

@@ -43,7 +43,7 @@ class MatmulConfiguration(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Return the number of vocabulary columns that the kernel reduces at once."""
+        """Return the block size: the number of vocabulary columns that the kernel reduces to one set of sums."""
         return self.columns // self.parts
 
 

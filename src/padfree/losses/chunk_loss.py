@@ -1,4 +1,4 @@
-"""Losses that are fused with the head: their gradient is computed from the logits, chunk by chunk.
+"""Losses that are computed together with the head (the output projection): loss and gradient, chunk by chunk.
 
 `head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for each chunk of c labelled
 tokens, and gets c weighted losses. `positions` are the indices of the tokens in the pack. The loss must be elementwise:

@@ -22,7 +22,7 @@ from padfree.model.roles import Role, roles_of
 
 
 class ParameterInfo(NamedTuple):
-    """The input of a rule: a parameter with its module and its role in the model."""
+    """What a sharding rule is applied to: a parameter, with its module and its role in the model."""
 
     module: nn.Module
     name: str  # within its module
