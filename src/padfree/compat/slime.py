@@ -170,7 +170,8 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
         if response and response == end - start:
             raise UserError(
                 f"{key}",
-                f"cannot score the first token of sequence {index}, because all of its {response} tokens are response",
+                f"cannot score the first token of sequence {index}, because all of its {response} tokens are response "
+                "tokens",
                 "keep at least one prompt token",
             )
 

@@ -69,7 +69,7 @@ def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtyp
     if hidden.device.type != "cuda" and not _is_interpreted():
         return "not a GPU"
     if hidden.shape[1] % 8:
-        return "D is not a multiple of 8: matrix rows would not be aligned to 16 bytes"
+        return "the hidden size D is not a multiple of 8: matrix rows would not be aligned to 16 bytes"
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
             return f"{name}: its matrix rows are not contiguous or not aligned to 16 bytes"

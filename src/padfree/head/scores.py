@@ -107,9 +107,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is an `LmHead`; otherwise make an `LmHead` from the four arguments.
+    """Return `weight` if it is an `LmHead`. Otherwise make an `LmHead` from weight, bias, softcap and logit_scale.
 
-    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must have their defaults.
+    An `LmHead` has its own bias, softcap and logit_scale. If `weight` is one, these arguments must have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)

@@ -125,7 +125,8 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(
             "optimizer.state",
-            f"a parameter of shape {list(shape)} is sharded along its last dimension, or along a third or later one",
+            f"a parameter of shape {list(shape)} is sharded along a dimension that this format does not support (the "
+            "last, or a third or later one)",
             "set optimizer.state=float32",
         )
     if len(shape) == 2:
