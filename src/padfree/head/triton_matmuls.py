@@ -184,10 +184,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of the matmul loop, which covers one part of the hidden dimension.
+    """Do one step of the loop that multiplies hidden states and weights. It covers a part of the hidden size.
 
-    After the last part of the hidden dimension, the next call begins the next tile. Returns the new state of the loop:
-    the partial sums of the tile's raw logits, the number of the step and the tile.
+    After the last part, the next call begins the next tile of logits. Returns the state of the loop: the partial sums
+    of the tile's logits, the number of the step and the tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:

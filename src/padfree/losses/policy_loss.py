@@ -93,7 +93,9 @@ def policy_terms(
 
     `current` [T] are the current log-probabilities without gradient. None for an elementwise loss.
     """
-    assert current is not None or is_elementwise(settings), "a loss that is not elementwise needs all scores first"
+    assert current is not None or is_elementwise(settings), (
+        "a loss that is not elementwise needs the log-probabilities of all tokens first"
+    )
     # A user-defined objective gets all values that are available. A built-in objective gets only the values it needs.
     offered = isinstance(settings.objective, CustomObjective)
     sampler = ref = None

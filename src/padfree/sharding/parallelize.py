@@ -89,7 +89,7 @@ def transformations(
     - `exact`: compiled layers, and operators on a CPU, give a token the same bits as the sampler (`rollout.exact`).
     - `rules`: the sharding rules of parameters that have a mesh of their own.
     - `replay`: routers choose the experts that the sampler chose (the routes of a sample).
-    - `stretch`: `checkpointing` may list the layers of another model, and is stretched to the layers of this one.
+    - `stretch`: if `checkpointing` lists the levels of another model's layers, stretch the list to this model's layers.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
