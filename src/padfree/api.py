@@ -53,7 +53,7 @@ MAIN_SETTING = {
     "eval": "path",
     "run": "folder",
 }
-"""The main setting of each section: it gets the value if a section is not a dictionary."""
+"""The main setting of each section: `model="my-model"` stands for `model={"path": "my-model"}`."""
 
 OF_CALLER = "_padfree_of_caller"
 """The attribute that marks exceptions raised by a function that the user passed."""

@@ -79,7 +79,10 @@ def at_tokens(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """The rollout arrays of a pack, shifted like the labels: element t describes the token that position t predicts."""
+    """The rollout arrays of a pack, such as advantages, shifted like the labels.
+
+    Element t of an array describes the token that position t predicts.
+    """
 
     logprobs: Tensor | None = None  # [T] float32
     ref_logprobs: Tensor | None = None  # [T]
@@ -159,7 +162,7 @@ class PackedImages:
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """Return the number of patches or tiles of each distinct image: the number of its rows in `pixel_values`."""
+        """Return the number of patches or tiles of each distinct image, its size along axis 0 of `pixel_values`."""
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
@@ -418,8 +421,9 @@ class AttnContext:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalEntries:
-    """The entries of one context rank (tokens that the positions on this rank predict), for a pack whose samples share
-    prefixes.
+    """The entries of one context rank, for a pack whose samples share prefixes.
+
+    An entry is a token to score. A rank has the entries that are predicted by positions on this rank.
     """
 
     numbers: NDArray[np.int64]  # [e] index of each entry among the entries of the pack

@@ -121,8 +121,8 @@ def first_line(error: BaseException) -> str:
 
 
 SYSTEM_FIXES = {
-    errno.ENOSPC: "free space there, or choose another disk",
-    errno.EDQUOT: "free space there, or raise the quota",
+    errno.ENOSPC: "free some space there, or choose another disk",
+    errno.EDQUOT: "free some space there, or raise the quota",
     errno.EFBIG: "choose a file system that takes larger files",
     errno.EACCES: "give the user of this process permission, or choose another path",
     errno.EPERM: "give the user of this process permission, or choose another path",

@@ -42,8 +42,8 @@ class Image:
         if not len(positions) or positions[0] < 0 or (np.diff(positions) <= 0).any():
             raise UserError(
                 "positions",
-                "of an image are not ascending indices",
-                "give the indices of its placeholder tokens, sorted",
+                "are not one or more ascending indices of tokens",
+                "give the indices of the image's placeholder tokens in ascending order",
             )
         object.__setattr__(self, "positions", positions)
 

@@ -1,6 +1,6 @@
 """The token ids among which each token of a sample was sampled, for samplers that truncate the softmax.
 
-    tokens     7   9   5   6   0         a prompt of two tokens, and a response of three tokens
+    tokens     7   9   5   6   0         a prompt of two tokens, and a response of three tokens (-: no set is stored)
     sets       -   -  {5}  -  {0 3 6}    5 was certain; 6 was sampled from the whole vocabulary; 0 from three ids
     counts     0   0   1   0   3
     ids                5       0 3 6
@@ -88,11 +88,11 @@ class KeptSets:
         return [part.tolist() for part in self.arrays()]
 
     def arrays(self) -> list[NDArray[np.int32]]:
-        """Return one array of ids per token."""
+        """Return one array per token: the kept ids, or -1 - id for each excluded id."""
         return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
 
     def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
-        """Return the kept sets of the tokens with the indices `index`, in this order."""
+        """Return the kept sets of the tokens `index[0]`, `index[1]`, and so on."""
         counts = self.counts[index]
         return KeptSets(counts, self.ids[concatenated_ranges(self.offsets[:-1][index], counts.astype(np.int64))])
 
@@ -107,7 +107,7 @@ class KeptSets:
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Return bools [n] that say whether the kept set of each token contains the token itself."""
+        """Return bools [n] that say whether each token is in its kept set, the ids from which it was sampled."""
         of_ids = self.of_ids()
         listed = np.zeros(len(self), np.bool_)
         own = tokens[of_ids]
@@ -116,7 +116,7 @@ class KeptSets:
         return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
-        """Return bools [n] that say whether the list of each token stores the excluded ids instead of the kept ids."""
+        """Return bools [n]: True for a token whose list has the excluded ids, False if the list has the kept ids."""
         excluded = np.zeros(len(self), np.bool_)
         excluded[self.of_ids()[self.ids < 0]] = True
         return excluded

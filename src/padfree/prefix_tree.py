@@ -128,8 +128,8 @@ class PathPages(NamedTuple):
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
     """Return the number of pages of keys that each of S nodes adds to the pages of its ancestors, [S].
 
-    The pages that a node adds hold its own tokens. If its prefix ends inside a page, the first of them also holds
-    copies of the prefix's last tokens. `size` is the number of tokens of a page.
+    The pages that a node adds hold the node's tokens. If the node's prefix ends inside a page, the first added page
+    also holds copies of the prefix's last tokens. `size` is the number of tokens of a page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts

@@ -39,7 +39,7 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
 
 
 def unknown_in(dtype: np.dtype[Any]) -> int:
-    """Return the number that marks an unknown route in arrays of this dtype."""
+    """Return the number that stands for unknown experts in arrays of routes with this dtype."""
     return 255 if dtype == np.uint8 else -1
 
 
@@ -80,10 +80,9 @@ def checked_routes(values: Any, length: int, name: str) -> Routes:
 
 
 def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Routes | None:
-    """Concatenate the routes of consecutive parts of a sample. A part that is None gets unknown routes for its
-    `lengths[i]` tokens.
+    """Concatenate the routes of consecutive parts of a sample: arrays of the experts chosen for each token.
 
-    The result is None if all parts lack routes.
+    If part i is None, its `lengths[i]` tokens get unknown routes. The result is None if all parts are None.
     """
     given = [part for part in parts if part is not None]
     if not given:
@@ -112,10 +111,10 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes of `length` tokens: those in `first` and, where a route is unknown there, those in `later`.
+    """Return the routes (experts chosen for each token) of `length` tokens, from `first` or else from `later`.
 
-    `first` and `later` may cover fewer tokens. A token that is an input in several turns of a conversation keeps its
-    first route.
+    A route is taken from `later` if it is unknown in `first`. Both arguments may cover fewer tokens. A token that is
+    an input in several turns of a conversation keeps its first route.
     """
     known, other = (
         None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)
@@ -128,10 +127,10 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Number all pairs (token, route) of the samples, and return the numbers [n] of each sample. Equal pairs have equal
-    numbers.
+    """Return a number for each token of each sample. Two tokens have the same number if their ids and routes are equal.
 
-    Samples share a prefix only as far as their numbers are equal, because another route changes the hidden states.
+    The route of a token is the experts chosen for it. Samples share a prefix only as far as their numbers are equal,
+    because the same token has other hidden states if other experts process it.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []
@@ -143,14 +142,15 @@ def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) 
 
 
 def encoded_routes(routes: Routes) -> dict[str, Any]:
-    """Return the routes as a JSON value, from which `decoded_routes` restores them."""
+    """Return an array of routes (experts chosen for each token) as JSON, from which `decoded_routes` restores it."""
     content = b64encode(np.ascontiguousarray(routes, dtype=routes.dtype.newbyteorder("<")).tobytes()).decode()
     return {"dtype": routes.dtype.name, "shape": list(routes.shape), "base64": content}
 
 
 def decoded_routes(value: Any) -> NDArray[Any]:
-    """Return routes that are given as nested lists or as a result of `encoded_routes`. Raise `UserError` for any other
-    value.
+    """Return the array of routes (experts chosen for each token) that a JSON value contains.
+
+    The value has nested lists, or is a result of `encoded_routes`. Any other value raises a `UserError`.
     """
     if not isinstance(value, dict):
         return np.array(value)

@@ -103,7 +103,7 @@ class Sample:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """Return `loss_mask` as an array. If no mask was given, the constructor has replaced None by an array."""
+        """Return `loss_mask`, which is never None after construction: without a given mask, it is an array of True."""
         assert self.loss_mask is not None
         return self.loss_mask
 

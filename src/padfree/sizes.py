@@ -290,7 +290,10 @@ def _is_experts(name: str) -> bool:
 
 
 def _experts(layer: nn.Module, hidden: int) -> tuple[int, int]:
-    """Return the number of experts in a layer and the width of one expert, computed from its smallest matrix."""
+    """Return the number of experts in a layer, and the width of one expert.
+
+    The width is computed from the expert's smallest matrix. If the layer has no experts, both numbers are 0.
+    """
     for name, module in layer.named_modules():
         if _is_experts(name):
             matrices = [each for each in module.parameters() if each.ndim >= 2]

@@ -106,7 +106,7 @@ class StopSignals:
 
     @contextmanager
     def lent(self, number: signal.Signals, handler: Callable[[int, Any], Any]) -> Iterator[None]:
-        """Context manager: in its block `handler` handles signal `number`, which then requests no stop."""
+        """Context manager: in its block, `handler` handles signal `number`, and the signal does not stop the run."""
         self._lent.add(number)
         before = signal.signal(number, handler)
         try:

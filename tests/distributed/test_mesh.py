@@ -104,5 +104,5 @@ def test_a_second_start_ignores_keys_of_the_first() -> None:
         assert not any(own.check(["address"]) for own in found)
         found[0].set("address", str(start))
         assert [own.get("address") for own in found] == [str(start).encode()] * 3
-    with pytest.raises(PeerLostError, match=r"^rank 0: ranks \[1, 2\] did not start within 0 s$"):
+    with pytest.raises(PeerLostError, match=r"^rank 0: ranks \[1, 2\] did not start within 0 s; read their logs$"):
         fresh_store(store, 0, 3, timeout=0.2)

@@ -166,7 +166,7 @@ def test_errors_of_a_server_are_one_line(model_folder: Path) -> None:
         with pytest.raises(ValueError, match=r"has a vocabulary of .*, but the model of this run has 7; start the"):
             asyncio.run(LineServer(url, 5.0).check(served_of(vocabulary=7)))
         asyncio.run(LineServer(url, 5.0).pause())
-        with pytest.raises(LateError, match=r"complete did not answer within 0.3 s"):
+        with pytest.raises(LateError, match=r"did not answer the call 'complete' within 0.3 s"):
             respond(url, timeout=0.3)
     with pytest.raises(ServerLostError, match="refused the connection"):
         respond(unused_url())

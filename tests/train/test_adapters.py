@@ -160,8 +160,12 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
     path = save(folder, build_engine(make_config(folder), mesh))
     none = save(folder, build_engine(make_config(folder, lora={"rank": 0, "dropout": 0.0}), mesh))
     cases: list[tuple[Path, dict[str, Any], str]] = [
-        (path, {"lora": {"rank": 0}}, r"it has adapters\); set lora.rank, or give another run.folder"),
-        (none, {}, r"it has no adapters, but this run has\); set lora.rank to 0, or give another run.folder"),
+        (
+            path,
+            {"lora": {"rank": 0}},
+            r"the checkpoint has adapters, but this run has none\); set lora.rank, or give another run.folder",
+        ),
+        (none, {}, r"the checkpoint has no adapters, but this run has some\); set lora.rank to 0"),
         (
             path,
             {"lora": {"rank": 3}},
@@ -171,7 +175,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(mesh: Mesh, folder: Path) -> 
         (
             path,
             {"run": {"seed": 1}},
-            r"its adapters were trained on other frozen weights\); restore the earlier model.path and its files",
+            r"adapters were trained on other frozen weights\); restore the earlier model.path and its files",
         ),
         (
             path,

@@ -65,8 +65,8 @@ def bits_of(tensor: Tensor) -> int:
 
 
 def describe_adapters(model: nn.Module, base: str | None) -> dict[str, Any] | None:
-    """Return the manifest's entry about adapters: their scale and the fingerprint `base` of the frozen weights. None if
-    there are no adapters.
+    """Return the manifest's entry about adapters: their scale, and `base`, a hash of the frozen weights. None if there
+    are no adapters.
     """
     if base is None:
         return None
@@ -113,7 +113,7 @@ def check_model(
 ) -> None:
     """Raise a `CheckpointError` if the checkpoint does not fit the model or the optimizer.
 
-    `content` is the manifest, `path` the folder of the checkpoint, and `base` the fingerprint of the model's frozen
+    `content` is the manifest, `path` the folder of the checkpoint, and `base` a hash of the model's frozen
     weights (None without adapters).
     """
     there, here = content.get("adapters"), describe_adapters(model, base)
@@ -121,15 +121,24 @@ def check_model(
     if content["model"] != class_name(model):
         differs = f"it is a {content['model']}, not a {class_name(model)}"
     elif there and not here:
-        differs, cure = "it has adapters", "set lora.rank, or give another run.folder"
+        differs, cure = (
+            "the checkpoint has adapters, but this run has none",
+            "set lora.rank, or give another run.folder",
+        )
     elif here and not there:
-        differs, cure = "it has no adapters, but this run has", "set lora.rank to 0, or give another run.folder"
+        differs, cure = (
+            "the checkpoint has no adapters, but this run has some",
+            "set lora.rank to 0, or give another run.folder",
+        )
     elif unlike := _first_difference(content["tensors"], "model/", saved_tensors(model)):
         differs = unlike
     elif there and here and there["scale"] != here["scale"]:
-        differs, cure = "its adapters were trained with another lora.alpha", "restore the earlier lora.alpha"
+        differs, cure = (
+            "the checkpoint's adapters were trained with another lora.alpha",
+            "restore the earlier lora.alpha",
+        )
     elif there != here:
-        differs = "its adapters were trained on other frozen weights"
+        differs = "the checkpoint's adapters were trained on other frozen weights"
         cure = "restore the earlier model.path and its files; for random weights also the earlier run.seed"
     if differs:
         raise CheckpointError("checkpoint", f"{path} belongs to another model ({differs})", cure)
@@ -192,7 +201,7 @@ def _first_difference(tensors: Mapping[str, Any], prefix: str, wanted: Mapping[s
 
 
 def join_manifest(content: dict[str, Any], gathered: list[Any]) -> dict[str, Any]:
-    """Return the manifest `content` completed with `gathered`: the files, tensor pieces and states of each rank."""
+    """Return the manifest: `content`, and what each rank has written (`gathered`): files, parts of tensors, states."""
     tensors: dict[str, Any] = {key: {**about, "pieces": []} for key, about in content["tensors"].items()}
     files: dict[str, Any] = {}
     for file, size, digest, offsets, shapes, _ in gathered:

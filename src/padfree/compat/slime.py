@@ -75,8 +75,8 @@ def pack_sequences(
 ) -> list[Packed]:
     """Pack sequences into `num_packs` packs.
 
-    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1. If a pack would exceed
-    `max_tokens_per_gpu`, there are more packs, up to one per sequence.
+    `num_packs` defaults to ceil(total tokens / max_tokens_per_gpu), or to 1 without this limit. If a pack would exceed
+    the limit, there are more packs, up to one per sequence.
     """
     if not len(tokens):
         return []
@@ -116,7 +116,7 @@ def pack_sequences(
 
 
 def unpack_sequences(packed: Packed) -> list[Packed]:
-    """Return one dict per sequence, without padding. Log-probabilities [T-1] are reduced to the response tokens."""
+    """Return one dict per sequence, without padding. Of the log-probabilities [T-1], those of responses are kept."""
     offsets = [int(offset) for offset in packed["cu_seqlens"]]
     pad_length = int(packed.get("pad_length", 0))
     responses = [int(length) for length in packed["response_lengths"]]
@@ -170,7 +170,8 @@ def _check_scorable(key: str, starts: list[int], ends: list[int], responses: lis
         if response and response == end - start:
             raise UserError(
                 f"{key}",
-                f"cannot score the first token of sequence {index}, because all of its {response} tokens are response",
+                f"cannot score the first token of sequence {index}, because all of its {response} tokens are response "
+                "tokens",
                 "keep at least one prompt token",
             )
 

@@ -46,10 +46,10 @@ def gather_log_probs_packed(
     cu_seqlens: Tensor | None = None,
     temperature: float | None = None,
 ) -> Tensor:
-    """Return the log-probabilities [T-1] of `input_ids[1:]` under logits [T-1, V] or [1, T-1, V].
+    """Return the log-probabilities [T-1] of the tokens `input_ids[1:]` under the logits [T-1, V] or [1, T-1, V].
 
-    The first token of a sequence is scored by the last logits of the previous sequence, which is meaningless.
-    `unpack_sequences` drops this entry, so `cu_seqlens` is not needed.
+    The function ignores where sequences begin, so `cu_seqlens` is not needed. The result for the first token of a
+    sequence is meaningless, because it uses the last logits of the previous sequence. `unpack_sequences` drops it.
     """
     logits, tokens = _without_batch_dim(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
@@ -183,7 +183,7 @@ class _GatherChunks(torch.autograd.Function):
 
 
 def _mask(values: Any, name: str) -> Tensor:
-    """Convert a loss mask to a tensor. A mask that is a tensor already stays on its device. Error messages call the
+    """Convert a loss mask to a tensor. If the mask already is a tensor, it stays on its device. Error messages call the
     mask `name`.
     """
     if isinstance(values, Tensor):

@@ -97,7 +97,7 @@ def _selected(keys: KeyPlan, pool: Tensor | tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _SelectKeys(torch.autograd.Function):
-    """Select the K keys that this rank's queries read from a pool of N keys.
+    """Select, from a pool of N keys, the K keys that this rank's queries read.
 
     The pool is one tensor, or two: the rank's own keys and the keys received from other ranks.
     """

@@ -32,20 +32,28 @@ TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
 """Kernels process TILE keys and QUERY_TILE queries at a time."""
 
 OWN_KEY_PAIRS = 400
-"""The fixed cost of a key inside a piece, in (query, key) pairs. Keys are counted in whole tiles."""
+"""The fixed cost of one key inside a piece (a range of a document): as much as computing this many (query, key) pairs.
+
+A partly filled tile of keys costs as much as a full one.
+"""
 
 EARLIER_KEY_PAIRS = 240
-"""The fixed cost of a key before a piece, in (query, key) pairs. Such a key is fetched and its gradient is sent back.
+"""The fixed cost of one key that a piece (a range of a document) reads but does not contain: as much as computing this
+many (query, key) pairs. A rank may have to fetch such a key from another rank, and to send its gradient back.
 """
 
 TOLERANCE = 0.019
-"""A rank's work may exceed the mean work by this fraction, to make the costs of the ranks more equal."""
+"""A rank's work, its number of (query, key) pairs, may exceed the mean work by this fraction. This freedom makes the
+costs of the ranks more equal.
+"""
 
 GOOD = 1.015
-"""A window with this cost per rank, relative to the mean, is accepted without a longer search."""
+"""If a quick search finds a window (a range of tokens) with about this cost per rank or less, relative to the mean, the
+longer search is left out.
+"""
 
 REFUSED = 2.0**40
-"""A score above any relative cost, for windows whose work is outside the tolerance."""
+"""The score of windows (ranges of tokens) whose work is outside the tolerance. It is above any relative cost."""
 
 
 def causal_work(first: Indices, end: Indices) -> Indices:
@@ -97,9 +105,9 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
 
 
 def _tree_lengths(segments: Segments) -> Indices:
-    """Return for each document the number of tokens that are placed together with it, as an array [S].
+    """Return, for each of the S documents of a pack, the number of tokens in its prefix tree, as an array [S].
 
-    For a node of a prefix tree this is the length of the whole tree, for another document its own length.
+    A document that shares no prefix is a tree of its own.
     """
     lengths: Indices = np.diff(segments.offsets)
     if segments.parents is None:
@@ -110,9 +118,9 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """C circles, each of which `world[c]` ranks share. A circle is a cyclic order of pieces (ranges of documents).
+    """C circles with P pieces in total. A circle is a cyclic order of pieces (ranges of documents).
 
-    The circles together have P pieces.
+    The pieces of circle c are divided over `world[c]` ranks.
     """
 
     start: Indices  # [P] index in the pack
@@ -161,7 +169,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
 
 
 class _WindowEnds(NamedTuple):
-    """The two ends (begin and end) of N windows, each a range of tokens on a circle of pieces."""
+    """Where N windows begin and end. A window is a range of tokens on a circle, which is a cyclic order of pieces."""
 
     piece: Indices  # [2, N]
     first: Indices  # [2, N] start of the piece in its document
@@ -249,10 +257,9 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """Return the cost per rank inside and outside each of N windows (ranges of tokens on a circle): an array [2,
-        N].
+        """Return the attention cost per rank inside and outside each of N windows, as an array [2, N].
 
-        The costs are relative to the mean over the circle's ranks.
+        A window is a range of tokens on a circle of pieces. Costs are relative to the mean over the circle's ranks.
         """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
@@ -303,8 +310,8 @@ class _Search:
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
         """Find, for each circle in the mask `which`, the best window of tokens. Its ends may also lie inside a piece.
 
-        `least` has, for each circle, a number of tokens: two neighbouring windows that are at most this far apart are
-        not searched for a better one between them. Returns the begin of the window on the circle, and its score (lower
+        The search is finer if `least` [C] is smaller: between two windows of circle c that begin at most `least[c]`
+        tokens apart, no other window is tried. Returns the begin of the best window on the circle, and its score (lower
         is better).
         """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
@@ -344,10 +351,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """Return the given windows and shifted copies of them, in which one end is at a tile boundary of the attention
-        kernel.
+        """Return the given windows (ranges of tokens on a circle of pieces), and shifted copies of them.
 
-        Each copy is shifted by less than a tile.
+        In each copy, one end of the window is at a tile boundary of the attention kernel. A copy is shifted by less
+        than a tile.
         """
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
@@ -355,7 +362,10 @@ class _Search:
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """Return, for each circle of pieces, the begin of the window with the lowest score, and this score."""
+        """Return, for each circle of pieces, where its best window of tokens begins, and the score of this window.
+
+        The best window has the lowest `score`.
+        """
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]

@@ -94,8 +94,8 @@ class ImageBlocks:
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
         """Find the queries among this rank's tokens `own` that see later keys (keys after their own in the same image).
 
-        `starts` are the pack indices at which the rank's pieces start. Returns the queries, and the pack indices of the
-        later keys.
+        `starts` are the pack indices at which the rank's pieces (ranges of one document) start. Returns the queries,
+        and the pack indices of the later keys.
         """
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
@@ -146,9 +146,9 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Receive the later keys and values that this rank's image queries see, for the method `allgather`.
+    """Receive the keys and values that this rank's image queries see but that come later in the same image.
 
-    Collective: all ranks of the group must call it.
+    This is for the context-parallel method `allgather`. Collective: all ranks of the group must call it.
     """
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)
@@ -157,7 +157,10 @@ def receive_later_keys(
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    """Check and return the options of `attend_with_later_keys`."""
+    """Remove `causal` and `sinks` from the options of an attention call with images, and return the other options.
+
+    Raises `UserError` if attention is not causal or has sinks.
+    """
     if not options.pop("causal", True):
         raise UserError("causal", "False is not supported for image tokens", "set causal=True")
     if options.pop("sinks", None) is not None:

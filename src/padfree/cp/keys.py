@@ -122,8 +122,10 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
         return PathRanges(every, pieces.document_start, pieces.document_end)
 
     def first_visible(position: Indices) -> Indices:
-        """Return the first key that a piece reads if its first query is at `position`. Both are positions in the
+        """Return the position of the first key that a query at `position` reads. Positions count from the start of the
         sample.
+
+        With a window, the result is rounded down to the start of a block of `key_block` keys.
         """
         if window is None:
             return np.zeros_like(position)
@@ -147,9 +149,10 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) of keys at the borders of pieces, so that one rank owns each part.
+    """Cut ranges [begin, end) of keys at the borders of pieces, so that each part belongs to one rank.
 
-    Returns four arrays with an element for each part: the index of the part's range, its piece, its begin and its end.
+    A piece is a range of tokens that one rank holds. Returns four arrays with an element for each part: the index of
+    the range that was cut, the piece, and the begin and the end of the part.
     """
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]

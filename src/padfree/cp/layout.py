@@ -72,7 +72,10 @@ def pieces(layout: Layout) -> Indices:
 
 
 def keys_read(layout: Layout, segments: Segments) -> Indices:
-    """Return the number of keys that each rank reads: an array [world]. Keys that two pieces read count twice."""
+    """Return the number of keys that each rank reads: an array [world].
+
+    If two pieces (ranges of one document) of a rank read the same key, the key counts twice.
+    """
     return np.array([_positions(layout, segments, rank)[1].sum() for rank in range(layout.world)], dtype=np.int64)
 
 
@@ -89,7 +92,7 @@ def document_index(tokens: Indices, offsets: Indices) -> Indices:
 
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
-    """Return the bounds [a, b) of each piece of rank `rank`, as positions in the document of the piece."""
+    """Return the bounds [a, b) of each piece (range of a document) of rank `rank`, as positions in the document."""
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
@@ -110,7 +113,7 @@ def _chunks(share: int, world: int, *, pairs: bool) -> tuple[Indices, Indices]:
 def _layout(
     kind: LayoutKind, world: int, num_tokens: int, starts: Indices, owners: Indices, offsets: Indices
 ) -> Layout:
-    """Make a layout from pieces: piece i begins at `starts[i]` and belongs to rank `owners[i]`."""
+    """Make a layout from pieces (ranges of documents). Piece i begins at `starts[i]`, and rank `owners[i]` holds it."""
     ends = np.append(starts[1:], num_tokens)
     starts, owners = starts[starts < ends], owners[starts < ends]
     document = document_index(starts, offsets)
@@ -134,7 +137,7 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Return the numbers by which the pieces of the layout `balanced` are sorted.
+    """Return one number per piece of the layout `balanced`. The layout lists the pieces in ascending order of it.
 
     The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of divided documents come
     before whole documents, and documents whose pieces end at larger positions come first. The pieces of one document

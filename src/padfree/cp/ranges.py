@@ -3,8 +3,9 @@
     the ranges [0, 3) and [0, 5) of 5 tokens      take     a b c d e        ->  a b c a b c d e      forward
                                                   summed   p q r s t u v w  ->  p+s q+t r+u v w      backward
 
-Two pieces of one document on a rank both read the start of the document. So some tokens are selected twice, and their
-gradients must be added. The order of additions is fixed, so that the sum is deterministic.
+A letter stands for the values of a token (take) or for the gradient of a selected token (summed). If a rank holds two
+ranges of one document, both read the start of the document. So some tokens are selected twice, and their gradients must
+be added. The order of additions is fixed, so that the sum is deterministic.
 
 For the backward pass, the gradient of each token is copied from the token's last occurrence in the selection. Then the
 gradients of all second to last occurrences are added in one operation. If any token occurs more than twice, all
@@ -87,11 +88,11 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the result of `summed`, but return two gradients: that of the first part and that of all other parts
-        together.
+        """Sum the gradient [m, ...] of the selected tokens for each token, as `summed` does, but return two tensors.
 
-        A part is one of the tensors from which tokens were selected. May overwrite `gradient`. If no token is selected
-        twice and few tokens must move, both results are views of `gradient`.
+        The tokens were selected from several tensors, called parts. The first result is the gradient of the first part,
+        the second result that of all other parts together. May overwrite `gradient`. If no token is selected twice and
+        few tokens must move, both results are views of `gradient`.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -114,9 +115,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Return ranges (index in the selection, length) that contain each token once, those of the first part last.
+        """Return ranges of the selection, as (index, length), that contain each token once.
 
-        A part is one of the tensors from which tokens were selected.
+        The ranges of the first part come last. A part is one of the tensors from which tokens were selected.
         """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
@@ -158,11 +159,11 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """Return ranges of the selection, which contain one occurrence of each token.
+        """Return where each token occurs in the selection: the last time for `layer` 0, the second to last time for
+        `layer` 1, and so on.
 
-        `layer` 0 stands for the last occurrence of each token, 1 for the second to last, and so on. Tokens with fewer
-        occurrences are left out. A range is given by three arrays: its first token, its index in the selection and its
-        length. The ranges are sorted by token.
+        Tokens with fewer occurrences are left out. The result describes ranges of consecutive tokens by three arrays:
+        the first token of each range, its index in the selection, and the length. The ranges are sorted by token.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -45,8 +45,9 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RingStep:
-    """One step of ring attention on one rank: which of the rank's queries see which keys of the block that it now
-    holds.
+    """One step of ring attention on one rank: which of the rank's queries see which keys.
+
+    The keys are those of the *block* (the keys and values of one rank) that the rank holds in this step.
     """
 
     queries: Tensor | None  # the queries that see a key of the block; None if all do
@@ -96,11 +97,11 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """Return a ring step for a pack with shared prefixes, or None if this rank computes nothing in the step.
+    """Return what this rank computes in one step of ring attention on a pack with shared prefixes.
 
-    The keys in this step come from the *sender*, the rank `distance` places earlier in the ring. `border[i]` is the
-    index of the first key of the sender's i-th piece in its block of keys. `in_pack_order` sorts the sender's pieces by
-    their start.
+    The result is None if the rank computes nothing in this step. The keys of the step belong to the *sender*, the rank
+    `distance` places earlier in the ring. The sender's i-th piece begins at index `border[i]` of these keys.
+    `in_pack_order` are the indices of the sender's pieces, sorted by their start in the pack.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -171,7 +172,7 @@ class PlayedRing:
 def ring_forward(
     q: Tensor, k: Tensor, v: Tensor, steps: Sequence[RingStep | None], ring: RingLike, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this rank's queries q [T/world, H, d] to the keys of all blocks, without sinks.
+    """Compute attention of this rank's queries q [T/world, H, d] to the keys of all ranks, without attention sinks.
 
     `ring` passes the keys and values from rank to rank. Returns the output [T/world, H, dv] and the log-sum-exp
     [T/world, H] in float32.
@@ -201,7 +202,7 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the result of one block into `out` and `lse`, the result of the earlier blocks.
+    """Merge the result of one block (keys and values of one rank) into `out` and `lse`, the result of earlier blocks.
 
     `part` and `part_lse` are the output and the log-sum-exp of attention to one block. They cover only the queries with
     the indices `queries`; None means all queries.
@@ -226,11 +227,11 @@ def ring_backward(
     gradient_ring: RingLike,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this rank's q, k and v in float32. `ring` passes keys and values on, `gradient_ring`
-    their gradients.
+    """Return the gradients of this rank's q, k and v in float32.
 
-    `dout` is the gradient of the output. `out` and `lse` are the output and the log-sum-exp of attention to all blocks,
-    with the sinks included.
+    `ring` passes keys and values from rank to rank, and `gradient_ring` their gradients. `dout` is the gradient of the
+    output. `out` and `lse` are the output and the log-sum-exp of attention to the keys of all ranks, with the attention
+    sinks included.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None

@@ -1,10 +1,11 @@
-"""Divide one pack over the ranks of a context group, and gather it again.
+"""Divide one pack over the ranks of a context group (ranks that share a pack), and gather it again.
 
     batch      [T]         A A A A A | B B B | C C C C C | p p p
     shard      [T/world]   A A A A                              rank 0 of 4, contiguous
     gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
 
-T is the number of tokens of the pack, and `world` the number of ranks. The label of each token (the next token of the
+The pack has the samples A, B and C and padding tokens p. T is the number of tokens of the pack, and `world` the number
+of ranks. The label of each token (the next token of the
 sample) was set when the pack was built, so a rank can score its tokens without tokens of other ranks.
 """
 

@@ -46,7 +46,8 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
         raise UserError(
             "parallel.context",
             f"a sample of {lengths.max()} tokens is longer than a rank's share of {share} ({layout.num_tokens} tokens "
-            f"over {layout.world} ranks), and layers that carry a state need whole samples",
+            f"over {layout.world} ranks), and layers that carry a state from token to token "
+            "need whole samples",
             "use fewer context ranks, more tokens per micro-batch, or shorter samples",
         )
     held = np.zeros((len(lengths), layout.world), dtype=np.int64)
@@ -65,7 +66,7 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Moves:
-    """The tokens that one rank sends and receives so that each segment is whole on one rank: pure index arithmetic."""
+    """The tokens that one rank sends and receives, so that each segment (sample) is whole on one rank."""
 
     lengths: tuple[int, ...]  # lengths of the segments assigned to this rank, in pack order
     leaving: Indices  # indices of this rank's tokens to send: tokens for rank 0 first, then for rank 1, ...
@@ -95,7 +96,7 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """Return the bytes that each rank sends in the forward pass of one layer that needs whole segments, as an array
+    """Return the bytes that each rank sends in the forward pass of one layer that needs whole samples, as an array
     [world].
 
     Ranks send tokens of the layer's input [T, width] before the layer, and tokens of its output [T, width] back after
@@ -133,7 +134,7 @@ def _prepared(context: AttnContext) -> _Prepared:
 
 
 def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tuple[int, ...]]:
-    """Move values [T/world, ...] between ranks so that each segment is whole on one rank.
+    """Move values [T/world, ...] between ranks so that each segment (sample) is whole on one rank.
 
     Returns the values of the segments of this rank, and the lengths of these segments.
     """
@@ -143,9 +144,9 @@ def to_whole_segments(values: Tensor, context: AttnContext) -> tuple[Tensor, tup
 
 
 def from_whole_segments(values: Tensor, context: AttnContext) -> Tensor:
-    """Move values of whole segments back to the ranks that held their tokens: the inverse of `to_whole_segments`.
+    """Move values of whole segments (samples) back to the ranks that held their tokens.
 
-    Returns [T/world, ...], with zeros for padding tokens.
+    This is the inverse of `to_whole_segments`. Returns [T/world, ...], with zeros for padding tokens.
     """
     prepared = _prepared(context)
     share = context.segments.num_tokens // context.world

@@ -84,8 +84,9 @@ class Mesh:
     loss: Axis
     fsdp: DeviceMesh
     contexts: Mapping[int, Axis] = field(default_factory=dict)
-    """The context groups of this process by size, if the step plan chooses a number of context ranks for each pack.
-    Otherwise empty.
+    """The context groups of this process (ranks that share a pack), by number of ranks.
+
+    Empty, unless the run chooses the number of context ranks for each pack.
     """
     experts: DeviceMesh | None = None
     """The mesh of the weights of experts, which are divided over its dimension `expert`. None if experts are sharded
@@ -96,8 +97,8 @@ class Mesh:
     def sharing(self, width: int | None) -> Axis:
         """Return the group of the ranks that share a pack with this rank.
 
-        `width` is the number of ranks that share the pack, if the step plan chooses this number for each pack. None
-        stands for the context group of `parallel.context` ranks.
+        `width` is the number of ranks that share the pack, if the run chooses this number for each pack. None stands
+        for the context group of `parallel.context` ranks.
         """
         return self.context if width is None else self.contexts[width]
 
@@ -214,7 +215,9 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
     missing, deadline = set(range(1, world)), time.monotonic() + timeout
     while missing:
         if time.monotonic() > deadline:
-            raise PeerLostError(f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s")
+            raise PeerLostError(
+                f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s; read their logs"
+            )
         for other in sorted(missing):
             if store.check([f"padfree/confirmed/{nonce}/{other}"]):
                 missing.remove(other)
@@ -225,8 +228,9 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
 
 
 class RankGroups(NamedTuple):
-    """The ranks of each context group (ranks that share one pack), and of each replica of the weights, as index
-    arrays.
+    """The ranks of each context group (ranks that share one pack), and of each replica of the weights.
+
+    A replica is a set of ranks that together hold all weights.
     """
 
     context: NDArray[np.int64]  # [packs, context]
@@ -234,8 +238,10 @@ class RankGroups(NamedTuple):
 
 
 def rank_groups(world: int, context: int, replicate: int) -> RankGroups:
-    """Return the ranks of each context group and of each replica, for `world` processes. Consecutive ranks form a
-    group.
+    """Return which of the `world` ranks share a pack (context groups), and which share one copy of all weights
+    (replicas).
+
+    Each group has consecutive ranks.
     """
     return RankGroups(np.arange(world).reshape(-1, context), np.arange(world).reshape(replicate, -1))
 
@@ -255,9 +261,7 @@ class Groups:
         return self.among(self._moved(dimensions).reshape(-1, self._size(dimensions)))
 
     def among(self, groups: NDArray[np.int64]) -> Axis:
-        """Create one process group for each row of the array `groups` of ranks, and return the group of this
-        process.
-        """
+        """Create one process group for each list of ranks `groups[i]`, and return the group of this process."""
         number, size = groups.shape
         key = (size, groups.tobytes())
         if key not in self._made:
@@ -332,7 +336,8 @@ def make_mesh(
     If `expert` is above 1, each group of `expert` neighbouring processes divides the experts of a model among its
     processes.
 
-    `contexts` lists further sizes of context groups, each a divisor of the number of processes.
+    `contexts` lists further sizes of context groups (ranks that share a pack). Each size must divide the number of
+    processes.
 
     `timeout` is the time limit of one collective in these groups, in seconds.
     """

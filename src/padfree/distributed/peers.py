@@ -37,8 +37,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Times in seconds; see the module docstring. With very many ranks, a process increments its counter less often than
-every POLL seconds.
+"""Times in seconds, which the docstring of this module explains. For example, a thread reads the store every POLL s.
+
+With very many ranks, a process increments its heartbeat counter less often than every POLL seconds.
 """
 _BLOCKS = itertools.count()  # numbers the blocks; the number is part of store keys, because the store outlives a block
 _LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
@@ -50,7 +51,7 @@ class PeerLostError(RuntimeError):
     """Raised if another process of the group has exited, or does not respond within the timeout."""
 
     searched = False
-    """Whether the lost ranks have been searched for, so that the message names them if they were found."""
+    """Whether the raising code has already looked for the lost ranks. If it found them, the message names them."""
 
 
 @contextmanager
@@ -122,7 +123,7 @@ def failing_together() -> Iterator[None]:
 
 
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """Describe which processes are gone: the ranks in `silent` or, if it is None, the process that hosts the store."""
+    """Describe which processes are gone: the ranks in `silent` or, if it is None, the host of the rendezvous store."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"

@@ -77,7 +77,7 @@ def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
 
 
 def _is_module(model: PreTrainedModel, name: str) -> bool:
-    """Return whether `name` is the path of a module in the base model. Otherwise it is the path of a parameter."""
+    """Return True if `name` is the path of a module in the base model, and False if it is that of a parameter."""
     return any(own == name for own, _ in model.base_model.named_modules())
 
 
@@ -252,7 +252,7 @@ def cache_bytes(model: PreTrainedModel, size: int) -> int:
 
 
 def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
-    """Return the number of elements per token that the norm `name` normalises. Its weight has `width` elements.
+    """Return the number of elements per token that the norm `name` normalises. The norm's weight has `width` elements.
 
     A norm of q or k with a weight of one head's size is applied to all heads, so its input is wider.
     """

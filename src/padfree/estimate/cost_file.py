@@ -33,7 +33,9 @@ def check_grows(cost: CostModel, setting: str, path: object = None) -> None:
     Noisy measurements can cause this.
     """
     if not cost.linear and not cost.quadratic:
-        subject = "the measured cost" if path is None else f"the cost in {path}"
+        subject = "the measured cost of a sample" if path is None else f"the cost of a sample in {path}"
         raise UserError(
-            setting, f"{subject} does not grow with the number of tokens", "measure again on an idle device"
+            setting,
+            f"{subject} does not grow with the number of tokens",
+            "measure again with padfree plan --calibrate on an idle device",
         )

@@ -71,7 +71,7 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
-    """Return a cost model in FLOPs of forward and backward, from a Hugging Face config.
+    """Return a model of the FLOPs of forward and backward as a function of sample lengths, from a Hugging Face config.
 
     If `adapters` is true, the model's own weights are frozen.
     """

@@ -50,10 +50,12 @@ ATTENDED_KEYS = 1024
 """The mean number of keys per query that is assumed for the cost of attention."""
 
 COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
-"""The levels of compiled layers. At equal cost, earlier levels in this list go to earlier layers."""
+"""The checkpointing levels of compiled layers. If the cost is equal, levels that come first in this list go to the
+first layers of the model.
+"""
 
 PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")
-"""The levels of layers that are not compiled."""
+"""The checkpointing levels of layers that are not compiled."""
 
 
 def layer_options(

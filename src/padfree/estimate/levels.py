@@ -2,7 +2,7 @@
 
     forward     layer 0     1     2     3     head        every layer adds what it keeps
     memory      |#          ##    ###   ####  ####+head
-    backward    layer 3     2     1     0                 a layer frees what it kept; `working` (w) exists only then
+    backward    layer 3     2     1     0                 a layer needs temporary memory (w), and frees what it kept
     memory      |####+w     ###+w ##+w  #+w
 
     levels, device bytes per token from least to most:  full, host < selective < attention < none
@@ -54,13 +54,17 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""If the choices have at most this many different numbers of host bytes, all of them are compared with each other."""
+"""Limits the comparisons of `_States.best`, which groups choices of checkpointing levels by their host bytes.
+
+With at most this many groups, each choice is compared with all others, otherwise only with those of its group.
+"""
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
-    """Return the options with the lowest total cost within the limits, one per layer. None if no options fit.
+    """Choose one option (checkpointing level) per layer, so that the layers stay within the limits at the lowest cost.
 
-    If two layers can exchange their levels at the same cost, the earlier layer gets the level that is listed first.
+    Returns None if no choice fits. If two layers could exchange their levels at the same cost, the earlier layer gets
+    the level that comes first in its list of options.
     """
     host = min(limits.host, limits.copied[-1])
     states = _States.start()
@@ -87,7 +91,7 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """The n choices that remain after the search has gone through some of the layers.
+    """The n choices that the search still considers after it has gone through the first layers of the model.
 
     A choice is one option (checkpointing level) for each of these layers. The choices are sorted by the indices of
     their options.
@@ -102,10 +106,10 @@ class _States:
         return _States(*(np.zeros(1, np.int64) for _ in range(3)))
 
     def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
-        """Combine each choice (one option for each layer so far) with each of the `options` of the next layer.
+        """Extend each choice by each of the `options` (checkpointing levels) of the next layer.
 
-        Returns the new choices, the index of the choice that each new choice extends, and the index of its added
-        option.
+        A choice is one option for each layer so far. Returns the new choices and, for each of them, two indices: of the
+        choice that it extends, and of the option that it adds.
         """
         added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
         own = (self.kept, self.offloaded, self.cost)
@@ -117,8 +121,9 @@ class _States:
         return _States(self.kept[indices], self.offloaded[indices], self.cost[indices])
 
     def best(self) -> Indices:
-        """Return the indices of the choices that are worth keeping: no other choice needs as few device bytes, as few
-        host bytes and as little recomputation.
+        """Return the indices of the choices of checkpointing levels that are worth keeping.
+
+        A choice is dropped if another one needs no more device bytes, no more host bytes and no more recomputation.
 
         If the choices have more than FEW_GROUPS different numbers of host bytes, a choice is compared only with those
         that have the same number of host bytes.
@@ -138,9 +143,10 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Drop each choice for which another one has fewer host bytes, no more device bytes and no higher cost.
+        """Drop the choices of checkpointing levels that are worse than another one. Return the remaining indices.
 
-        `ends` divides `order` into groups of choices with equal host bytes.
+        A choice is worse if the other one has fewer host bytes, and neither more device bytes nor a higher cost.
+        `order` are the indices of the choices, sorted by host bytes. `ends` divides it where the host bytes change.
         """
         remaining = []
         front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall

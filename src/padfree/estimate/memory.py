@@ -143,10 +143,11 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a run with these settings.
 
-    `model`: the model on the meta device (a `skeleton` of `model.path`); adapters are added to it if needed. `longest`:
-    the tokens on a device in its longest micro-batch, if they may exceed `batch.max_tokens`. `prompt_tokens`: the
-    length of the longest prompt. `copied_keys`: the keys per token that attention copies, if samples of a data row
-    share prefixes. `image_share`: the largest share of a sample's tokens that stand for images.
+    `model`: the model on the meta device (a `skeleton` of `model.path`). The function adds adapters to it if the
+    settings ask for adapters. `longest`: the largest number of tokens that a device has in one micro-batch, needed only
+    if it may exceed `batch.max_tokens`. `prompt_tokens`: the length of the longest prompt. `copied_keys`: the keys per
+    token that attention copies, if samples of a data row share prefixes. `image_share`: the largest share of a sample's
+    tokens that stand for images.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -347,7 +348,8 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
 
     The unsharded weights are those of the root unit and of two layers: the current one and the next. Without `reshard`,
     they are those of the root unit and of all layers. The unsharded gradients are those of the embeddings and of one
-    layer, in float32 for the reduction. If `split` is True, weights are not gathered, and only gradients count.
+    layer, in float32 for the reduction. `split` is True for a single process that stores float32 weights in two parts.
+    Such weights are not gathered, so only gradients count.
     """
     divided = shards.divided(model)
 

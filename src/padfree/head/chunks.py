@@ -28,8 +28,8 @@ from padfree.head.tiles import (
 )
 
 ScoreGradient = Callable[[Softmax, int], Upstream]
-"""Returns the gradient of the loss with respect to the scores of a chunk. The arguments are the softmax of the chunk
-and the index of its first token.
+"""A function that returns the gradient of the loss with respect to the log-probabilities and entropies of a chunk of
+tokens. Its arguments are the softmax of these tokens and the index of the first token.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -137,7 +137,7 @@ def times_weight(task: ScoringTask, gradient: Tensor, out: Tensor) -> None:
 
 
 class WeightSums:
-    """The weight gradient of the vocabulary columns [0, kept), summed over the chunks."""
+    """The gradient of the head's weight for the vocabulary entries [0, kept), summed over the chunks of tokens."""
 
     def __init__(self, grad_weight: Tensor, plan: FusedPlan, task: ScoringTask) -> None:
         self.grad_weight = grad_weight[: plan.kept]
@@ -167,14 +167,14 @@ class WeightSums:
         self.is_first = False
 
     def finish(self) -> None:
-        """Round the float32 sums to 16 bits in the same memory, piece by piece.
+        """Round the float32 sums of the weight gradient to 16 bits, piece by piece, in the memory of the sums.
 
-            bytes of the gradient   | 16-bit gradient of columns 0 1 2 3 ...          |
-            shared sums, same bytes | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
+            before rounding   | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
+            after rounding    | 16-bit gradients of columns 0 1 2 3 ...          |       the same bytes
 
-        Rounded numbers take half the memory of their sums. So the rounded numbers of a piece overwrite only the sums of
-        earlier pieces, which are no longer needed. The first piece would overwrite its own sums, and is rounded into
-        separate memory.
+        A rounded number takes half the memory of its sum. So the rounded numbers of a piece overwrite only the sums of
+        earlier pieces, which are no longer needed. The first piece would overwrite its own sums, and is therefore
+        rounded into separate memory.
         """
         for start, end, part in self.parts:
             if part is not self.grad_weight:

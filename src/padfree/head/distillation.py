@@ -261,8 +261,9 @@ class _Distillation(torch.autograd.Function):
 
 
 def _reference(hidden: Tensor, head: LmHead, pair: _Pair) -> DistillationLoss:
-    """Compute what `distillation_loss` computes, but from all logits of both models at once, differentiated by
-    autograd.
+    """Compute the distillation loss from all logits of student and teacher at once, differentiated by autograd.
+
+    This is the reference for `distillation_loss`, which computes the loss chunk by chunk.
     """
     call, scale = pair.call, pair.call.rows.inverse_temperature
     student = full_log_softmax(picked(hidden, call.index), head, scale)

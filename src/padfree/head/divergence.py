@@ -187,7 +187,7 @@ def divergence_gradient(
     """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
 
     The gradient is with respect to the student's raw logits (before bias, scale, cap and temperature). `out` may be the
-    memory of the stored logits.
+    memory of the student's stored logits.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]

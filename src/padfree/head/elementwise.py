@@ -27,8 +27,8 @@ from padfree.batch import LmHead
 from padfree.head.kept_rows import KeptRows
 
 FLOOR = -1e30
-"""The lower bound of logits. With a bias of -inf, the probability of an entry is then 0 and not NaN. Logits outside a
-kept set also get this value.
+"""The lower bound of logits. With a bias of -inf, the probability of an entry is then 0 and not NaN. If
+sampling could not choose a vocabulary id (top-p, top-k, min-p), the id's logit also gets this value.
 """
 
 LOWEST_TANH = -2.0
@@ -80,7 +80,8 @@ class BlockSums:
     """The largest logit and the sums of exponentials of R tokens in each of K vocabulary blocks, and the labels'
     logits.
 
-    `peak` is the largest logit, `total` the sum of exponentials, and `moment` the sum that the entropy needs.
+    `peak` is the largest logit x. `total` is Σ exp(x − peak), and `moment` is Σ exp(x − peak) · (x − peak), from which
+    the entropy is computed.
     """
 
     peak: Tensor  # [R, K]
@@ -229,10 +230,11 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Reduce a tile of raw logits [R, W] to the values in `BlockSums` (largest logit, sum of exponentials, ...).
+    """Reduce raw logits [R, W] (hidden @ weight.T) to the largest logit and the sums of each vocabulary block.
 
-    The tile begins at column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given, each
-    logit minus the largest logit of its token and block is written into it. Overwrites `raw_logits`.
+    The logits begin at column `first` of the vocabulary, a multiple of the block size. The results are written into
+    `sums`. If `stored` [R, W] is given, each logit minus the largest logit of its token and block is written into it.
+    Overwrites `raw_logits`.
     """
     num_columns = raw_logits.shape[1]
     logits = _logits_(raw_logits, first, head, rows)
@@ -339,7 +341,7 @@ def _gradient(
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
-        assert softmax.entropy is not None, "the gradient of the entropy needs the entropy"
+        assert softmax.entropy is not None, "the gradient of the entropy needs the values of the entropy"
         pull = pull + upstream.entropy[:, None] * (log_p + softmax.entropy[:, None])
     gradient = log_p.exp().mul_(pull).neg_()
     num_columns = gradient.shape[1]

@@ -82,8 +82,9 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _with_rest(log_p: Tensor, is_rest: Tensor) -> Tensor:
-    """Append the log-probability of all entries marked in `is_rest` together: [M, V] -> [M, V + 1]. The marked entries
-    get probability 0.
+    """Merge the entries that `is_rest` marks into one new last entry of each distribution: [M, V] -> [M, V + 1].
+
+    The new entry gets the total probability of the marked entries, and the marked entries get probability 0.
     """
     rest = log_p.masked_fill(~is_rest, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.masked_fill(is_rest, -torch.inf), rest], dim=1)

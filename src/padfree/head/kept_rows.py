@@ -54,7 +54,7 @@ class KeptRows:
         )
 
     def part(self, start: int, end: int) -> KeptRows:
-        """Return the kept sets of the tokens [start, end)."""
+        """Return the kept sets (vocabulary ids that the softmax covers) of the tokens [start, end)."""
         low, high = (int(self.offsets[index] - self.offsets[0]) for index in (start, end))
         return replace(
             self,
@@ -79,7 +79,7 @@ class KeptRows:
         return is_listed[:-1].view(num_rows, num_columns) != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
-        """Return bools [R] that say whether the label of each token is in the token's kept set."""
+        """Return bools [R] that say whether the softmax of each token covers the token's label."""
         row = (self.row - self.first).long()
         is_label = (self.ids == labels[row]).to(torch.int32)
         is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0

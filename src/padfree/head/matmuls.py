@@ -43,7 +43,7 @@ class MatmulConfiguration(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Return the number of vocabulary columns that the kernel reduces at once."""
+        """Return the block size: the number of vocabulary columns that the kernel reduces to one set of sums."""
         return self.columns // self.parts
 
 
@@ -69,7 +69,7 @@ def unsupported_reason(hidden: Tensor, weight: Tensor, operand_dtype: torch.dtyp
     if hidden.device.type != "cuda" and not _is_interpreted():
         return "not a GPU"
     if hidden.shape[1] % 8:
-        return "D is not a multiple of 8: matrix rows would not be aligned to 16 bytes"
+        return "the hidden size D is not a multiple of 8: matrix rows would not be aligned to 16 bytes"
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.stride(1) != 1 or tensor.stride(0) % 8 or tensor.data_ptr() % 16:
             return f"{name}: its matrix rows are not contiguous or not aligned to 16 bytes"
@@ -194,7 +194,7 @@ def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> Matm
 
 
 def _is_cut(written: Tensor) -> bool:
-    """Return whether matrix rows of `written` do not end at a multiple of 16 bytes."""
+    """Return True if the size of a matrix row of `written` is not a multiple of 16 bytes, else False."""
     return bool(written.shape[1] * written.element_size() % 16)
 
 

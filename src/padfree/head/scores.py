@@ -107,9 +107,9 @@ def score(
 
 
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
-    """Return `weight` if it is an `LmHead`; otherwise make an `LmHead` from the four arguments.
+    """Return `weight` if it is an `LmHead`. Otherwise make an `LmHead` from weight, bias, softcap and logit_scale.
 
-    An `LmHead` has its own bias, softcap and logit_scale, so these arguments must have their defaults.
+    An `LmHead` has its own bias, softcap and logit_scale. If `weight` is one, these arguments must have their defaults.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
@@ -379,7 +379,9 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
     """
     if len(kept) != len(rows.labels):
         raise UserError(
-            "kept", f"has {len(kept)} sets for {len(rows.labels)} labelled tokens", "give one set per labelled token"
+            "kept",
+            f"has {len(kept)} kept sets for {len(rows.labels)} labelled tokens",
+            "give one kept set per labelled token",
         )
     found = KeptRows.of_sets(kept, vocabulary, rows.labels.device)
     is_kept = found.contains(rows.labels)

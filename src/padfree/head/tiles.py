@@ -28,7 +28,7 @@ ROW_NUMBERS = 64
 
 
 LEAST_ROWS = 16
-"""On a CPU, matmuls whose bits must not depend on the number of rows are padded to this number of rows."""
+"""On a CPU, `_row_invariant_matmul` pads smaller matrices to this number of matrix rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class ScoringTask:
 
     @property
     def copies_rows(self) -> bool:
-        """Return whether `hidden_rows` copies hidden states instead of returning a view."""
+        """Return whether `hidden_rows` returns a copy of hidden states. Otherwise it returns a view of `hidden`."""
         return self.index is not None or self.hidden.dtype != self.operand_dtype
 
     def hidden_rows(self, start: int, end: int) -> Tensor:
@@ -91,18 +91,18 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """Return the temporary memory in bytes per token: its softmax sums, and a copy of its hidden state if one is
-        made.
+        """Return the bytes of temporary memory for one token: the token's softmax sums, and the copy of its hidden
+        state if `hidden_rows` makes one.
         """
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """Return the object that computes the matmuls of this task and the elementwise work on their results."""
+        """Return the object that computes the logits of this task by matmuls, and does the elementwise work on them."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:
-        """Allocate uninitialised memory of the given shape, in the dtype of sums."""
+        """Allocate uninitialised memory of the given shape in `sum_dtype` (float32, or float64 for float64 inputs)."""
         return self.hidden.new_empty(shape, dtype=self.sum_dtype)
 
 
@@ -251,10 +251,10 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute the same as `matmul`, so that the bits of a matrix row do not depend on the number of matrix rows.
+    """Compute out = left @ right. The bits of one matrix row of `out` do not depend on the number of matrix rows.
 
-    On a CPU, a matrix with few rows is padded with zeros, because a library may use another kernel for it, which sums
-    in another order.
+    On a CPU, a matrix with few rows is padded with zeros. Without padding, the library might use another kernel for
+    it, which sums in another order.
     """
     missing = LEAST_ROWS - len(left)
     if missing <= 0 or left.device.type != "cpu":

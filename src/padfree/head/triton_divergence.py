@@ -34,7 +34,9 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointer arguments with arbitrary alignment, for which Triton must not compile a kernel again."""
+"""Pointer arguments whose alignment may change from call to call. Triton must not specialise on it, because it would
+compile the kernel again.
+"""
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of [BLOCKS, BLOCK] columns of one token minus the largest logit of the token."""
+    """Return BLOCKS blocks of BLOCK logits of one token, each minus the token's largest logit: [BLOCKS, BLOCK]."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
@@ -164,7 +166,10 @@ def _gradient_kernel(
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """Compute the same as `divergence.divergence_sums`, as a Triton kernel."""
+    """Return the sums over the vocabulary from which the divergence of each token is computed, as [4, R].
+
+    This is `divergence.divergence_sums` as a Triton kernel. That function describes the four sums.
+    """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)
     spans = -(-num_columns // (shape["BLOCK"] * shape["BLOCKS"]))
@@ -198,9 +203,9 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Compute the same as `divergence.divergence_gradient`, as a Triton kernel.
+    """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
 
-    `out` may be the memory of the student's stored logits.
+    This is `divergence.divergence_gradient` as a Triton kernel. `out` may be the memory of the student's stored logits.
     """
     num_rows, num_columns = student.below.shape
     shape = _shape(student, teacher)

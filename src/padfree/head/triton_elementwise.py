@@ -246,7 +246,10 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Compute the same as `elementwise.reduce_tile`, without overwriting the raw logits."""
+    """Reduce raw logits [R, W] (hidden @ weight.T) to the largest logit and the sums of each vocabulary block.
+
+    The result equals that of `elementwise.reduce_tile`, but the raw logits are not overwritten.
+    """
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels  # a placeholder for arguments that are absent and never read
@@ -288,7 +291,10 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Compute the same as `elementwise.gradient_from_raw_logits`, without overwriting the raw logits."""
+    """Write the gradient of raw logits [R, W] (hidden @ weight.T) into `out`.
+
+    The result equals that of `elementwise.gradient_from_raw_logits`, but the raw logits are not overwritten.
+    """
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
     absent = rows.labels
@@ -320,7 +326,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """Compute the same as `elementwise.merge`, without extra memory."""
+    """Merge the sums of all vocabulary blocks into the softmax of each token, without temporary memory."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)
@@ -353,8 +359,9 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Compute the same as `elementwise.gradient_from_stored`, as a Triton kernel. `out` may be the memory of
-    `stored`.
+    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, V], computed from `stored` logits.
+
+    This is `elementwise.gradient_from_stored` as a Triton kernel. `out` may be the memory of `stored`.
     """
     num_rows, num_columns = stored.shape
     absent = rows.labels
@@ -385,7 +392,7 @@ def gradient_from_stored(
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
-    """Compute the same as `elementwise.scale_`. The kernel writes nothing if the factor is 1."""
+    """Multiply `values` by the scalar tensor `factor`, in place. The kernel writes nothing if the factor is 1."""
     count = values.numel()
     if count:
         _scale_kernel[(-(-count // 8192),)](values, factor, count, BLOCK=8192, num_warps=8)

@@ -72,9 +72,9 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce the raw logits [ROWS, BLOCK] of a part of a tile to the values in `BlockSums` for each token.
+    """Reduce raw logits [ROWS, BLOCK] (hidden @ weight.T) to the largest logit and the sums in `BlockSums` per token.
 
-    The part begins at token `first_row` and vocabulary column `first`.
+    The logits are a part of a tile. The part begins at token `first_row` and vocabulary column `first`.
     """
     row = first_row + tl.arange(0, ROWS)
     # one half of the last tile may lie outside the vocabulary
@@ -115,7 +115,7 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the raw logits [ROWS, BLOCK] of a part of a tile into `out`.
+    """Write the gradient of raw logits [ROWS, BLOCK] (hidden @ weight.T), which are a part of a tile, into `out`.
 
     This part of the tile begins at column `first` of `out`. Column 0 of `out` is column `first_column` of the
     vocabulary.
@@ -184,10 +184,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of the matmul loop, which covers one part of the hidden dimension.
+    """Do one step of the loop that multiplies hidden states and weights. It covers a part of the hidden size.
 
-    After the last part of the hidden dimension, the next call begins the next tile. Returns the new state of the loop:
-    the partial sums of the tile's raw logits, the number of the step and the tile.
+    After the last part, the next call begins the next tile of logits. Returns the state of the loop: the partial sums
+    of the tile's logits, the number of the step and the tile.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:

@@ -162,7 +162,7 @@ def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashab
 
 
 def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return whether each position predicts a trained token, and the sample lengths [B]."""
+    """Return a bool for each position of the samples, whether it predicts a trained token, and the lengths [B]."""
     lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
     flat = np.concatenate([np.empty(0, np.bool_), *(_checked_mask(mask, index) for index, mask in enumerate(masks))])
     return at_predictions(flat, np.concatenate([[0], np.cumsum(lengths)])), lengths
@@ -202,7 +202,7 @@ def _sample_weights(
     constant: float | None,
     units: Sequence[Hashable | None] | None,
 ) -> NDArray[np.float64]:
-    """Return for each sample the weight of its scored tokens, [B]. All scored tokens of a sample have the same
+    """Return the weight of the scored tokens of each sample, [B]. All scored tokens of a sample have the same
     weight.
     """
     if units is not None and mode != "group-mean":

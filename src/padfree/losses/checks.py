@@ -36,8 +36,8 @@ def loss_input(name: str, values: Tensor) -> Tensor:
 
 
 def result_type(*values: Tensor) -> torch.dtype:
-    """Return the dtype of a result that is computed from these tensors: their promoted dtype, or float32 if it is no
-    float dtype.
+    """Return the dtype of a result that is computed from these tensors: their promoted dtype, or float32 if that is
+    an integer or bool dtype.
     """
     joined = values[0].dtype
     for other in values[1:]:

@@ -1,4 +1,4 @@
-"""Losses that are fused with the head: their gradient is computed from the logits, chunk by chunk.
+"""Losses that are computed together with the head (the output projection): loss and gradient, chunk by chunk.
 
 `head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for each chunk of c labelled
 tokens, and gets c weighted losses. `positions` are the indices of the tokens in the pack. The loss must be elementwise:
@@ -48,7 +48,10 @@ def needs_entropy(settings: TokenLossSettings) -> bool:
 
 
 def is_elementwise(settings: TokenLossSettings) -> bool:
-    """Return whether the loss of a token depends only on the token's own values, as `make_token_loss` requires."""
+    """Return whether the loss is elementwise: the loss of a token depends only on the token's own values.
+
+    `make_token_loss` supports only elementwise losses.
+    """
     return isinstance(settings, SFTSettings) or policy_loss.is_elementwise(settings)
 
 
@@ -59,7 +62,11 @@ def make_token_loss(inputs: LossInputs, settings: TokenLossSettings, *, reduce: 
     positions in the pack. It computes no statistics for metrics; `compute_loss` does.
     """
     if not is_elementwise(settings):
-        raise UserError("settings", f"{settings} is not elementwise", "compute scores first and call compute_loss")
+        raise UserError(
+            "settings",
+            f"{settings} describe a loss that is not elementwise",
+            "compute scores first and call compute_loss",
+        )
     if isinstance(settings, SFTSettings):
         weights = inputs.weights
         return lambda logprobs, entropy, positions: -weights[positions] * logprobs

@@ -79,7 +79,7 @@ class PolicyTerms:
         return replace(self, **{name: values[positions] for name, values in present.items() if values is not None})
 
     def token_loss(self, settings: PolicySettings, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
-        """Return the weighted losses of the tokens of these `PolicyTerms`.
+        """Return the losses of the tokens that this object describes, multiplied by the token weights.
 
         `logprobs` and `entropy` have one entry for each of these tokens.
         """
@@ -93,7 +93,9 @@ def policy_terms(
 
     `current` [T] are the current log-probabilities without gradient. None for an elementwise loss.
     """
-    assert current is not None or is_elementwise(settings), "a sequence-level loss needs the scores first"
+    assert current is not None or is_elementwise(settings), (
+        "a loss that is not elementwise needs the log-probabilities of all tokens first"
+    )
     # A user-defined objective gets all values that are available. A built-in objective gets only the values it needs.
     offered = isinstance(settings.objective, CustomObjective)
     sampler = ref = None

@@ -183,8 +183,8 @@ def _pair_loss(
     """Return the weighted sum of the losses of the pairs of answers, or a context rank's share of this sum.
 
     Each sample has a number x, which the loss compares within a pair. `local` [B] is this rank's part of x, and `held`
-    [B] the number of the sample's tokens on this rank. `loss` computes losses and derivatives with respect to x. In
-    statistics, x is multiplied by `shown`.
+    [B] the number of the sample's tokens on this rank. `loss` computes losses and derivatives with respect to x. The
+    statistics report x multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):

@@ -35,7 +35,7 @@ class MasterWeights:
     """The float32 master weights of a model, and the copy of each in bfloat16."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, units: Iterable[nn.Module]) -> None:
-        assert dtype == torch.bfloat16, "a master weight is stored as its rounding to bfloat16 and the rest"
+        assert dtype == torch.bfloat16, "master weights need bfloat16 as compute dtype"
         self._depth = 0
         self._units: list[_Unit] = []
         # copies by the id of the master weight, so that tied parameters share one copy
@@ -49,8 +49,9 @@ class MasterWeights:
 
     @contextmanager
     def compute_copies(self) -> Iterator[None]:
-        """Context manager: in its block the modules hold the copies instead of the master weights. Blocks may be
-        nested.
+        """Context manager: in its block the modules hold the bfloat16 copies instead of the float32 master weights.
+
+        Blocks may be nested.
         """
         self._depth += 1
         if self._depth == 1:
@@ -95,7 +96,7 @@ class _Unit:
 
     def enter(self) -> None:
         for parameters, name, master, copy in self.places:
-            assert parameters[name] is master, f"{name} was replaced since the copies were made"
+            assert parameters[name] is master, f"parameter {name} was replaced after its bfloat16 copy was made"
             parameters[name] = copy
 
     def leave(self) -> None:

@@ -38,12 +38,12 @@ def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
         return None
     mesh, placements, found = parameter.device_mesh, parameter.placements, None
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is in the mesh of its own parameters"
+    assert coordinate is not None, "this rank is not in the device mesh of its own parameter"
     for mesh_dim, placement in enumerate(placements):
         dim = getattr(placement, "dim", 0) - parameter.ndim
         if not placement.is_shard() or dim < -2 or mesh.size(mesh_dim) == 1:
             continue
-        assert found is None, f"{placements}: matrices are sharded along at most one mesh dimension"
+        assert found is None, f"{placements}: matrices must be sharded along at most one mesh dimension"
         sizes = []
         for rank in range(mesh.size(mesh_dim)):
             there = [rank if each == mesh_dim else index for each, index in enumerate(coordinate)]

@@ -97,7 +97,7 @@ class _Batch(NamedTuple):
 
     shape: torch.Size  # [A, B] of a whole matrix
     split: MatrixSplit | None
-    device: torch.device  # the device that updates the matrices
+    device: torch.device  # the device that computes the Newton-Schulz iterations
     weights: list[Tensor]
     gradients: list[Tensor]
     buffers: list[Tensor]
@@ -137,5 +137,9 @@ def _matrices(tensor: Tensor) -> Tensor:
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """Return the device on which a parameter is updated: its own, or that of the mesh if it is offloaded to the CPU."""
+    """Return the device that computes the Newton-Schulz iterations for a parameter.
+
+    This is the device of the parameter or, for a sharded parameter, that of its mesh. With `parallel.offload`, the
+    parameter is on the CPU, but its mesh may be on GPUs.
+    """
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device

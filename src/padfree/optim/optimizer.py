@@ -17,7 +17,8 @@ hidden matrices.
 The schedule multiplies the base learning rate of every group. If the loss or the gradient is not finite, the step is
 skipped. The device decides this, so that the host need not synchronise.
 
-With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there.
+With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there. Only
+Muon's Newton-Schulz iterations then still run on the GPU.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """Return the current learning rates by metric name.
 
-        The rate of the first group is called `lr`; that of another update rule is called `lr/RULE`. The rates of
-        `optimizer.groups` are not returned.
+        The rate of the first group is called `lr`. If another group has another update rule, such as adamw, its rate is
+        called `lr/adamw`. The rates of `optimizer.groups` are not returned.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}

@@ -21,7 +21,7 @@ class MuonSettings:
     lr: float | None = setting(
         None,
         least=0,
-        about="Base learning rate of hidden matrices; none uses optimizer.lr.",
+        about="Base learning rate of hidden matrices; if it is none, optimizer.lr applies.",
         fix="give 0 or more, or leave it out",
     )
     momentum: float = setting(0.95, least=0, below=1, about="Momentum of Muon.")
@@ -30,7 +30,7 @@ class MuonSettings:
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of hidden matrices; none uses optimizer.weight_decay.",
+        about="Weight decay of hidden matrices; if it is none, optimizer.weight_decay applies.",
         fix="give 0 or more, or leave it out",
     )
     update_rms: float = setting(
@@ -48,17 +48,18 @@ class ParameterGroup:
     """
 
     match: str = setting(
-        about="The parameters: tower, projector, language_model, or a pattern of their names such as model.visual.*.",
-        filled="give the name of a part, or a pattern",
+        about="Which parameters form the group: tower, projector, language_model, or a pattern of parameter names such "
+        "as model.visual.*.",
+        filled="give tower, projector, language_model, or a pattern of parameter names",
         resume=STAYS,
     )
     lr_scale: float = setting(
-        1.0, least=0, about="The base learning rate of the group, relative to the rate outside all groups."
+        1.0, least=0, about="Factor by which the base learning rate of the group's parameters is multiplied."
     )
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of the matrices of the group; none: the same as outside all groups.",
+        about="Weight decay of the group's matrices; if it is none, that of matrices outside all groups applies.",
         fix="give 0 or more, or leave it out",
     )
 
@@ -84,14 +85,15 @@ class OptimizerConfig:
     weight_decay: float = setting(0.0, least=0, about="Weight decay of matrices; norms and biases have none.")
     state: StateFormat = setting(
         "float32",
-        about="Format of AdamW's two moments of matrices: 8, 4 or about 2 bytes per weight. Vectors keep float32.",
+        about="Format of AdamW's two moments of matrices: float32, bfloat16 and int8 take 8, 4 and about 2 bytes per "
+        "weight. Vectors keep float32.",
         resume=STAYS,
     )
     max_grad_norm: float | None = setting(
         1.0,
         above=0,
         most=math.inf,
-        about="Maximum gradient norm, to which larger gradients are scaled down; none does not clip.",
+        about="Maximum gradient norm: larger gradients are scaled down to it. With none, gradients are not clipped.",
         fix='give more than 0, or "none"',
     )
     muon: MuonSettings = field(default_factory=MuonSettings)
@@ -139,7 +141,7 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """Return the same settings without `groups`, for a model whose parameters the groups do not describe."""
+        """Return the same settings without `groups`: a critic is trained without the groups of the model."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:
@@ -164,7 +166,7 @@ class ScheduleConfig:
         0.0,
         least=0,
         most=1,
-        about="The learning rate at run.steps, as a share of the base learning rate.",
+        about="The learning rate at the last step (run.steps), as a fraction of the base learning rate.",
         fix="give a fraction of the learning rate, from 0 to 1",
     )
 

@@ -20,12 +20,17 @@ from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_sp
 from padfree.optim.rule import State, local
 
 BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""How many split weights are joined at a time, for each kind of device. On a GPU a block takes 256 MiB, so that its
+"""The number of elements of split weights that are joined to float32 at a time, by device type.
+
+A split weight is a float32 weight that is stored in two parts. On a GPU a block of this size takes 256 MiB, so that its
 kernels take longer than their launches.
 """
 
 ROWS = 8
-"""Split weights are divided at multiples of this number of rows, because 8 weights share a byte."""
+"""Split weights are divided at multiples of this number of matrix rows.
+
+A split weight is a float32 weight that is stored in two parts and one more bit. The bits of 8 elements share a byte.
+"""
 
 
 class ParameterPiece(NamedTuple):
@@ -67,8 +72,9 @@ def update_pieces(
 
 
 class _SplitPiece(NamedTuple):
-    """Some matrix rows of a split weight (a float32 weight stored in two parts), before the parts are joined to
-    float32.
+    """Some matrix rows of a split weight (a float32 weight that is stored in two parts).
+
+    The parts are not yet joined to float32.
     """
 
     storage: SplitStorage

@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
 
 class ParameterRows(NamedTuple):
-    """Some rows [R, C] of a parameter."""
+    """Some matrix rows [R, C] of a parameter, with their gradient and optimizer state."""
 
     weight: Tensor  # float32
     gradient: Tensor

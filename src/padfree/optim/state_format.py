@@ -41,7 +41,8 @@ BLOCK = 128
 """The largest number of weights that share a scale."""
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-120, 2.0**120
-"""Limits a scale: a smaller magnitude counts as 0 and a larger one is cut, so that the reciprocal is finite and normal.
+"""The limits of a scale of int8 codes, within which its reciprocal is a finite, normal number. A smaller scale becomes
+0, and a larger one becomes LARGEST_SCALE.
 """
 
 MASK = 0xFFFFFFFF
@@ -67,8 +68,8 @@ class RowRange(NamedTuple):
 
     first + r // inner * outer + r % inner
 
-    A matrix sharded by rows has no gaps: `inner` equals `outer`. Experts [E, out, in] sharded along `out` have gaps:
-    the rank holds `inner` of the `outer` rows of each expert.
+    If a matrix is sharded along its first dimension, the range has no gaps: `inner` equals `outer`. Experts [E, out,
+    in] that are sharded along `out` have gaps: the rank holds `inner` of the `outer` matrix rows of each expert.
     """
 
     first: int
@@ -76,8 +77,9 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """Return this range without its first `rows` rows. `rows` must be 0 if the range has gaps (`inner` <
-        `outer`).
+        """Return the range that is left without the first `rows` matrix rows.
+
+        If the range has gaps (`inner` < `outer`), `rows` must be 0.
         """
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
@@ -123,7 +125,8 @@ def row_range(shape: torch.Size, region: Region) -> RowRange:
     if not all(whole[2:]) or not whole[-1]:
         raise UserError(
             "optimizer.state",
-            f"a parameter of shape {list(shape)} is sharded along its last dimension, or along a third or later one",
+            f"a parameter of shape {list(shape)} is sharded along a dimension that this format does not support (the "
+            "last, or a third or later one)",
             "set optimizer.state=float32",
         )
     if len(shape) == 2:

@@ -74,7 +74,7 @@ def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = Fals
 
 
 class LocalExperts:
-    """A view of a module of experts, which shows only the weights of this rank's experts."""
+    """A view of a module with experts, in which weights contain only the experts of this rank."""
 
     def __init__(self, module: nn.Module, ranks: int) -> None:
         self._module = module
@@ -85,7 +85,7 @@ class LocalExperts:
         return value.to_local() if isinstance(value, DTensor) else value
 
 
-@torch.compiler.disable(reason="the sizes of the messages are host data")  # type: ignore[no-untyped-call, untyped-decorator]
+@torch.compiler.disable(reason="the host reads how many hidden states each rank sends")  # type: ignore[no-untyped-call, untyped-decorator]
 def divided_forward(
     module: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor, *, group: ProcessGroup, recompute: bool = False
 ) -> Tensor:
@@ -165,7 +165,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Send rows to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], in rank order. All ranks must call
-    this.
+    """Send hidden states to all ranks, with autograd: [sum(send), D] -> [sum(receive), D], in rank order.
+
+    `send[r]` hidden states go to rank r, and `receive[r]` come from it. All ranks must call this.
     """
     return cast(Tensor, _Exchange.apply(rows, send, receive, group))  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ def shard_model(
 ) -> None:
     """Shard a model over all data and context ranks with FSDP2.
 
-    `rules` place some parameters, such as those of experts, in another way. If `recompute_experts` is True, backward
+    `rules` shard some parameters, such as those of experts, in another way. If `recompute_experts` is True, backward
     recomputes experts that are divided over ranks. This is needed if compiled layers recompute activations, because the
     graph of a compiled layer does not include divided experts.
     """

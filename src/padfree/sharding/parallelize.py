@@ -59,7 +59,9 @@ Transformation = Callable[[PreTrainedModel], None]
 Result = TypeVar("Result")
 
 ENTRY = "run_inside"
-"""The name of the method that FSDP2 treats as another forward of the model."""
+"""The name of the model's method that `inside` calls. FSDP2 treats the method like `forward`: embeddings, last norm and
+head are gathered while it runs.
+"""
 
 
 def transformations(
@@ -87,7 +89,7 @@ def transformations(
     - `exact`: compiled layers, and operators on a CPU, give a token the same bits as the sampler (`rollout.exact`).
     - `rules`: the sharding rules of parameters that have a mesh of their own.
     - `replay`: routers choose the experts that the sampler chose (the routes of a sample).
-    - `stretch`: `checkpointing` may list the layers of another model, and is stretched to the layers of this one.
+    - `stretch`: if `checkpointing` lists the levels of another model's layers, stretch the list to this model's layers.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -167,7 +169,7 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 
 
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
-    """Recompute the activations of decoder layers in backward, as `mode` says.
+    """Recompute the activations of decoder layers in backward. `mode` is a value of `parallel.checkpointing`.
 
     Trained blocks of the vision tower are recomputed like the first decoder layer.
     """

@@ -22,7 +22,7 @@ from padfree.model.roles import Role, roles_of
 
 
 class ParameterInfo(NamedTuple):
-    """The input of a rule: a parameter with its module and its role in the model."""
+    """What a sharding rule is applied to: a parameter, with its module and its role in the model."""
 
     module: nn.Module
     name: str  # within its module
@@ -47,17 +47,19 @@ class Rule(NamedTuple):
             return self.dim
         shards = self.mesh.size(self.mesh.ndim - 1)
         found = next((dim for dim in range(1, parameter.ndim) if parameter.shape[dim] % shards == 0), None)
-        assert found is not None, f"{tuple(parameter.shape)} has no dimension that {shards} ranks divide"
+        assert found is not None, (
+            f"no dimension of {tuple(parameter.shape)} after the first is a multiple of {shards} ranks"
+        )
         return found
 
 
 def shard_everything(mesh: DeviceMesh) -> Rule:
-    """Return the rule for all remaining parameters, which shards dimension 0 over all ranks of `mesh`."""
+    """Return a sharding rule that matches every parameter, and shards its dimension 0 over all ranks of `mesh`."""
     return Rule("fsdp", lambda _: True, mesh)
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """Map each module that has parameters of its own to the first rule that applies to them."""
+    """Return the sharding rule of each module that has parameters of its own: the first rule that applies to them."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -66,5 +68,8 @@ def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, 
             info = ParameterInfo(module, name, parameter, roles[parameter])
             rule = next(rule for rule in rules if rule.applies(info))
             other = found.setdefault(module, rule)
-            assert other is rule, f"{path}.{name} matches rule {rule.name!r}, but its module uses {other.name!r}"
+            assert other is rule, (
+                f"parameter {path}.{name} matches rule {rule.name!r}, but its module uses {other.name!r} for another "
+                "parameter"
+            )
     return found

@@ -38,7 +38,7 @@ EOS = "<eos>"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of the data, the model and the training runs."""
+    """Sizes of the arithmetic task: of its data, of the model, and of the SFT and RL runs."""
 
     rows: int = 4000
     prompts: int = 512
@@ -81,7 +81,7 @@ def _problem(rng: np.random.Generator, most_steps: int) -> tuple[str, list[str],
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
-    """Write the rows as JSON Lines and return them."""
+    """Write data rows to the JSON Lines file `path`, and return them as a list."""
     written = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written), encoding="utf-8")
@@ -136,8 +136,9 @@ def write_model(folder: Path, tokenizer: Any, hidden: int, *, layers: int = 2, h
 
 
 def write_task(folder: Path, sizes: Sizes, *, head: int | None = None) -> tuple[list[dict[str, str]], Any, int]:
-    """Write the data and the model of both recipes. Returns the data rows, the tokenizer and the number of
-    parameters.
+    """Write the data and the model for fine-tuning and RL on the arithmetic task.
+
+    Returns the data rows, the tokenizer and the number of parameters.
     """
     rows = write_rows(folder / "data" / "train.jsonl", problems(sizes.rows, seed=0))
     short = problems(sizes.prompts, seed=1, most_steps=3)

@@ -43,7 +43,9 @@ LONGEST_LINE = 1 << 28
 
 
 def make_line_sampler(config: Any, mesh: Any, trained: Any, tokenizer: Any, score: Any) -> ServerSampler:
-    """Make the sampler that requests responses from line servers. The setting `rollout.engine` names this function."""
+    """Make the sampler that requests responses from the servers of this module. The setting `rollout.engine` names this
+    function.
+    """
     return make_server_sampler(LineServer, config, mesh, trained, tokenizer, score)
 
 
@@ -135,12 +137,14 @@ class LineServer(ServerApi):
                 finally:
                     writer.close()
         except TimeoutError:
-            raise LateError(f"rollout.servers: {self.url} {name} did not answer within {seconds:g} s") from None
+            raise LateError(
+                f"rollout.servers: {self.url} did not answer the call '{name}' within {seconds:g} s"
+            ) from None
         except ConnectionRefusedError:
             raise self.lost("refused the connection") from None
         except OSError as error:
             raise self.lost(f"{name} broke the connection ({error})") from None
-        with self.reading(f"{name} did not answer with a line of JSON"):
+        with self.reading(f"the reply to the call '{name}' is not a line of JSON"):
             answer = dict(json.loads(line))
         if "refused" in answer:
             raise UserError(

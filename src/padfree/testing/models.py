@@ -365,7 +365,7 @@ MIXERS = (
 
 EXPERTS = tuple(name for name, (_, extra) in ARCHITECTURES.items() if any("expert" in key for key in extra))
 """Architectures with experts. A changed token can change the rounding of other tokens, because the shapes of matmuls
-depend on the routes.
+depend on the chosen experts.
 """
 
 
