@@ -17,7 +17,7 @@ HOSTS = ["a", "a", "b", "b", "c"]
         ([1], ["a", "a"], "rank 1 is gone, stuck or cut off; read the logs there"),
         ([0, 1, 2], ["a"] * 4, "ranks 0, 1 and 2 are gone, stuck or cut off"),
         ([], HOSTS, "a peer is gone or stuck; read the logs of the other ranks"),
-        (None, HOSTS, "ranks 0 and 1 on a, where the store of the run is, cannot be reached; read the logs there"),
+        (None, HOSTS, "ranks 0 and 1 on a, where the rendezvous store is, cannot be reached; read the logs there"),
     ],
 )
 def test_a_line_names_ranks_and_hosts(silent: list[int] | None, hosts: list[str], line: str) -> None:

@@ -299,7 +299,7 @@ def test_a_folder_that_hosts_do_not_share_is_refused(two_hosts: TwoHosts) -> Non
 
 def test_the_host_of_rank_0_is_named_when_it_is_killed(two_hosts: TwoHosts) -> None:
     for rank in (2, 3):
-        line = f"rank {rank} ended: rank {rank} on host-2: ranks 0 and 1 on host-1, where the store of the run is, "
+        line = f"rank {rank} ended: rank {rank} on host-2: ranks 0 and 1 on host-1, where the rendezvous store is, "
         assert f"{line}cannot be reached" in two_hosts.output, two_hosts.output
 
 
@@ -338,7 +338,7 @@ def test_three_hosts_go_on_after_outages_and_name_who_stays_away(
     third.signal(signal.SIGSTOP)
     expected = [
         "rank 0 ended: rank 0 on host-1: rank 1 on host-2, rank 2 on host-3 are gone, stuck or cut off",
-        "rank 1 ended: rank 1 on host-2: rank 0 on host-1, where the store of the run is, cannot be reached",
+        "rank 1 ended: rank 1 on host-2: rank 0 on host-1, where the rendezvous store is, cannot be reached",
     ]
     wait_until(lambda: all(line in said(tmp_path) for line in expected), tmp_path)
     second.connect()

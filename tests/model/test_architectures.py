@@ -1,4 +1,4 @@
-"""docs/architectures.md agrees with a test of some of the architectures."""
+"""docs/reference/architectures.md agrees with a test of some of the architectures."""
 
 from __future__ import annotations
 

@@ -115,9 +115,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="Where the log-probabilities of π_old in the ratio π / π_old come from. trainer: a forward pass before "
-        "the updates. sampler: the sampler. current: the update itself. auto: current if a batch is used for one "
-        "update and no correction covers whole sequences, else trainer.",
+        about="Origin of the log-probabilities of π_old in the ratio π / π_old. trainer: a forward pass before "
+        "the updates; sampler: the sampler; current: the update. auto: current if batches have one update and no "
+        "correction covers whole sequences, else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )

@@ -126,7 +126,7 @@ def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
     """Describe which processes are gone: the ranks in `silent` or, if it is None, the host of the rendezvous store."""
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-        return f"{_rank_names(theirs, hosts)}, where the store of the run is, cannot be reached; read the logs there"
+        return f"{_rank_names(theirs, hosts)}, where the rendezvous store is, cannot be reached; read the logs there"
     if not silent:
         return "a peer is gone or stuck; read the logs of the other ranks"
     are = "is" if len(silent) == 1 else "are"

@@ -82,8 +82,10 @@ def is_trained_with_adapters(name: str) -> bool:
     return is_adapter(name) or name == SCALAR_WEIGHT
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0) -> None:
-    """Freeze the model and insert adapters.
+def add_adapters(
+    model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0, dtype: torch.dtype | None = None
+) -> None:
+    """Freeze the model and insert adapters. `dtype`: the dtype of the adapters (None: float32).
 
     If the model is on the meta device, `load_model` initialises the adapters later.
     """
@@ -138,10 +140,12 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, *, seed: int = 0)
         if not is_adapted(layer) and not has_expert_adapters(layer):
             continue
         device = next(parameter for name, parameter in layer.named_parameters() if not is_adapter(f".{name}")).device
+        for side in (layer.lora_A, layer.lora_B):
+            side.to(dtype)
+            if device.type != "meta":
+                side.to_empty(device=device)
         if device.type == "meta":
             continue
-        for side in (layer.lora_A, layer.lora_B):
-            side.to_empty(device=device)
         for name, parameter in layer.named_parameters(prefix=module_name):
             if is_adapter(name):
                 parameter.data.copy_(initial_values(name, parameter.shape, seed))

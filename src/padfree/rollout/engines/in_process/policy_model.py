@@ -37,11 +37,7 @@ class PolicyModel:
         self.model = empty_copy(trained, dtype)
         self._keeps_adapters = adapters is not None
         if adapters is not None:
-            add_adapters(self.model, adapters)
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(
-                    dtype
-                )  # adapters are made in float32; the trainer computes in `dtype`
+            add_adapters(self.model, adapters, dtype=dtype)  # the trainer also computes with adapters of `dtype`
         self.state_obstacle = state_obstacle(trained)  # None, or why decoding needs more state than keys and values
         self.device = torch.empty(0, device=device).device  # the device with its index: "cuda" becomes "cuda:0"
         # Computed buffers, such as the frequencies of RoPE, are taken from the trained model, because another device
