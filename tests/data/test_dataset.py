@@ -86,7 +86,7 @@ def test_truncation_is_listed_and_what_it_leaves_untrained_is_dropped(folder: Pa
     assert data[2].mask.tolist() == [False, True, False]
     assert data.report.summary() == "5 rows: 3 samples, 8 tokens; 1 skipped, 1 dropped, 1 truncated"
     assert data.report.truncated == (SkippedRow(file="b/c.json", line=1, reason="4 tokens, over data.max_length 3"),)
-    assert data.report.dropped[0].reason == "5 tokens, over data.max_length 3, and no trained token within it"
+    assert data.report.dropped[0].reason == "5 tokens, over data.max_length 3, and no token before the limit is trained"
 
 
 def test_no_sample_left_is_an_error(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_truncation_never_cuts_an_image(tmp_path: Path) -> None:
     both = write_rows(tmp_path / "both.jsonl", [*rows, {"messages": first}])
     settings = settings_of(max_length=start + 1, overlong="truncate")
     data = load_sft(both, tokenizer_of(), settings, **options)  # type: ignore[arg-type]
-    assert "cut inside an image" in data.report.dropped[0].reason
+    assert "the limit is inside an image" in data.report.dropped[0].reason
 
 
 def test_both_answers_of_a_pair_show_the_same_image(tmp_path: Path) -> None:

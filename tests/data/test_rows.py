@@ -72,7 +72,7 @@ def test_truncating_keeps_the_turns_that_have_something_to_train_on(tmp_path: Pa
     )
     short = TokenizedDataset(tmp_path, max_length=3, overlong="truncate")
     assert [sample.uid for sample in short] == ["train.jsonl:1", "train.jsonl:3"]
-    reason = "turn 1 has 5 tokens, over data.max_length 3, and no trained token within it"
+    reason = "turn 1 has 5 tokens, over data.max_length 3, and no token before the limit is trained"
     assert short.report.dropped[0] == SkippedRow(file="train.jsonl", line=2, reason=reason)
     assert (short.report.num_used, len(short.report.dropped)) == (2, 2)
 

@@ -55,7 +55,10 @@ def copies_to_device(
 
 
 def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
-    """Return the m copies [m, ...] of elements of a tensor [n, ...] that `copies` describes. Differentiable."""
+    """Copy elements of a tensor [n, ...] into a new tensor [m, ...]. `copies` lists the index of each copied element.
+
+    Gradients flow back to the tensor.
+    """
     taken: Tensor = _Take.apply(tensor, copies)  # type: ignore[no-untyped-call]
     return taken
 

@@ -26,7 +26,7 @@ from padfree.cp.row_exchange import Indices, plan_rows
 
 
 def local_images(images: PackedImages, context: AttnContext, device: torch.device) -> LocalImages:
-    """Return the images that this context rank encodes, and how it gets the image features for its tokens."""
+    """Return the images that this context rank encodes, and a description of which features it sends and receives."""
     layout, rank = context.layout, context.rank
     if layout is None:
         features = copies_of(images.index, images.num_features, device)

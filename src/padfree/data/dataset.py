@@ -195,7 +195,9 @@ class TokenizedDataset(StoredSamples):
                 nothing = ""
                 if self.overlong == "truncate":
                     cut = self._cuts_image(first)
-                    nothing = ", and it would be cut inside an image" if cut else ", and no trained token within it"
+                    nothing = (
+                        ", and the limit is inside an image" if cut else ", and no token before the limit is trained"
+                    )
                 dropped.append(self._note(first, nothing))
             else:
                 first = int(stored_of_row[self.lengths[stored_of_row] > self.max_length][0])

@@ -56,7 +56,7 @@ GUARDED = {
     "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
-"""The columns that change the meaning of a row, each with the reason for the error message."""
+"""The columns that change the meaning of a row. The value is the reason that the error message gives."""
 
 _PAIRS = frozenset(("chosen", "rejected")), "use padfree dpo or padfree reward for preference pairs"
 _UNPAIRED = (

@@ -151,7 +151,7 @@ class StoredImages:
         return tuple(images)
 
     def counts(self, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of images [N] that each sample shows. `kept` [N]: the indices of the samples."""
+        """Return the number of images [N] of each of N samples. `kept` [N]: the indices of these samples."""
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:

@@ -27,8 +27,8 @@ from padfree.batch import LmHead
 from padfree.head.kept_rows import KeptRows
 
 FLOOR = -1e30
-"""The lower bound of logits. With a bias of -inf, the probability of an entry is then 0 and not NaN. If
-sampling could not choose a vocabulary id (top-p, top-k, min-p), the id's logit also gets this value.
+"""The lower bound of logits. A smaller logit, such as -inf from a bias, is replaced by it: the probability is then 0,
+and no NaN can arise. Ids that truncated sampling (top-p, top-k, min-p) excludes also get this logit.
 """
 
 LOWEST_TANH = -2.0

@@ -36,7 +36,7 @@ ROUNDING = 1e-3
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """Return the number of embeddings of the model."""
+    """Return the number of token ids for which the model has an embedding."""
     embeddings = model.get_input_embeddings()
     return int(getattr(embeddings, "num_embeddings", None) or model.config.get_text_config().vocab_size)
 

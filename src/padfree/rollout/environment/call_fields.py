@@ -81,8 +81,8 @@ FOLLOWED: dict[str, Rule] = {
     ),
     "tool_choice": (
         lambda value: value in ("auto", "none"),
-        "give auto, or none to leave the tools out; a tool call cannot be forced, because every token is sampled as "
-        "the policy is trained",
+        "give auto, or none to leave the tools out; a tool call cannot be forced, because every token must be sampled "
+        "from the policy's own distribution",
     ),
 }
 OVERRIDDEN: dict[str, Rule] = {
@@ -232,8 +232,8 @@ def check_fields(body: Mapping[str, Any], route: str, temperature: float, trunca
         elif not any(_same(value, one) for one in NEUTRAL[name]):
             raise CallError(
                 400,
-                f"{name} is not supported ({shown(value)}), because every token is sampled as the policy is trained; "
-                "leave it out",
+                f"{name} is not supported ({shown(value)}), because every token must be sampled from the "
+                "policy's own distribution; leave it out",
             )
     needed = "messages" if route == CHAT else "prompt"
     if needed not in body:

@@ -109,7 +109,10 @@ def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> N
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Raise a `UserError` if a command would run data as code. `arguments`: the program and its arguments."""
+    """Raise a `UserError` if a command could run the text of a data row as code, e.g. `sh -c "echo {question}"`.
+
+    `arguments`: the program and its arguments, with the names of data columns in braces.
+    """
     problem = _danger(arguments)
     if problem is not None:
         raise UserError(

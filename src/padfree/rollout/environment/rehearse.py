@@ -39,7 +39,7 @@ def rehearse(
 
     A leaf is a sequence that would become a sample. `prompt` is not rendered by a template. With `chat`, the chat
     template renders the replies of the environment. `row`: the data row. `reward`: the value of `rollout.reward`.
-    `images`: the vision-language model that reads the images of replies.
+    `images`: how the vision-language model reads images in the replies (None: a model without images).
     """
     renderer = ChatRenderer(tokenizer) if chat else None
     chat_tokenizer = ChatTokenizer(tokenizer, renderer, tokenizer_size(tokenizer), images)

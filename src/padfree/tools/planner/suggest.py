@@ -168,8 +168,8 @@ def _why_cap(best: _Tried, tried: Sequence[_Tried], most: int) -> list[str]:
     for each in tried:
         epoch = each.epoch
         found.append(
-            f"planned with max tokens {epoch.shape.max_tokens:,}: {each.time / best.time:.3f} times the time of "
-            f"{chosen:,}, fill {epoch.fill:.1%}, imbalance {epoch.imbalance:.3f}, {epoch.micro_batches:.1f} "
+            f"with max tokens {epoch.shape.max_tokens:,}, a step takes {each.time / best.time:.3f} times as long "
+            f"as with {chosen:,}; fill {epoch.fill:.1%}, imbalance {epoch.imbalance:.3f}, {epoch.micro_batches:.1f} "
             "micro-batches per step"
         )
     return found

@@ -116,7 +116,7 @@ class Placement:
         return max(len(np.unique(group)) for group in self.host(groups))
 
     def lines(self) -> Iterator[str]:
-        """Yield the placement as lines of text, for a dry run."""
+        """Yield lines for a dry run: which ranks are on which host, and which communication crosses hosts."""
         each = self.ranks_per_host
         named = [f"host {host}: {_range(host * each, host * each + each - 1)}" for host in range(min(self.hosts, 4))]
         more = f", and {self.hosts - 4} more" if self.hosts > 4 else ""

@@ -166,9 +166,10 @@ def write_responses(
 
 
 def _batches(lengths: Sequence[int], size: int, *, padded: bool) -> list[list[int]]:
-    """Divide prompts of these lengths into batches of at most `size`; return the indices of each batch.
+    """Divide prompts into batches of at most `size` prompts. Return the indices of the prompts of each batch.
 
-    A batch has prompts of similar length if `padded`, and otherwise only prompts of equal length.
+    `lengths`: the number of tokens of each prompt. A batch has prompts of similar length if `padded`, and otherwise
+    only prompts of equal length.
     """
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     runs = [order] if padded else [list(run) for _, run in groupby(order, key=lambda index: lengths[index])]

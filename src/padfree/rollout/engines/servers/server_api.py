@@ -313,7 +313,7 @@ class ServerApi(ABC):
     ) -> list[tuple[list[int], list[float]]]:
         """Let the server extend and score token sequences (`score`). Return the result after checking its format."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
-        with self.reading("did not return the log-probabilities with which the canary checks a weight sync"):
+        with self.reading("returned no usable log-probabilities for the canary, which checks each weight sync"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):
                 if len(tokens) != len(sequence) + num_sampled:
                     raise IncompleteError(f"sampled {len(tokens) - len(sequence)} tokens instead of {num_sampled}")
