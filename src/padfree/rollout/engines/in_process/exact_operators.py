@@ -88,7 +88,7 @@ def problem(
         or _device_problem(device, dtype, parallel)
         or model_problem(model, device)
         or attention_problem(model, device, dtype, attention)
-        or _adapter_problem(model, lora)
+        or _adapter_problem(model, device, lora)
         or _matmul_problem(model, device, dtype, rollout.max_concurrent)
     )
 
@@ -200,12 +200,12 @@ def attention_problem(model: PreTrainedModel, device: torch.device, dtype: torch
     return None
 
 
-def _adapter_problem(model: PreTrainedModel, lora: LoraConfig) -> str | None:
-    return (
-        "sampler and trainer were not compared bit by bit with adapters of experts or routers"
-        if lora.rank and needs_merging(model)
-        else None
-    )
+def _adapter_problem(model: PreTrainedModel, device: torch.device, lora: LoraConfig) -> str | None:
+    if lora.rank and device.type != "cpu":
+        return f"with adapters (lora.rank={lora.rank}), sampler and trainer were compared on a CPU only"
+    if lora.rank and needs_merging(model):
+        return "sampler and trainer were not compared bit by bit with adapters of experts or routers"
+    return None
 
 
 def _matmul_problem(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, num_slots: int) -> str | None:
