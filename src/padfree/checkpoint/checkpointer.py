@@ -76,7 +76,7 @@ from padfree.checkpoint.manifest import (
     state_tensors,
 )
 from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimizer
-from padfree.distributed.peers import watching
+from padfree.distributed.peers import PATIENCE, is_loss, watching
 from padfree.errors import UserError
 from padfree.model.export import sync
 from padfree.model.named_tensors import local_part, local_region
@@ -94,6 +94,7 @@ class _Job:
     offsets: dict[str, list[int]]  # offsets of pieces in their whole tensors
     content: dict[str, Any]  # the manifest, without the data gathered from the ranks
     rank_state: dict[str, Any]  # the values that only this rank has, without tensors
+    kept: Path | None  # the checkpoint that was protected from deletion when `save` was called
 
 
 class Checkpointer:
@@ -172,13 +173,15 @@ class Checkpointer:
             offsets=offsets,
             content=content,
             rank_state=copy.deepcopy(host_state),
+            kept=self.kept,
         )
         if not self.asynchronous:
             self._finish(job)
             return self.folder / job.name
         for key, tensor in tensors.items():
             tensors[key] = tensor.detach().to("cpu", copy=True)
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
+        # The process can end although the thread waits for a rank that is gone.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
         return self.folder / job.name
 
@@ -206,9 +209,11 @@ class Checkpointer:
         """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._thread is not None:
-                self._thread.join()  # wait for the checkpoint, because the threads of other ranks may still complete it
+                # Wait for the checkpoint, because the threads of other ranks may still complete it. If a rank is gone,
+                # they cannot, and the thread may wait for it until the timeout of its group.
+                self._thread.join(PATIENCE if is_loss(error) else None)
             raise
         self.wait()
 
@@ -260,13 +265,13 @@ class Checkpointer:
             with self._failing_together() as errors:
                 if self._rank == 0:
                     with _collecting_error(errors, self.folder, self._write_problem()):
-                        self._commit(partial, join_manifest(job.content, gathered))
+                        self._commit(partial, join_manifest(job.content, gathered), job.kept)
         except CheckpointError:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _commit(self, partial: Path, content: dict[str, Any]) -> None:
+    def _commit(self, partial: Path, content: dict[str, Any], kept: Path | None) -> None:
         for file, about in content["files"].items():
             if not (partial / file).exists():
                 raise CheckpointError(
@@ -281,7 +286,6 @@ class Checkpointer:
         write_text(self.folder / f"{LATEST}.new", final.name)
         (self.folder / f"{LATEST}.new").replace(self.folder / LATEST)
         sync(self.folder)
-        kept = self.kept
         for path in [path for path in self._complete() if path != kept][: -self.keep_last]:
             if path not in (final, kept):
                 removing = path.with_name(f"{path.name}.removing")
