@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optim": {"config", "distributed", "model"},
     "sharding": {"config", "distributed", "layers", "model", "optim"},
     "estimate": {"config", "head", "layers", "model", "optim", "packing", "sizes"},
-    "checkpoint": {"distributed", "model"},
+    "checkpoint": {"distributed", "host_memory", "model"},
     "record": {"config", "distributed", "model", "routes", "sample", "version", "warning"},
     "rollout": {
         "arrays",
@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "distributed",
         "estimate",
         "head",
+        "host_memory",
         "kept_sets",
         "layers",
         "losses",
