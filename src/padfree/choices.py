@@ -42,6 +42,7 @@ SkipZeroGradient = Literal["auto"] | bool
 DivergenceKind = Literal["forward-kl", "reverse-kl", "jsd"]
 
 # eval, checkpoint
+Asynchronous = Literal["auto"] | bool
 Better = Literal["auto", "lowest", "highest"]
 LOWER_IS_BETTER = ("loss", "perplexity", "response_length")
 

@@ -340,6 +340,36 @@ def test_a_rank_killed_in_a_save_stops_the_others_and_leaves_the_last_checkpoint
     assert loaded(Checkpointer(tmp_path))[0] == 1
 
 
+def lost_while_writing(rank: int, world: int, folder: str) -> float:
+    """Rank 1 stops answering while both ranks write; return how long rank 0 then waits for the checkpoint."""
+    checkpoint.PATIENCE = 0.5  # type: ignore[attr-defined]
+    model, optimizer = make(layout=flat)
+    checkpointer = Checkpointer(folder, asynchronous=True)
+    if rank == 1:
+        checkpoint.write_safetensors = lambda *_: time.sleep(300)  # type: ignore[assignment, func-returns-value]
+    begin = 0.0
+
+    def run() -> None:
+        nonlocal begin
+        with checkpointer.finishing():
+            checkpointer.save(2, model=model, optimizer=optimizer, extra={"step": 2}, rank_state={})
+            if rank == 1:
+                time.sleep(8)
+                os.kill(os.getpid(), signal.SIGKILL)
+            begin = time.monotonic()
+            raise PeerLostError("a collective of the training step timed out")
+
+    with pytest.raises(PeerLostError):
+        run()
+    return time.monotonic() - begin
+
+
+def test_a_lost_rank_does_not_hold_up_the_end_of_the_others(tmp_path: Path) -> None:
+    seconds, _ = run_ranks(2, lost_while_writing, str(tmp_path), dying={1})
+    assert seconds < 5
+    assert Checkpointer(tmp_path).latest() is None
+
+
 # Retention
 
 

@@ -182,6 +182,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     rest = rest.partition("\nlayout: ")[2]
     assert rest.startswith("1 processes = 1 replicate x 1 shard x 1 context\nauto: parallel.compile=none: ")
     assert "\nauto: parallel.checkpointing=none: needs about " in rest
+    assert "\nauto: checkpoint.asynchronous=false: the model is in host memory" in rest
     assert "\nmemory: about " in rest
     assert "first step: 6 samples, " in rest
     assert not run.exists()

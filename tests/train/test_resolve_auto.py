@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from padfree.config import Config
+from padfree.config import CheckpointConfig, Config
 from padfree.distributed import Mesh
 from padfree.estimate.activations import levels_by_layer
 from padfree.estimate.layer_options import forward_flops, level_flops
@@ -16,7 +16,8 @@ from padfree.estimate.memory import estimate_memory
 from padfree.layers.offload import LAYERS_PER_COPY
 from padfree.model.structure import layers_of
 from padfree.train import resolve_auto as module
-from padfree.train.resolve_auto import USABLE_FRACTION, resolve_auto, resolve_auto_on
+from padfree.train.disk import DiskUse
+from padfree.train.resolve_auto import USABLE_FRACTION, expected_asynchronous, resolve_auto, resolve_auto_on
 from tests.refused import refused
 from tests.train.cases import alone
 from tests.train.trainer_cases import make_config
@@ -222,3 +223,48 @@ def test_a_gpu_without_a_compiler_is_not_compiled_for(monkeypatch: pytest.Monkey
     assert module._compiler("cuda")[0] == "inductor"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "triton" in module._compiler("cuda")[1]
+
+
+@pytest.mark.parametrize(
+    ("free", "processes", "replicate", "local", "expected", "reason"),
+    [
+        (100.0, 1, 1, 1, True, "a checkpoint needs 12.00 GiB of 100.00 GiB of free memory on host "),
+        (20.0, 1, 1, 1, False, "12.00 GiB of 20.00 GiB"),
+        (20.0, 8, 1, 4, True, "6.00 GiB of 20.00 GiB"),  # half of the ranks are on this host
+        (20.0, 8, 2, 4, False, "12.00 GiB of 20.00 GiB"),  # one replica writes everything
+        (20.0, 64, 1, 4, False, "192.00 MiB, which takes less than a second"),
+    ],
+)
+def test_the_expected_choice_for_checkpoints(
+    free: float,
+    processes: int,
+    replicate: int,
+    local: int,
+    expected: bool,
+    reason: str,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    monkeypatch.setattr(module, "free_host_memory", lambda: free * GIB)
+    monkeypatch.setattr(module, "disk_use", lambda *_: DiskUse(checkpoint=12 * GIB, export=0))
+    config = config_of(tmp_path, replicate=replicate)
+    found = expected_asynchronous(config, skeleton(), processes=processes, device_type="cuda")
+    assert found is not None
+    assert found.config.checkpoint.asynchronous is expected
+    assert reason in found.lines()[0]
+    assert found.lines()[0].startswith(f"checkpoint.asynchronous={str(expected).lower()}: ")
+    assert found.fields()["checkpoint.asynchronous because"] in found.lines()[0]
+
+
+def test_no_choice_is_expected_without_checkpoints_or_auto(tmp_path: Any) -> None:
+    asked = config_of(tmp_path)
+    for checkpoint in (CheckpointConfig(every=None), CheckpointConfig(every=1, asynchronous=True)):
+        config = replace(asked, checkpoint=checkpoint)
+        assert expected_asynchronous(config, skeleton(), processes=1, device_type="cuda") is None
+    offloaded = replace(asked, parallel=replace(asked.parallel, offload=True))
+    for config, device_type in ((asked, "cpu"), (offloaded, "cuda")):
+        found = expected_asynchronous(config, skeleton(), processes=1, device_type=device_type)
+        assert found is not None
+        assert "the model is in host memory" in found.lines()[0]

@@ -21,7 +21,8 @@ a complete checkpoint. A checkpoint is never overwritten: a second one of step 1
 rank fails, all ranks raise the same error.
 
 With `asynchronous`, `save` copies the tensors to host memory and returns, and a thread writes them. The next call of
-`save` or `wait` raises the thread's error, if any.
+`save` or `wait` raises the thread's error, if any. With `asynchronous="auto"`, each save measures the free host memory
+and chooses whether to do so (`padfree.checkpoint.background`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import copy
 import json
 import re
 import shutil
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -47,6 +49,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from padfree.checkpoint.background import RankCopy, WriteChoice, choose_write
 from padfree.checkpoint.checkpoint_files import (
     DTYPES,
     CheckpointError,
@@ -76,8 +79,10 @@ from padfree.checkpoint.manifest import (
     state_tensors,
 )
 from padfree.checkpoint.optimizer_state import describe_optimizer, load_optimizer
-from padfree.distributed.peers import watching
+from padfree.choices import Asynchronous
+from padfree.distributed.peers import PATIENCE, is_loss, watching
 from padfree.errors import UserError
+from padfree.host_memory import free_host_memory
 from padfree.model.export import sync
 from padfree.model.named_tensors import local_part, local_region
 
@@ -94,17 +99,19 @@ class _Job:
     offsets: dict[str, list[int]]  # offsets of pieces in their whole tensors
     content: dict[str, Any]  # the manifest, without the data gathered from the ranks
     rank_state: dict[str, Any]  # the values that only this rank has, without tensors
+    kept: Path | None  # the checkpoint that was protected from deletion when `save` was called
 
 
 class Checkpointer:
     """Saves checkpoints to one folder, and loads them. All methods are collective: every rank calls them."""
 
-    def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: bool = False) -> None:
+    def __init__(self, folder: str | Path, *, keep_last: int = 2, asynchronous: Asynchronous = False) -> None:
         if keep_last < 1:
             raise UserError("keep_last", "", "give 1 or more", value=keep_last)
         self.folder = Path(folder)
         self.keep_last = keep_last
         self.asynchronous = asynchronous
+        self.choice: WriteChoice | None = None  # the last choice of `asynchronous="auto"`
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._rank = dist.get_rank() if several else 0
         self._world = dist.get_world_size() if several else 1
@@ -127,10 +134,12 @@ class Checkpointer:
         rank_state: Mapping[str, Any],
         reference: Mapping[str, Tensor] | None = None,
         critic: TrainedModel | None = None,
+        last: bool = False,
     ) -> Path:
         """Write a checkpoint and return its folder.
 
-        An asynchronous checkpoint is complete only after `wait`.
+        An asynchronous checkpoint is complete only after `wait`. `last`: whether no training follows; the checkpoint is
+        then complete when this method returns.
 
         `extra` holds values that are the same on every rank, and `rank_state` the values of this rank: tensors or
         values that JSON can represent. `reference` holds the tensors of a reference model. `critic` is a second trained
@@ -172,13 +181,15 @@ class Checkpointer:
             offsets=offsets,
             content=content,
             rank_state=copy.deepcopy(host_state),
+            kept=self.kept,
         )
-        if not self.asynchronous:
+        if last or not self._in_background(tensors, model):
             self._finish(job)
             return self.folder / job.name
         for key, tensor in tensors.items():
             tensors[key] = tensor.detach().to("cpu", copy=True)
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint")
+        # The process can end although the thread waits for a rank that is gone.
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
         return self.folder / job.name
 
@@ -206,11 +217,26 @@ class Checkpointer:
         """
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self._thread is not None:
-                self._thread.join()  # wait for the checkpoint, because the threads of other ranks may still complete it
+                # Wait for the checkpoint, because the threads of other ranks may still complete it. If a rank is gone,
+                # they cannot, and the thread may wait for it until the timeout of its group.
+                self._thread.join(PATIENCE if is_loss(error) else None)
             raise
         self.wait()
+
+    def _in_background(self, tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
+        """Return whether to copy these tensors and write them in a thread. All ranks get the same answer."""
+        if self.asynchronous != "auto":
+            return self.asynchronous
+        own = RankCopy(
+            host=socket.gethostname(),
+            size=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+            free=free_host_memory(),
+            on_cpu=next(model.parameters()).device.type == "cpu",
+        )
+        self.choice = choose_write(self._gather(own))
+        return self.choice.background
 
     def _run(self, job: _Job) -> None:
         try:
@@ -260,13 +286,13 @@ class Checkpointer:
             with self._failing_together() as errors:
                 if self._rank == 0:
                     with _collecting_error(errors, self.folder, self._write_problem()):
-                        self._commit(partial, join_manifest(job.content, gathered))
+                        self._commit(partial, join_manifest(job.content, gathered), job.kept)
         except CheckpointError:
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _commit(self, partial: Path, content: dict[str, Any]) -> None:
+    def _commit(self, partial: Path, content: dict[str, Any], kept: Path | None) -> None:
         for file, about in content["files"].items():
             if not (partial / file).exists():
                 raise CheckpointError(
@@ -281,7 +307,6 @@ class Checkpointer:
         write_text(self.folder / f"{LATEST}.new", final.name)
         (self.folder / f"{LATEST}.new").replace(self.folder / LATEST)
         sync(self.folder)
-        kept = self.kept
         for path in [path for path in self._complete() if path != kept][: -self.keep_last]:
             if path not in (final, kept):
                 removing = path.with_name(f"{path.name}.removing")

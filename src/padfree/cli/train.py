@@ -162,7 +162,7 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     from padfree.train.disk import check_disk, disk_line
     from padfree.train.microbatch import plan_samples
     from padfree.train.preflight import preflight
-    from padfree.train.resolve_auto import resolve_auto, training_memory, whole_memory
+    from padfree.train.resolve_auto import expected_asynchronous, resolve_auto, training_memory, whole_memory
     from padfree.train.shared_turns import copied_keys, run_cost
     from padfree.train.training_data import image_share
 
@@ -245,7 +245,8 @@ def description(config: Config, *, all_settings: bool = False) -> Iterator[str]:
     experts = f", experts over {expert} ranks" if expert > 1 else ""
     ranks = f"{replicate} replicate x {data // replicate} shard x {shared} context"
     yield f"layout: {processes} processes = {ranks}{experts}"
-    for line in resolved.lines():
+    saving = expected_asynchronous(config, model, processes=processes, device_type=device_type)
+    for line in (*resolved.lines(), *(() if saving is None else saving.lines())):
         yield f"auto: {line}"
     yield from memory_lines(memory, config)
     if config.rollout.colocated and device_type == "cuda":

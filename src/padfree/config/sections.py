@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from padfree.choices import (
+    Asynchronous,
     Better,
     CompilerOrAuto,
     ContextMethod,
@@ -400,7 +401,11 @@ class CheckpointConfig:
         "a signal that stops the run write checkpoints.",
     )
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
-    asynchronous: bool = setting(False, about="Write checkpoints in the background while training continues.")
+    asynchronous: Asynchronous = setting(
+        "auto",
+        about="Copy checkpoints to host memory and write them in the background while training continues. auto: if the "
+        "model is on a GPU, a rank writes 256 MiB or more, and the copies need at most half of the free host memory.",
+    )
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(

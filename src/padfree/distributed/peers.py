@@ -65,7 +65,7 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        if isinstance(error, PeerLostError) or not _is_loss(error):
+        if isinstance(error, PeerLostError) or not is_loss(error):
             raise
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
         raise PeerLostError(
@@ -74,7 +74,7 @@ def watching(what: str, group: ProcessGroup) -> Iterator[None]:
         ) from None
 
 
-def _is_loss(error: BaseException) -> bool:
+def is_loss(error: BaseException) -> bool:
     """Return whether an error of gloo or NCCL means that another process is gone."""
     known = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _SIGNS_OF_LOSS)
     return isinstance(error, PeerLostError) or known
@@ -107,7 +107,7 @@ def failing_together() -> Iterator[None]:
             raise  # a nested block has already searched for the lost ranks
         line = " ".join(str(error).split())
         with sigterm_ignored():
-            if not _is_loss(error):
+            if not is_loss(error):
                 name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 listener.publish_cause(f"stopped, because {_rank_names([rank], hosts)} failed: {name}{line}")
                 # other ranks must read the message before this process exits, because it may host the store

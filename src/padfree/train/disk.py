@@ -16,6 +16,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedModel
 
+from padfree.checkpoint.background import shown_size
 from padfree.config import Config
 from padfree.errors import UserError
 from padfree.model.lora import add_adapters
@@ -112,7 +113,3 @@ def disk_line(config: Config, model: PreTrainedModel) -> str:
     export = f", the exported model {shown_size(use.export)}" if use.export else ""
     when = "" if use.saves else " (written only after a signal)"
     return f"disk: a checkpoint{when} takes {shown_size(use.checkpoint)}{export}; {shown_size(free)} are free"
-
-
-def shown_size(size: float) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size / 2**20:.2f} MiB"

@@ -9,6 +9,8 @@
                              full, whichever is the first that fits
     parallel.reshard         false (layers stay gathered between forward and backward) if the device has memory for the
                              gathered weights, else true
+    checkpoint.asynchronous  true if the copies of a checkpoint fit into the free host memory. Each save chooses anew
+                             (`padfree.checkpoint.background`); a dry run shows the choice for the memory free now
     rollout.exact            true if every operator of the model allows it on this device, else false
 
 Values that the user sets are kept. Each chosen value has a reason, which the run prints and logs.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +31,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from padfree.checkpoint.background import RankCopy, WriteChoice, choose_write
 from padfree.choices import Checkpointing, LayerLevel
 from padfree.config import Config, LoraConfig, ParallelConfig
 from padfree.config.checkpointing import is_by_layer, text_of
@@ -38,11 +42,13 @@ from padfree.estimate.activations import levels_by_layer
 from padfree.estimate.layer_options import COMPILED, PLAIN, layer_options, limits, repeated_share
 from padfree.estimate.levels import choose_levels
 from padfree.estimate.memory import NUMBER_BYTES, MemoryEstimate, estimate_memory
+from padfree.host_memory import free_host_memory
 from padfree.layers.compile import WIDE_ROW
 from padfree.model.lora import add_adapters
 from padfree.model.structure import layers_of, model_skeleton
 from padfree.rollout.engines.in_process import exact_operators
 from padfree.sizes import ModelSizes
+from padfree.train.disk import disk_use
 
 USABLE_FRACTION = 0.9
 """Usable fraction of a device's memory. The allocator, collectives and the driver need the rest."""
@@ -206,6 +212,32 @@ def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.dev
     reason = problem or "every operator gives the same bits in the sampler and in the trainer"
     changed = replace(config, rollout=replace(config.rollout, exact=problem is None))
     return replace(resolved, config=changed, reasons={**resolved.reasons, "rollout.exact": reason})
+
+
+def with_asynchronous(config: Config, choice: WriteChoice) -> ResolvedAuto:
+    """Return the settings with this choice for `checkpoint.asynchronous`, and its reason."""
+    changed = replace(config, checkpoint=replace(config.checkpoint, asynchronous=choice.background))
+    return ResolvedAuto(config=changed, reasons={"checkpoint.asynchronous": choice.reason})
+
+
+def expected_asynchronous(
+    config: Config, model: PreTrainedModel, *, processes: int, device_type: str
+) -> ResolvedAuto | None:
+    """Return the choice for `checkpoint.asynchronous=auto` if all hosts have as much free memory as this one has now.
+
+    Return None if the run has nothing to choose. `model`: on the meta device and without adapters.
+    """
+    use = disk_use(config, model)
+    if config.checkpoint.asynchronous != "auto" or not use.saves:
+        return None
+    writers = processes // config.parallel.replicate  # the ranks of the first replica
+    copy = RankCopy(
+        host=socket.gethostname(),
+        size=-(-use.checkpoint // writers),
+        free=free_host_memory(),
+        on_cpu=device_type == "cpu" or config.parallel.offload,
+    )
+    return with_asynchronous(config, choose_write([copy] * min(writers, processes_of(meet=False).local_world)))
 
 
 def device_memory(device: torch.device) -> float:

@@ -57,6 +57,7 @@ from padfree.train.finite_checks import NonFiniteError, check_weights
 from padfree.train.float8_budget import Float8Budget
 from padfree.train.global_batch import KEY as ROLLOUTS
 from padfree.train.global_batch import GlobalBatch
+from padfree.train.resolve_auto import with_asynchronous
 from padfree.train.resume import KEY as MADE_WITH
 from padfree.train.rl.run_response_log import RunResponseLog
 from padfree.train.step import PreparedStep
@@ -148,6 +149,7 @@ class Trainer:
         self.prepares_next = self.mesh.device.type == "cuda"  # on a CPU, preparing ahead saves no time
         self._saved, self.best = position.saved, position.best
         self._evaluated = position.evaluated  # the step of the last evaluation
+        self._background: bool | None = None  # whether the last checkpoint was written in the background, if chosen
         self._times = BatchTimes()  # phases since the last update began
         self._compiled_step: int | None = None  # step in which the user was last told about compilation
         flops = Flops.of(
@@ -225,14 +227,14 @@ class Trainer:
                 )
                 every = self.config.checkpoint.every
                 if every is not None and self.step - self._saved_step >= every:
-                    self.save()
+                    self.save(last=stopped or self.finished())
             self.updates.finish()
             if self.step == 0:
                 raise UserError("data.path", "gave no batch", "give files with at least one sample")
             if not stopped and self._evaluated != self.step:
                 self._run_evaluation()
             if self.step > self._saved_step and (stopped or self.config.checkpoint.every is not None):
-                self.save()
+                self.save(last=True)
         is_saved = self.step == self._saved_step
         if self.response_log is not None:
             self.response_log.close(is_needed=is_saved)
@@ -355,14 +357,14 @@ class Trainer:
 
     # Checkpoints
 
-    def save(self) -> None:
-        """Save a checkpoint. Call this only between two updates."""
+    def save(self, *, last: bool = False) -> None:
+        """Save a checkpoint. Call this only between two updates. `last`: whether no update follows."""
         self.updates.finish()
         self._report_activity("saving a checkpoint")
         with self._times.measure("checkpoint"):
-            self._save()
+            self._save(last)
 
-    def _save(self) -> None:
+    def _save(self, last: bool) -> None:
         check_weights(self.engine.model, self.step)
         self.batches.check_weights(self.step)
         extra: dict[str, Any] = {
@@ -389,10 +391,24 @@ class Trainer:
             extra=extra,
             rank_state=random_state(),
             **self.batches.models_to_save(),
+            last=last,
         )
         self._saved_step = self.step
         if self.response_log is not None:
             self.response_log.drop()
+        self._report_write_choice()
+
+    def _report_write_choice(self) -> None:
+        """Record and show whether checkpoints are written in the background, each time the choice changes."""
+        choice = self.checkpointer.choice
+        if choice is None or choice.background == self._background:
+            return
+        self._background = choice.background
+        resolved = with_asynchronous(self.config, choice)
+        self.events.write("resolved_auto", step=self.step, **resolved.fields())
+        if self.on_note is not None:
+            for line in resolved.lines():
+                self.on_note(line)
 
     def _end_record(self) -> dict[str, Any]:
         """Return the entries of a checkpoint's `extra` dict that `end.json` stores (`padfree.train.finished`)."""

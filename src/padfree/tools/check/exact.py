@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from padfree.distributed import Mesh
+from padfree.host_memory import free_host_memory
 from padfree.model.named_tensors import named_tensors
 from padfree.sample import Sample
 from padfree.sizes import ModelSizes
@@ -133,12 +134,7 @@ def _obstacle(
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the free bytes of a GPU or, if the device is a CPU, of this machine."""
+    """Return the free bytes of a GPU or, if the device is a CPU, of this host."""
     if device.type == "cpu":
-        try:
-            with open("/proc/meminfo", encoding="ascii") as file:
-                found = next(line.split()[1] for line in file if line.startswith("MemAvailable:"))
-            return float(found) * 1024
-        except (OSError, StopIteration, ValueError):
-            pass  # not on Linux: use the total memory
+        return free_host_memory()
     return device_memory(device)

@@ -1,0 +1,79 @@
+"""The free memory of this host, within the limits of the container or job that this process belongs to.
+
+    /proc/meminfo                 MemAvailable: 90 GiB of the whole machine
+    /proc/self/cgroup             0::/job/step          control groups, version 2; or 4:memory:/job/step (version 1)
+    /sys/fs/cgroup/job/step       limit max,    use 40 GiB
+    /sys/fs/cgroup/job            limit 64 GiB, use 40 GiB, of which 6 GiB are an inactive cache of files
+                                  -> 64 - 40 + 6 = 30 GiB are free for this process
+
+A control group counts the pages of files that its processes have read or written. The kernel drops the inactive ones
+before it refuses memory, so they count as free.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_FILES = {2: ("memory.max", "memory.current"), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
+"""The files with limit and use of a control group, by version of the interface."""
+
+
+def free_host_memory(root: Path = Path("/")) -> float:
+    """Return the number of bytes that this process can still allocate in host memory.
+
+    `root`: the folder that contains `proc` and `sys`. On a system without `/proc/meminfo`, the result is the memory of
+    the whole machine.
+    """
+    found = [_available(root / "proc/meminfo")]
+    for version, folder in _control_groups(root):
+        free = _free_in_group(folder, version)
+        if free is not None:
+            found.append(free)
+    return max(0.0, min(found))
+
+
+def _available(meminfo: Path) -> float:
+    try:
+        lines = meminfo.read_text().splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _control_groups(root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield the version and the folder of every control group that limits this process: its own and its ancestors."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = 1 if controllers else 2
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        own = top / path.lstrip("/")  # inside a container, this folder may be missing: its own group is then at the top
+        for folder in (own, *own.parents):
+            yield version, folder
+            if folder == top:
+                break
+
+
+def _free_in_group(folder: Path, version: int) -> float | None:
+    """Return the bytes that the limit of a control group leaves, or None if it has no limit."""
+    limit, use = _FILES[version]
+    try:
+        most = (folder / limit).read_text().strip()
+        if most == "max":
+            return None
+        free = float(int(most) - int((folder / use).read_text()))
+        for line in (folder / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == ("inactive_file" if version == 2 else "total_inactive_file"):
+                free += int(value)
+        return free
+    except (OSError, ValueError):
+        return None
