@@ -47,6 +47,16 @@ def test_there_is_a_rule_for_every_setting(tmp_path: Path) -> None:
     assert RULES.keys() - {"data.sources"} <= {name.replace(".0.", ".") for name in settings}
 
 
+def test_a_table_of_any_names_is_one_setting(tmp_path: Path) -> None:
+    """Names inside the table, such as options of sbatch, have no rules of their own."""
+    slurm = {"nodes": 2, "processes": 8, "sbatch": {"time": "1:00:00", "qos": "low"}}
+    sources = {"path": [], "sources": [{"path": "a", "columns": {"q": "prompt"}}]}
+    settings = flat_settings(make_config(tmp_path, tmp_path, **SFT, slurm=slurm, data=sources))
+    assert settings["slurm.sbatch"] == slurm["sbatch"]
+    assert settings["data.sources.0.columns"] == {"q": "prompt"}
+    assert all(rule_of(name) in get_args(Resume) for name in settings)
+
+
 def test_the_table_in_the_docs_is_that_of_the_fields() -> None:
     page = (ROOT / "docs" / "guides" / "checkpoints.md").read_text()
     for rule in get_args(Resume)[1:]:

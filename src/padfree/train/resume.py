@@ -18,7 +18,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -93,7 +93,7 @@ def made_with(
 
 def flat_settings(config: Config) -> dict[str, Any]:
     """Return every setting except `run.folder` by its dotted name, with its value as JSON stores it (no tuples)."""
-    found = _flat(json.loads(json.dumps(config.to_dict())), keep=("rollout.launch.environment",))
+    found = _flat(json.loads(json.dumps(config.to_dict())), whole=RULES)
     del found["run.folder"]
     return found
 
@@ -167,7 +167,7 @@ def rule_of(name: str) -> Resume:
 
     `name` may be inside a list, e.g. `data.sources.2.weight`.
     """
-    return RULES[re.sub(r"\.\d+", "", name)]
+    return RULES[_without_indices(name)]
 
 
 def changed_settings(there: Mapping[str, Any], here: Config) -> dict[str, tuple[Any, Any]]:
@@ -300,17 +300,24 @@ def _required(config: Config) -> dict[str, Any]:
     }
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "", keep: Sequence[str] = ()) -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
     """Flatten nested dicts to one dict with dotted names, e.g. {"a": {"b": 1}} to {"a.b": 1}.
 
-    A dict whose dotted name is in `keep`, or whose own name is `columns`, is not flattened.
+    A list of dicts is flattened too: {"a": [{"b": 1}]} gives {"a.0.b": 1}. A dict whose name is in `whole` is not
+    flattened. The names in `whole` have no list indices.
     """
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            value = {str(number): entry for number, entry in enumerate(value)}
-        if isinstance(value, dict) and f"{prefix}{name}" not in keep and name != "columns":
-            found |= _flat(value, f"{prefix}{name}.", keep)
+            for number, entry in enumerate(value):
+                found |= _flat(entry, f"{prefix}{name}.{number}.", whole)
+        elif isinstance(value, dict) and _without_indices(f"{prefix}{name}") not in whole:
+            found |= _flat(value, f"{prefix}{name}.", whole)
         else:
             found[f"{prefix}{name}"] = value
     return found
+
+
+def _without_indices(name: str) -> str:
+    """Return the name of a setting without list indices: `data.sources.weight` for `data.sources.2.weight`."""
+    return re.sub(r"\.\d+", "", name)
