@@ -178,7 +178,7 @@ def estimate_memory(
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     if (judge := model_of(config.rollout.reward)) is not None:
         code = config.model.trust_remote_code
-        other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar")
+        other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar", vision=None)
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     groups, divided = make_groups(model, config.optimizer), shards.divided(model)
     critic = 0
