@@ -18,6 +18,7 @@ from padfree.data import RolloutDataSettings
 from padfree.errors import UserError
 from padfree.model.export import export_model
 from padfree.model.load import load_model
+from padfree.model.parts import PARTS, parts_of
 from padfree.model.vision import families
 from padfree.rollout import Prompt, Prompts, read_prompts
 from padfree.train.run import evaluate, train
@@ -167,6 +168,24 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert all(line["loss/sampler_difference"] < 1e-5 for line in lines[::2])
 
 
+@pytest.mark.slow
+def test_a_critic_sees_the_images(tmp_path: Path) -> None:
+    """Resumed to the bit. Its tower learns, too, and its export is the next run's critic."""
+    gae = ("loss.advantage=gae", "critic.lr=1e-3")
+    run_twice(tmp_path, *gae)
+    whole, parts = (load_model(tmp_path / name / "critic", head="scalar", vision=True) for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts.state_dict()[key]) for key, tensor in whole.state_dict().items())
+    before = load_model(model_folder(), head="scalar", vision=True, spread=0.0).state_dict()
+    own = parts_of(whole)
+    changed = {own[key] for key, tensor in whole.named_parameters() if not torch.equal(tensor, before[key])}
+    assert changed == set(PARTS)
+    lines = metrics_of(tmp_path / "whole")
+    assert [line["critic/loss"] for line in lines] == [line["critic/loss"] for line in metrics_of(tmp_path / "parts")]
+    assert lines[0]["critic/value"] == 0.0
+    train(config_of(tmp_path, "again", *gae, "run.steps=1", f"critic.path={tmp_path / 'whole/critic'}"))
+    assert metrics_of(tmp_path / "again")[0]["critic/value"] != 0.0
+
+
 def test_a_reward_model_with_a_tower_judges_text(tmp_path: Path) -> None:
     """It gives the scores of transformers for prompt and response, through its own chat template."""
     tokenizer, judge = tokenizer_of(), tmp_path / "judge"
@@ -243,7 +262,6 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
         ),
         (["rollout.agent=['true']"], "model.vision", "agents and packaged environments get text only"),
         (["rollout.reward=model:x"], "rollout.reward", "reward models read text"),
-        (["loss.advantage=gae", "critic.path=x"], "loss.advantage", "critics read text"),
     ],
 )
 def test_what_cannot_sample_images_is_refused(changes: list[str], setting: str, problem: str, tmp_path: Path) -> None:

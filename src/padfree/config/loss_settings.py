@@ -249,8 +249,6 @@ def check_sampled_images(config: Any) -> None:
     need(rollout.engine == "in_process", "rollout.engine", rollout.engine, fix)
     fix = "set model.vision=false, or a function as rollout.reward: in RL, reward models read text"
     need(model_of(rollout.reward) is None, "rollout.reward", rollout.reward, fix)
-    fix = "set model.vision=false, or another loss.advantage: critics read text"
-    need(config.loss.advantage != "gae", "loss.advantage", config.loss.advantage, fix)
 
 
 def check_answers(config: Any) -> None:

@@ -184,7 +184,7 @@ def estimate_memory(
     critic = 0
     if config.loss.advantage == "gae":
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
-        other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
+        other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar", vision=config.model.vision)
         critic = _counts(other, shards).all
         groups += make_groups(other, config.optimizer.without_groups())
         divided |= shards.divided(other)
