@@ -1413,7 +1413,6 @@ CASES["cli"] = [
     ("data.columns", command("check", "--model", "m", "--data", "d.jsonl", "data.columns=3"), "-data.columns"),
     ("samples", check_vision(), ("model.vision=false",)),
     ("--sampler", check_vision("--sampler"), check_vision()),
-    ("--loss", check_vision("--loss", "value"), ("--loss", "dpo")),
     ("--layers", check_vision("--layers", "1"), check_vision()),
     ("--tokenizer", check_vision("--tokenizer", "MODEL-qwen3"), check_vision()),
     ("--output", report("FOLDER", "--output", "report.pdf"), ("--output", "FOLDER/report.html")),

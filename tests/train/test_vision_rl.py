@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from padfree.config import Config, load_config
 from padfree.data import RolloutDataSettings
 from padfree.errors import UserError
+from padfree.model.export import export_model
+from padfree.model.load import load_model
+from padfree.model.parts import PARTS, parts_of
 from padfree.model.vision import families
-from padfree.rollout import Prompts, read_prompts
+from padfree.rollout import Prompt, Prompts, read_prompts
 from padfree.train.run import evaluate, train
+from padfree.train.setup import build_reward_model
 from padfree.train.training_data import image_share
 from tests.data.vision import (
     asked,
@@ -29,6 +34,7 @@ from tests.data.vision import (
     write_rows,
 )
 from tests.refused import refused
+from tests.train.cases import alone
 from tests.train.test_vision_run import weights
 
 pytest.importorskip("PIL")
@@ -140,12 +146,16 @@ def test_bad_rows(row: dict[str, Any], problem: str, tmp_path: Path) -> None:
         read_prompts(path, tokenizer_of(), settings, max_new_tokens=6)
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Every checkpoint but the last is inside a rollout batch or between two of them."""
-    prompt_rows(tmp_path)
-    train(config_of(tmp_path, "whole"))
+def run_twice(folder: Path, *changes: str) -> None:
+    """Run without and with interruptions. Each interruption is inside a rollout batch or between two of them."""
+    prompt_rows(folder)
+    train(config_of(folder, "whole", *changes))
     for steps in (1, 2, 4):
-        train(config_of(tmp_path, "parts", f"run.steps={steps}"))
+        train(config_of(folder, "parts", f"run.steps={steps}", *changes))
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    run_twice(tmp_path)
     whole, parts, before = (
         weights(folder) for folder in (tmp_path / "whole/model", tmp_path / "parts/model", model_folder())
     )
@@ -156,6 +166,49 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     lines, resumed = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "parts")
     assert [line["reward"] for line in lines] == [line["reward"] for line in resumed]
     assert all(line["loss/sampler_difference"] < 1e-5 for line in lines[::2])
+
+
+@pytest.mark.slow
+def test_a_critic_sees_the_images(tmp_path: Path) -> None:
+    """Resumed to the bit. Its tower learns, too, and its export is the next run's critic."""
+    gae = ("loss.advantage=gae", "critic.lr=1e-3")
+    run_twice(tmp_path, *gae)
+    whole, parts = (load_model(tmp_path / name / "critic", head="scalar", vision=True) for name in ("whole", "parts"))
+    assert all(torch.equal(tensor, parts.state_dict()[key]) for key, tensor in whole.state_dict().items())
+    before = load_model(model_folder(), head="scalar", vision=True, spread=0.0).state_dict()
+    own = parts_of(whole)
+    changed = {own[key] for key, tensor in whole.named_parameters() if not torch.equal(tensor, before[key])}
+    assert changed == set(PARTS)
+    lines = metrics_of(tmp_path / "whole")
+    assert [line["critic/loss"] for line in lines] == [line["critic/loss"] for line in metrics_of(tmp_path / "parts")]
+    assert lines[0]["critic/value"] == 0.0
+    train(config_of(tmp_path, "again", *gae, "run.steps=1", f"critic.path={tmp_path / 'whole/critic'}"))
+    assert metrics_of(tmp_path / "again")[0]["critic/value"] != 0.0
+
+
+def test_a_reward_model_with_a_tower_judges_text(tmp_path: Path) -> None:
+    """It gives the scores of transformers for prompt and response, through its own chat template."""
+    tokenizer, judge = tokenizer_of(), tmp_path / "judge"
+    export_model(load_model(model_folder(), head="scalar", vision=True), judge, tokenizer)
+    rows = [{"prompt": "Hello there!"}, {"prompt": "What is two?"}]
+    write_rows(tmp_path / "prompts.jsonl", rows)
+    changes = ["model.vision=false", f"data.path={tmp_path / 'prompts.jsonl'}", f"rollout.reward=model:{judge}"]
+    config = config_of(tmp_path, "run", *changes, "run.steps=1")
+    reward_model = build_reward_model(config, alone())
+    assert reward_model is not None
+    prompts = [Prompt(tokens=np.array([1]), max_new_tokens=4, row=row, uid="row", source="rows") for row in rows]
+    found = reward_model([(prompt, "Four.") for prompt in prompts])
+    model: Any = AutoModelForSequenceClassification.from_pretrained(judge).eval()
+    expected = []
+    for row in rows:
+        messages = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": "Four."}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            expected.append(float(model(input_ids=tokens).logits[0, 0]))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    train(config)
+    assert np.isfinite(metrics_of(tmp_path / "run")[0]["reward"])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "internvl", "llava_onevision", "idefics3"])
@@ -209,7 +262,6 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
         ),
         (["rollout.agent=['true']"], "model.vision", "agents and packaged environments get text only"),
         (["rollout.reward=model:x"], "rollout.reward", "reward models read text"),
-        (["loss.advantage=gae", "critic.path=x"], "loss.advantage", "critics read text"),
     ],
 )
 def test_what_cannot_sample_images_is_refused(changes: list[str], setting: str, problem: str, tmp_path: Path) -> None:

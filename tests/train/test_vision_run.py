@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,22 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification, PreTrainedModel
 
 import padfree
 from padfree.cli.main import main
 from padfree.config import Config, load_config
-from padfree.data import load_sft
+from padfree.data import load_pairs, load_sft
 from padfree.model import attach, lm_head_of
 from padfree.model.load import load_model
+from padfree.model.parts import PARTS, parts_of
+from padfree.model.vision.families import FAMILIES
 from padfree.sample import Sample
 from padfree.testing.vision_folders import KINDS
 from padfree.train.run import evaluate, train
 from tests.data.test_image_data import by_processor, rows_for
 from tests.data.vision import asked, model_folder, picture, settings_of, tokenizer_of, write_images, write_rows
-from tests.model.vision.one_at_a_time import without_rounding
+from tests.model.vision.one_at_a_time import stock_score, without_rounding
 from tests.refused import refused
 from tests.rounding import assert_same_but_for_rounding, in_float64, largest_difference
 
@@ -185,16 +188,21 @@ def test_another_image_is_other_data(tmp_path: Path) -> None:
         train(config_of(tmp_path, "run"))
 
 
-@pytest.mark.usefixtures("cached")
-def test_dpo_shows_an_image_to_both_answers(tmp_path: Path) -> None:
-    """A reference model sees the images as well: without updates, policy and reference agree."""
-    write_images(tmp_path)
+def pair_rows(folder: Path) -> Path:
+    """Pairs of answers to prompts with and without an image."""
+    write_images(folder)
     rows: list[dict[str, Any]] = [
         {"prompt": "<image>What is two?", "chosen": "Four.", "rejected": "May.", "images": ["0.png"]},
         {"prompt": "<image>Which?", "chosen": "clips", "rejected": "half", "images": ["1.png"]},
         {"prompt": "Hello", "chosen": "there", "rejected": "April"},
     ]
-    write_rows(tmp_path / "train.jsonl", rows * 2)
+    return write_rows(folder / "train.jsonl", rows * 2)
+
+
+@pytest.mark.usefixtures("cached")
+def test_dpo_shows_an_image_to_both_answers(tmp_path: Path) -> None:
+    """A reference model sees the images as well: without updates, policy and reference agree."""
+    pair_rows(tmp_path)
     for sharing in ("true", "false"):
         changes = ("optimizer.lr=0", "run.steps=2", f"batch.share_prefixes={sharing}", "data.shuffle=false")
         train(config_of(tmp_path, sharing, *changes, kind="dpo"))
@@ -205,6 +213,99 @@ def test_dpo_shows_an_image_to_both_answers(tmp_path: Path) -> None:
         assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-4)
         assert one["gradient_norm"] > 0
         assert one["computed_tokens"] < other["computed_tokens"]
+
+
+@pytest.mark.usefixtures("cached")
+def test_an_exported_reward_model_scores_images(tmp_path: Path) -> None:
+    """As in transformers. The export is a folder that evaluates and trains again."""
+    path, name = pair_rows(tmp_path), "qwen2_5_vl"
+
+    def config(folder: str, *changes: str) -> Config:
+        return config_of(tmp_path, folder, f"eval.path={path}", *changes, model=name, kind="reward")
+
+    train(config("run"))
+    exported = tmp_path / "run/model"
+    assert {"preprocessor_config.json", "chat_template.jinja"} <= {file.name for file in exported.iterdir()}
+    written = [json.loads(line) for line in (tmp_path / "run/evaluation.jsonl").read_text().splitlines()]
+    assert written[-1]["eval/loss"] < written[0]["eval/loss"]
+    found = evaluate(config("unused", f"model.path={exported}"))
+    assert found["eval/loss"] == pytest.approx(written[-1]["eval/loss"], rel=1e-5)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(exported)
+    samples = load_pairs(path, tokenizer_of(name), settings_of(name), cache=tmp_path / "cache", num_workers=0)
+    with torch.no_grad():
+        scores = torch.stack([stock_score(model, sample) for sample in samples])
+    expected = -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2]).mean()
+    assert found["eval/loss"] == pytest.approx(float(expected), rel=1e-4)
+    train(config("again", f"model.path={exported}", "run.steps=1"))
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_pair_encodes_its_image_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a shared prompt, which changes neither losses nor gradients."""
+    path = pair_rows(tmp_path)
+    write_rows(path, [json.loads(line) for line in path.read_text().splitlines()][:2])
+    encoded: list[int] = []
+    family = FAMILIES["Qwen3VLForConditionalGeneration"]
+
+    def counted(base: Any, inputs: Any) -> Any:
+        encoded.append(len(inputs["image_grid_thw"]))
+        return family.encode(base, inputs)
+
+    monkeypatch.setitem(FAMILIES, "Qwen3VLForConditionalGeneration", replace(family, encode=counted))
+    found = []
+    for sharing in ("true", "false"):
+        changes = ("optimizer.lr=0", "run.steps=1", f"batch.share_prefixes={sharing}", "batch.max_tokens=1000")
+        train(config_of(tmp_path, sharing, *changes, kind="reward"))
+        found += [json.loads(line) for line in (tmp_path / sharing / "metrics.jsonl").read_text().splitlines()]
+    assert encoded == [2, 2], "two pairs with one image each"
+    shared, apart = found
+    assert shared["loss"] == pytest.approx(apart["loss"], rel=1e-5)
+    assert shared["gradient_norm"] == pytest.approx(apart["gradient_norm"], rel=1e-4)
+    assert shared["computed_tokens"] < apart["computed_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained"),
+    [
+        ([], set(PARTS)),
+        (["model.freeze=['language_model']"], {"tower", "projector"}),
+        (["lora.rank=2"], {"language_model"}),
+    ],
+)
+@pytest.mark.usefixtures("cached")
+def test_parts_of_a_reward_model_are_trained(changes: list[str], trained: set[str], tmp_path: Path) -> None:
+    """Resumed to the bit. Adapters are merged into the weights, and the new head is trained with them."""
+    pair_rows(tmp_path)
+    train(config_of(tmp_path, "whole", *changes, kind="reward"))
+    for steps in (1, 4):
+        train(config_of(tmp_path, "parts", *changes, f"run.steps={steps}", kind="reward"))
+    whole, parts = (load_model(tmp_path / name / "model", head="scalar", vision=True) for name in ("whole", "parts"))
+    before = load_model(model_folder(), head="scalar", vision=True, seed=0).state_dict()
+    assert all(torch.equal(tensor, parts.state_dict()[key]) for key, tensor in whole.state_dict().items())
+    own = parts_of(whole)
+    changed = {key for key, tensor in whole.named_parameters() if not torch.equal(tensor, before[key])}
+    assert {own[key] for key in changed} == trained
+    assert ("score.weight" in changed) == ("language_model" in trained)
+
+
+@pytest.mark.usefixtures("cached")
+def test_a_wrong_image_of_a_pair_is_a_bad_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pair_rows(tmp_path)
+    row = {"prompt": "<image>Which?", "chosen": "clips", "rejected": "half", "images": ["9.png"]}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    settings = [f"model.path={model_folder()}", "model.vision=true", f"data.path={path}", "data.epochs=4"]
+    limits = ["batch.samples=4", "batch.max_tokens=100", f"run.folder={tmp_path / 'dry'}", "run.steps=2"]
+    assert main(["reward", *settings, *limits, "--dry-run"]) == 1
+    error = capsys.readouterr().err
+    assert "line 7" in error
+    assert "9.png" in error
+    assert error.count("\n") == 1
+    assert main(["reward", *settings, *limits, "data.on_bad_row=skip", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "first step: 4 samples" in text
+    assert "model.vision" in text
+    assert main(["plan", "reward", *settings, *limits, "data.on_bad_row=skip"]) == 0
+    assert "12 samples" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("cached")
@@ -255,16 +356,9 @@ def test_commands_count_and_show_images(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"{tokens:,} tokens" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "setting", "problem"),
-    [
-        (["data.image_folder=x", "model.vision=false"], "data.image_folder", "model.vision"),
-        (["loss.kind=reward"], "model.vision", "padfree reward reads text only"),
-    ],
-)
-def test_what_cannot_show_images_is_refused(changes: list[str], setting: str, problem: str, tmp_path: Path) -> None:
-    with refused(setting, problem):
-        config_of(tmp_path, "run", *changes)
+def test_a_folder_of_images_needs_a_model_that_reads_them(tmp_path: Path) -> None:
+    with refused("data.image_folder", "model.vision"):
+        config_of(tmp_path, "run", "data.image_folder=x", "model.vision=false")
 
 
 def test_a_language_model_has_no_images(tmp_path: Path) -> None:

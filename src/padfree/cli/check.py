@@ -167,10 +167,8 @@ def _check_sampler_options(settings: argparse.Namespace, processes: int) -> None
 
 
 def _check_vision_options(settings: argparse.Namespace) -> None:
-    loss = settings.loss if settings.loss in ("reward", "value") else None
     for name, given, fix in (
         ("--sampler", settings.sampler, "leave one of them out"),
-        ("--loss", loss, "choose nll, dpo, kto or distill: reward models and critics do not read images"),
         ("--layers", settings.layers, "remove --layers: all layers of a vision-language model are checked"),
         ("--tokenizer", settings.tokenizer, "remove --tokenizer: the model's own processor makes the tokens"),
     ):

@@ -39,7 +39,6 @@ class TaskSettings:
     has_teacher: ClassVar[bool] = False
     has_reference: ClassVar[bool] = False  # the loss compares with a reference model even without a KL term
     may_precompute: ClassVar[bool] = False  # `reference.precompute` is supported
-    reads_images: ClassVar[bool] = False  # `model.vision` is supported
 
     @property
     def needs_reference(self) -> bool:
@@ -59,7 +58,6 @@ class SFTSettings(TaskSettings):
     title: ClassVar[str] = "SFT"
     kind: ClassVar[str] = "sft"
     data_format: ClassVar[str] = "sft"
-    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
     turns: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
@@ -74,7 +72,6 @@ class DistillSettings(TaskSettings):
     title: ClassVar[str] = "distillation"
     kind: ClassVar[str] = "distill"
     data_format: ClassVar[str] = "sft"
-    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "accuracy")
     turns: ClassVar[bool] = True
     weighs_tokens: ClassVar[bool] = True
@@ -131,7 +128,6 @@ class DPOSettings(TaskSettings):
     title: ClassVar[str] = "DPO"
     kind: ClassVar[str] = "dpo"
     data_format: ClassVar[str] = "pairs"
-    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     group_size: ClassVar[int] = 2
     has_reference: ClassVar[bool] = True
@@ -189,7 +185,6 @@ class KTOSettings(TaskSettings):
     title: ClassVar[str] = "KTO"
     kind: ClassVar[str] = "kto"
     data_format: ClassVar[str] = "labelled"
-    reads_images: ClassVar[bool] = True
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "margin")
     has_reference: ClassVar[bool] = True
     beta: float = setting(0.1, above=0, about="Scale of the log-ratio.", fix="give a positive number")
@@ -252,10 +247,8 @@ def check_sampled_images(config: Any) -> None:
     need(own and not rollout.agent, "model.vision", True, fix)
     fix = "set rollout.engine=in_process, the only engine that samples responses to images, or model.vision=false"
     need(rollout.engine == "in_process", "rollout.engine", rollout.engine, fix)
-    fix = "set model.vision=false, or a function as rollout.reward: reward models read text"
+    fix = "set model.vision=false, or a function as rollout.reward: in RL, reward models read text"
     need(model_of(rollout.reward) is None, "rollout.reward", rollout.reward, fix)
-    fix = "set model.vision=false, or another loss.advantage: critics read text"
-    need(config.loss.advantage != "gae", "loss.advantage", config.loss.advantage, fix)
 
 
 def check_answers(config: Any) -> None:

@@ -63,11 +63,6 @@ class ModelConfig:
     vision: bool = setting(
         False,
         about="Train a whole vision-language model on rows with images; false trains its language model on text.",
-        needs=need_of(
-            "loss.task.reads_images",
-            fix="leave it out: padfree reward reads text only",
-            about="a command that reads images from data.path",
-        ),
         resume=STAYS,
     )
 

@@ -228,7 +228,6 @@ class PolicySettings(TaskSettings):
     kind: ClassVar[str] = "clip"
     data_format: ClassVar[str] = "rollouts"
     eval_metrics: ClassVar[tuple[str, ...]] = ("reward", "pass@1", "pass@k", "response_length")
-    reads_images: ClassVar[bool] = True
     in_rows: ClassVar[bool] = False
     weighs_tokens: ClassVar[bool] = True
     samples_responses: ClassVar[bool] = True

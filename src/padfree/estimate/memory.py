@@ -178,13 +178,13 @@ def estimate_memory(
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     if (judge := model_of(config.rollout.reward)) is not None:
         code = config.model.trust_remote_code
-        other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar")
+        other = skeleton(judge, trust_remote_code=code, setting="rollout.reward", head="scalar", vision=None)
         reference += _counts(other, shards).all * (size if sharded else FLOAT32)
     groups, divided = make_groups(model, config.optimizer), shards.divided(model)
     critic = 0
     if config.loss.advantage == "gae":
         code, path = config.model.trust_remote_code, config.critic.path or config.model.path
-        other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
+        other = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar", vision=config.model.vision)
         critic = _counts(other, shards).all
         groups += make_groups(other, config.optimizer.without_groups())
         divided |= shards.divided(other)

@@ -49,6 +49,7 @@ from padfree.choices import Init, ModelHead
 from padfree.distributed import raise_together
 from padfree.errors import UserError
 from padfree.model.broadcast_weights import broadcast_weights, initialised, through_transformers
+from padfree.model.interface import text_config
 from padfree.model.lora import initial_values, is_adapter
 from padfree.model.model_files import one_line, open_model, opened
 from padfree.model.named_tensors import Region, clean_name, local_part, local_region, named_tensors
@@ -57,8 +58,15 @@ from padfree.model.random_weights import DRAWN_ON, draw_weights, recipes_of
 from padfree.model.scalar_head import WEIGHT as SCALAR_WEIGHT
 from padfree.model.scalar_head import first_weight, without_other_heads
 from padfree.model.stored_experts import StoredNames, stored_names
-from padfree.model.structure import check_vision, keep_in_float32, model_from_config, restored_buffers
-from padfree.model.wrapper import Wrapper, language_config, language_model, remember, remember_processor
+from padfree.model.structure import (
+    check_vision,
+    extracted_config,
+    is_supported_vision,
+    keep_in_float32,
+    model_from_config,
+    restored_buffers,
+)
+from padfree.model.wrapper import Wrapper, language_model, remember, remember_processor
 
 
 def load_model(
@@ -73,7 +81,7 @@ def load_model(
     trust_remote_code: bool = False,
     head: ModelHead = "tokens",
     spread: float | None = None,
-    vision: bool = False,
+    vision: bool | None = False,
 ) -> PreTrainedModel:
     """Load a causal language model in training mode, or with `head="scalar"` a model with a scalar head.
 
@@ -83,19 +91,16 @@ def load_model(
     - `offload`: the parameters stay on the CPU, as FSDP2's offloading requires, and only the buffers go to `device`.
     - `seed`, `spread`: a scalar head that is not in the files is drawn from `seed` with standard deviation `spread`. If
       `spread` is None, the config gives the standard deviation.
-    - `vision`: load the whole of a vision-language model, otherwise only its language model.
+    - `vision`: load the whole of a vision-language model, otherwise only its language model. None: load the whole
+      model if it is a supported vision-language model.
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
+    if vision is None:
+        vision = is_supported_vision(config)
     if vision:
         check_vision(config)
-    elif (inner := language_config(config)) is not None:
-        if head == "scalar":
-            raise UserError(
-                "model",
-                f"{config.name_or_path or type(config).__name__} is multimodal and cannot have a scalar head",
-                "give a language model",
-            )
+    elif (inner := extracted_config(config, head)) is not None:
         if files is not None:
             wrapper = Wrapper(folder=next(iter(files.values())).parent, config=config)
         config = inner
@@ -236,7 +241,7 @@ def matching_names(model: PreTrainedModel, files: Mapping[str, Path], *, fresh: 
 
 
 def _spread(config: PreTrainedConfig) -> float:
-    return float(getattr(config, "initializer_range", None) or 0.02)
+    return float(getattr(text_config(config), "initializer_range", None) or 0.02)
 
 
 def _read_slices(tensors: Mapping[str, Tensor], names: StoredNames, files: Mapping[str, Path], model_name: str) -> None:

@@ -8,7 +8,13 @@ These models are transformers' `...ForSequenceClassification` models with one la
 `AutoModelForSequenceClassification` loads an export. Weights can come from a causal language model, whose head is
 replaced, or from a folder that already has a scalar head.
 
-Like transformers, padfree scores a text at its last token that is not the padding token (`config.pad_token_id`).
+transformers has such a class for few vision-language models. For the others, padfree makes the class in the same way as
+transformers (`vision_class_with_head`), and registers it for `AutoModelForSequenceClassification` in this process:
+
+    Qwen3VLForConditionalGeneration     model: Qwen3VLModel, lm_head [V, D]
+    Qwen3VLForSequenceClassification    model: Qwen3VLModel, score   [1, D]
+
+Like transformers, padfree scores a text at its last token that is not the padding token (`pad_token_of`).
 """
 
 from __future__ import annotations
@@ -24,11 +30,23 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from padfree.errors import UserError
+from padfree.model.interface import text_config
 from padfree.model.named_tensors import named_tensors
 from padfree.model.outputs import base_of
+from padfree.model.vision.families import FAMILIES, scalar_name
 
 HEAD = "score"
 WEIGHT = f"{HEAD}.weight"
@@ -53,6 +71,8 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     """Build the model of this config with a scalar head (one number per hidden state) instead of a
     language-model head.
     """
+    if (made := vision_class_with_head(config)) is not None:
+        AutoModelForSequenceClassification.register(type(config), made, exist_ok=True)
     known = type(config) in AutoModelForSequenceClassification._model_mapping
     if not known and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
         raise UserError(
@@ -66,6 +86,26 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
     assert isinstance(model, PreTrainedModel)
     scalar_head_of(model)
     return model
+
+
+def vision_class_with_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Make the class with a scalar head for the config of a vision-language model.
+
+    Returns None if transformers has such a class, or if padfree does not support the model.
+    """
+    images: Any = AutoModelForImageTextToText._model_mapping
+    if type(config) in AutoModelForSequenceClassification._model_mapping or type(config) not in images:
+        return None
+    whole = images[type(config)]
+    if whole.__name__ not in FAMILIES:
+        return None
+    name = scalar_name(whole.__name__)
+    renamings = get_checkpoint_conversion_mapping(whole.__name__)  # type: ignore[no-untyped-call]
+    if renamings is not None:  # the names of tensors in files differ from those in the model
+        register_checkpoint_conversion_mapping(name, renamings, overwrite=True)
+    # transformers reads the source of the class's module to find out whether the attention can be replaced.
+    values = {"__module__": whole.__module__, "config_class": type(config)}
+    return type(name, (GenericForSequenceClassification, whole.__bases__[0]), values)
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
@@ -120,7 +160,14 @@ def use_pad_token(model: PreTrainedModel, tokenizer: Any) -> None:
     """
     if tokenizer is None:
         return
+    config = text_config(model.config)
     own = tokenizer.pad_token_id
     if own is None:
-        own = model.config.pad_token_id if model.config.pad_token_id is not None else tokenizer.eos_token_id
-    model.config.pad_token_id = own
+        own = config.pad_token_id if config.pad_token_id is not None else tokenizer.eos_token_id
+    config.pad_token_id = own
+
+
+def pad_token_of(model: PreTrainedModel) -> int | None:
+    """Return the id of the padding token, which does not count as the end of a text."""
+    found: int | None = text_config(model.config).pad_token_id
+    return found

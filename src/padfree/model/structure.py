@@ -32,19 +32,20 @@ def skeleton(
     trust_remote_code: bool = False,
     setting: str = "model.path",
     head: ModelHead = "tokens",
-    vision: bool = False,
+    vision: bool | None = False,
 ) -> PreTrainedModel:
     """Build the model that a folder, a Hub id or a config file describes, on the meta device and without weights.
 
-    With `vision`, the model is a whole vision-language model, otherwise its language model. `setting` is the name of
-    the setting that holds the path, for error messages.
+    With `vision`, the model is a whole vision-language model, otherwise its language model. None: a whole
+    vision-language model if it is a supported one. `setting` is the name of the setting that holds the path, for error
+    messages.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         if vision:
             check_vision(config)
-        else:
-            config = language_config(config) or config
+        elif vision is False or not is_supported_vision(config):
+            config = extracted_config(config, head) or config
         with torch.device("meta"):
             if head == "scalar":
                 return scalar_model(config, torch.float32, trust_remote_code)
@@ -71,6 +72,27 @@ def vision_class(config: PreTrainedConfig) -> str | None:
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
 
+def extracted_config(config: PreTrainedConfig, head: ModelHead) -> PreTrainedConfig | None:
+    """Return the config of the language model in a multimodal config, or None for any other config.
+
+    Raises `UserError` for a scalar head, because an export could not put the language model back.
+    """
+    inner = language_config(config)
+    if inner is not None and head == "scalar":
+        raise UserError(
+            "model",
+            f"{config.name_or_path or type(config).__name__} is multimodal, and its language model cannot have a "
+            "scalar head alone",
+            "set model.vision=true, or give a language model",
+        )
+    return inner
+
+
+def is_supported_vision(config: PreTrainedConfig) -> bool:
+    """Return whether the config belongs to a vision-language model that padfree supports."""
+    return vision_class(config) in FAMILIES
+
+
 def check_vision(config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the config belongs to a vision-language model that can be trained on images."""
     name = vision_class(config)
@@ -87,7 +109,7 @@ def check_vision(config: PreTrainedConfig) -> None:
 
 def auto_class(config: PreTrainedConfig) -> Any:
     """Return transformers' auto class (`AutoModelFor...`) that builds and loads the model of this config."""
-    return AutoModelForImageTextToText if vision_class(config) in FAMILIES else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_supported_vision(config) else AutoModelForCausalLM
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:

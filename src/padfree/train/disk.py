@@ -58,7 +58,9 @@ def disk_use(config: Config, model: PreTrainedModel) -> DiskUse:
         checkpoint = parameters * FLOAT32 + state_bytes(make_groups(model, config.optimizer))
     if config.loss.advantage == "gae":
         path = config.critic.path or config.model.path
-        critic = skeleton(path, trust_remote_code=code, setting="critic.path", head="scalar")
+        critic = skeleton(
+            path, trust_remote_code=code, setting="critic.path", head="scalar", vision=config.model.vision
+        )
         checkpoint += _count(critic) * FLOAT32 + state_bytes(make_groups(critic, config.optimizer.without_groups()))
     export = 0
     if config.checkpoint.export:

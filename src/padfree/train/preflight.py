@@ -28,7 +28,7 @@ from padfree.choices import Init, ModelHead
 from padfree.config import Config
 from padfree.config.checkpointing import needs_compiled_layers
 from padfree.config.functions import is_path, model_of
-from padfree.config.hub import check_names, named_models
+from padfree.config.hub import GIVEN_TEXT, check_names, named_models
 from padfree.config.inert import inert_settings
 from padfree.config.output_sections import check_folder
 from padfree.cp.ulysses import check_heads
@@ -247,7 +247,8 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
 
 def _checked_model(config: Config, path: str, setting: str, init: Init, head: ModelHead = "tokens") -> PreTrainedModel:
     code = config.model.trust_remote_code
-    model = skeleton(path, trust_remote_code=code, setting=setting, head=head, vision=config.model.vision)
+    vision = None if setting in GIVEN_TEXT else config.model.vision
+    model = skeleton(path, trust_remote_code=code, setting=setting, head=head, vision=vision)
     try:
         if Path(path).exists():
             # Check which tensors the model's files hold. The files of a Hub id are not on this machine yet.

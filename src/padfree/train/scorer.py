@@ -32,7 +32,7 @@ from padfree.distributed import Mesh
 from padfree.head import score
 from padfree.losses import segment_sum
 from padfree.model import hidden_states, lm_head_of
-from padfree.model.scalar_head import scalar_head_of
+from padfree.model.scalar_head import pad_token_of, scalar_head_of
 from padfree.model.sharing import sharing_obstacle
 from padfree.model.vision.tower_cost import TowerCost, tower_cost
 from padfree.optim.master_weights import compute_copies
@@ -169,7 +169,7 @@ class ScalarScorer(Scorer):
         training = self.model.training
         self.model.train(False)
         found = torch.zeros(len(samples), dtype=torch.float64, device=self.mesh.device)
-        pack_settings = replace(self.packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
+        pack_settings = replace(self.packer.pack_settings, ends=True, pad_token=pad_token_of(self.model))
         with compute_copies(self.model):
             for batch, indices in self.packer.packs(samples, self.packer.plan(samples), pack_settings):
                 scores = inside(self.model, pack_scores, batch.local)

@@ -21,6 +21,7 @@ from padfree.choices import Init, ModelHead, PackOverlong
 from padfree.config import Config
 from padfree.config.checkpointing import uses_host
 from padfree.config.functions import model_of
+from padfree.config.hub import GIVEN_TEXT
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
@@ -28,7 +29,7 @@ from padfree.layers.float8 import check_float8_device
 from padfree.model.export import export_adapters, export_model
 from padfree.model.load import load_model, opened_together
 from padfree.model.model_files import base_dtype
-from padfree.model.scalar_head import WEIGHT, use_pad_token
+from padfree.model.scalar_head import WEIGHT, pad_token_of, use_pad_token
 from padfree.optim.optimizer import make_optimizer
 from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
 from padfree.sharding.parallelize import parallelize, transformations
@@ -283,7 +284,7 @@ def _load(
             trust_remote_code=config.model.trust_remote_code,
             head=head,
             spread=spread,
-            vision=config.model.vision,
+            vision=None if setting in GIVEN_TEXT else config.model.vision,
         )
 
 
@@ -319,7 +320,7 @@ def _scorer(
             share_prefixes=config.batch.share_prefixes,
             ends=ends,
             routes=routes,
-            pad_token=model.config.pad_token_id if ends else None,
+            pad_token=pad_token_of(model) if ends else None,
             min_tokens=SHORTEST_PACK if config.rollout.exact is True else 0,
         ),
         temperature=config.loss.temperature,

@@ -21,7 +21,7 @@ from padfree.tools.check.image_inputs import image_inputs
 
 def stock_inputs(model: PreTrainedModel, sample: Sample) -> dict[str, Any]:
     """The arguments with which a user of transformers calls the model for one sample, as its processor returns them."""
-    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(sample.tokens)[None], "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(sample.tokens.copy())[None], "use_cache": False}
     return {**inputs, **image_inputs(model, sample)}
 
 
@@ -29,6 +29,12 @@ def stock_logits(model: PreTrainedModel, sample: Sample) -> Tensor:
     """[n, V]."""
     logits: Tensor = model(**stock_inputs(model, sample)).logits[0]
     return logits
+
+
+def stock_score(model: PreTrainedModel, sample: Sample) -> Tensor:
+    """The score of a sample by a model with a scalar head."""
+    score: Tensor = model(**stock_inputs(model, sample)).logits[0, 0]
+    return score
 
 
 def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:

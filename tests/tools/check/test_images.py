@@ -66,7 +66,7 @@ def test_a_vision_language_model_passes(name: str, tmp_path: Path) -> None:
     assert skipped == (["shared prefixes"] if name == "qwen3_5_moe" else [])
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto", "distill"])
+@pytest.mark.parametrize("loss", ["dpo", "kto", "distill", "reward", "value"])
 def test_other_losses_with_images_pass(loss: CheckedLoss, tmp_path: Path) -> None:
     report = check_model(*saved(tmp_path, "qwen3_vl"), loss=loss, vision=True, device="cpu")
     assert report.passed, report.verdict

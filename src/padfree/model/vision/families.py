@@ -33,6 +33,8 @@ from padfree.errors import UserError
 
 Inputs = Mapping[str, Tensor]
 
+_WHOLE, _SCALAR = "ForConditionalGeneration", "ForSequenceClassification"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionFamily:
@@ -221,12 +223,12 @@ def _base_class(model_class: type) -> Any:
     A class that has no such head is returned unchanged.
     """
     module = sys.modules[model_class.__module__]
-    return getattr(module, model_class.__name__.replace("ForConditionalGeneration", "Model"), model_class)
+    return getattr(module, model_class.__name__.replace(_WHOLE, "Model"), model_class)
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
-    """Return the `VisionFamily` of a model or of its base model, or None if it is not a supported vision-language
-    model.
+    """Return the `VisionFamily` of a model, with any head, or of its base model; None if it is not a supported
+    vision-language model.
 
     The class of the model must be one of transformers' own classes, because a subclass may compute something else. The
     subclass that FSDP2 creates when it shards a model counts as the class of the model.
@@ -235,9 +237,15 @@ def family_of(model: nn.Module) -> VisionFamily | None:
     name = own.__name__
     if not own.__module__.startswith("transformers.models."):
         return None
-    if name.endswith("Model"):
-        name = f"{name.removesuffix('Model')}ForConditionalGeneration"
+    for end in ("Model", _SCALAR):
+        if name.endswith(end):
+            name = f"{name.removesuffix(end)}{_WHOLE}"
     return FAMILIES.get(name)
+
+
+def scalar_name(name: str) -> str:
+    """Return the name of the class with a scalar head for the name of a model's class with a language-model head."""
+    return name.replace(_WHOLE, _SCALAR)
 
 
 def language_part(model: PreTrainedModel) -> PreTrainedModel:

@@ -41,6 +41,7 @@ from padfree.distributed import Mesh
 from padfree.losses import SFTSettings
 from padfree.model.load import load_model
 from padfree.model.named_tensors import clean_name
+from padfree.model.scalar_head import pad_token_of
 from padfree.optim.optimizer import make_optimizer
 from padfree.optim.optimizer_settings import OptimizerConfig
 from padfree.packing.collate import prefixes_of
@@ -160,7 +161,7 @@ class PackedPath:
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
-            packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=self.model.config.pad_token_id)
+            packer.pack_settings = replace(packer.pack_settings, ends=True, pad_token=pad_token_of(self.model))
 
     def logprobs(self, samples: Sequence[Sample]) -> Logprobs:
         """Return log-probabilities [n] of all tokens of each sample, trained or not, on every rank.

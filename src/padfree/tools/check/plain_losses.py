@@ -34,6 +34,7 @@ from padfree.config.loss_settings import KTOSettings
 from padfree.losses import DPOSettings, ValueSettings
 from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.outputs import base_of
+from padfree.model.scalar_head import pad_token_of
 from padfree.sample import Sample
 from padfree.tools.check.image_inputs import has_images, image_inputs
 from padfree.tools.check.one_at_a_time import (
@@ -159,7 +160,7 @@ def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLos
             values = model(**inputs).logits.float()
         found += [of_sample[: len(sample)] for of_sample, sample in zip(values, call, strict=True)]
     if loss == "reward" and padded:
-        pad = model.config.pad_token_id
+        pad = pad_token_of(model)
         found = [values[_end(sample, pad)][None] for values, sample in zip(found, samples, strict=True)]
     return found
 
