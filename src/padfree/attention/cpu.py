@@ -64,7 +64,10 @@ class _Shape:
 
 
 _Call = tuple[_Shape, list[int], list[int]]
-"""One kernel call: the shape of its pieces, the first query of each piece, and the first key of each piece."""
+"""One kernel call, which computes several pieces of equal shape (a piece is some queries and the keys that they see).
+
+The entries: the shape, the first query of each piece, and the first key of each piece.
+"""
 
 
 def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> list[_Call]:

@@ -308,7 +308,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """Find, for each circle in the mask `which`, the best window of tokens. Its ends may also lie inside a piece.
+        """Find, for each circle in the mask `which`, the window of tokens with the lowest score.
+
+        A circle is a sequence of pieces (ranges of documents) whose end is joined to its start. A window may begin and
+        end inside a piece.
 
         The search is finer if `least` [C] is smaller: between two windows of circle c that begin at most `least[c]`
         tokens apart, no other window is tried. Returns the begin of the best window on the circle, and its score (lower

@@ -128,7 +128,10 @@ class Selection:
         return others + own
 
     def add_to(self, total: Tensor, gradient: Tensor) -> Tensor:
-        """Add the gradient [m, ...] of the selection to `total` [n, ...] in place, and return `total`."""
+        """Add a gradient [m, ...] of the m selected entries to `total`, the gradient [n, ...] of all n entries.
+
+        `total` is changed in place and returned.
+        """
         if self.sums is not None:
             gradient = gradient.to(total.dtype).contiguous()
             return total.add_(sum_copies(gradient, self.sums.index, self.sums.copy_index, self.sums.offsets))

@@ -1,4 +1,4 @@
-"""Low-rank adapters on routers, and on experts whose weights are stacked in one tensor (as grouped matmuls).
+"""Low-rank adapters on routers, and on experts whose weights are stacked in one tensor (grouped matmuls read it).
 
     y_e = W_e x + scale * B_e (A_e x)        for every token x that is routed to expert e
 

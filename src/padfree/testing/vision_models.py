@@ -255,7 +255,10 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Return image `number`, with `rows` x `columns` features. If the model reads tiles, the image has `rows` tiles."""
+    """Return image `number`.
+
+    The model makes `rows` x `columns` features of it, or divides it into `rows` tiles if the model reads tiles.
+    """
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config
     digest = f"{number}-{rows}-{columns}"

@@ -276,7 +276,7 @@ def check_attention(config: Config, model: PreTrainedModel, device_type: str) ->
 
 
 def check_context(config: Config, model: PreTrainedModel, processes: int) -> None:
-    """Raise a `UserError` for `parallel.context=auto` if several context ranks cannot share a sample of this model."""
+    """Raise a `UserError` for `parallel.context=auto` if context ranks cannot divide a sample of this model."""
     if config.parallel.context != "auto":
         return
     sizes = ModelSizes.of(model.config)

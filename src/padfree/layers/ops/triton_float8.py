@@ -115,7 +115,8 @@ def columns(x: Tensor, largest: Tensor, tile: CastTile = TILE) -> tuple[Tensor, 
 def _largest(x: Tensor) -> Tensor:
     """Return the largest absolute value of each column.
 
-    A value is given as the bits of a float32 in an int32. These integers have the same order as the values.
+    Each result is an int32 that holds the bits of the value in float32. For numbers that are not negative, these
+    integers have the same order as the numbers.
     """
     num_rows, width = x.shape
     largest = x.new_zeros(width, dtype=torch.int32)

@@ -136,8 +136,8 @@ class VllmServer(HttpServer):
         """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded.
 
         A run with `rollout.colocated` may also have left the server asleep. A sleeping server is paused, and it must be
-        awake before its weights are touched. Return whether the server was paused or asleep, so that its weights may
-        have arbitrary values until the next weight sync.
+        awake before its weights are touched. Return whether the server was paused or asleep. If it was, its weights
+        may have any values until the next weight sync.
         """
         was_paused = bool((await self.call("GET", "/is_paused")).get("is_paused"))
         if was_paused:

@@ -261,7 +261,8 @@ def _reference(
         """Return the samples with the extra inputs of the loss (e.g. reference log-probabilities), and the results of
         plain Hugging Face code for them.
 
-        `given`: samples that already have the extra inputs. `padded`: whether to run padded batches of two.
+        `given`: samples that already have the extra inputs, which are then not computed again. `padded`: whether the
+        plain code computes the samples in padded batches of two instead of one at a time.
         """
         if model.dtype == torch.float64:
             for teacher in teachers:

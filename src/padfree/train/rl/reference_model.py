@@ -59,7 +59,7 @@ class ReferenceModel(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the reference's tensors, into which a checkpoint is restored."""
+        """Return the tensors of the reference model. Loading a checkpoint writes into these tensors."""
 
     def after_batch(self, model: PreTrainedModel) -> None:
         """Count a finished rollout batch, and refresh the reference if it is due. `model`: the policy.

@@ -192,7 +192,10 @@ class RequestQueue:
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 
     def add(self, requests: Iterable[SamplingRequest], on_response: OnResponse) -> None:
-        """Append requests. `on_response` receives each response with the index of its request in `requests`."""
+        """Append requests to the queue.
+
+        `on_response` receives each response with the index of its request in `requests`.
+        """
         for index, request in enumerate(requests):
             number, self._num_added = self._num_added, self._num_added + 1
             self._requests[number], self._callbacks[number] = request, (on_response, index)
