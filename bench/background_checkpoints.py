@@ -17,10 +17,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import torch
+from timer import Stopwatch, synchronize
 from torch import nn
 
 from padfree.checkpoint import Checkpointer
@@ -57,28 +57,26 @@ def measure(mebibytes: float, device: str, seconds: float, repeats: int, folder:
             model(torch.randn(TOKENS, width, device=device)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
 
     train(2)
-    begin = time.perf_counter()
-    train(2)
-    steps = max(2, int(2 * seconds / (time.perf_counter() - begin)))
+    with Stopwatch(torch.device(device)) as watch:
+        train(2)
+    steps = max(2, int(2 * seconds / watch.seconds))
 
     def run(asynchronous: bool | None) -> tuple[float, list[float]]:
         shutil.rmtree(folder, ignore_errors=True)
         checkpointer, waits = Checkpointer(folder, asynchronous=bool(asynchronous)), []
-        start = time.perf_counter()
-        for number in range(SAVES):
+        with Stopwatch(torch.device(device)) as whole:
+            for number in range(SAVES):
+                train(steps)
+                if asynchronous is not None:
+                    synchronize(torch.device(device))  # so that the wait for the steps is not counted
+                    with Stopwatch() as wait:
+                        checkpointer.save(number, model=model, optimizer=optimizer, extra={}, rank_state={})
+                    waits.append(wait.seconds)
             train(steps)
-            if asynchronous is not None:
-                before = time.perf_counter()
-                checkpointer.save(number, model=model, optimizer=optimizer, extra={}, rank_state={})
-                waits.append(time.perf_counter() - before)
-        train(steps)
-        taken = time.perf_counter() - start
         checkpointer.wait()
-        return taken, waits
+        return whole.seconds, waits
 
     runs = [(way, *run(way)) for _ in range(repeats) for way in (None, False, True)]
     size = sum(12 * parameter.numel() for parameter in model.parameters()) / 2**20

@@ -1,8 +1,7 @@
 """The forward pass is layout-free to the bit: a sample has the same log-probabilities and entropies in every layout.
 
-On a CPU in float32, for every architecture of `TESTED` without a recurrent state. Only packs of a few tokens need
-padding: for them a CPU library uses other matmul kernels. Experts get few tokens each; their matmuls have blocks of
-rows (`padfree.model.block_matmuls`).
+On a CPU in float32, for every architecture of `TESTED` without a recurrent state. Packs are padded to a multiple of
+`PACK_MULTIPLE` tokens. Experts get few tokens each; their matmuls have blocks of rows (`padfree.model.block_matmuls`).
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from padfree.model.structure import layers_of
 from padfree.packing import CostModel, collate
 from padfree.packing.collate import prefixes_of, with_shared_prefixes
 from padfree.rollout.engines.in_process.exact_operators import model_problem
+from padfree.rollout.engines.in_process.row_trial import PACK_MULTIPLE
 from padfree.sample import Sample
 from padfree.testing.models import ARCHITECTURES, VOCABULARY, build
-
-LEAST_TOKENS = 16
-"""Shorter packs are padded to this number of tokens."""
 
 PROMPTS, RESPONSES = (7, 30, 1), (1, 20, 55)
 
@@ -69,7 +66,7 @@ def scores_of(
     packed = collate(chosen)
     if shares:
         packed = with_shared_prefixes(packed, chosen, prefixes_of(chosen, True, CostModel(linear=1.0)))
-    packed = packed.padded_to(max(LEAST_TOKENS, packed.num_tokens))
+    packed = packed.padded_to(packed.num_tokens + -packed.num_tokens % PACK_MULTIPLE)
     local = shard(packed, backend=backend)
     with torch.set_grad_enabled(grad):
         scores = score(hidden_states(model, local), lm_head_of(model), local.labels, entropy=True)

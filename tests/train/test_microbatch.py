@@ -66,6 +66,19 @@ def test_shares_of_a_row(size: int, mesh: Mesh) -> None:
     assert labels == sum(samples[i].num_labels for i in indices)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(("least", "multiple"), [(0, 1), (0, 32), (48, 32)])
+def test_packs_are_padded(size: int, least: int, multiple: int, mesh: Mesh) -> None:
+    settings = replace(SETTINGS, min_tokens=least, multiple=multiple)
+    samples = make_samples()
+    tokens = sum(len(samples[i]) for i in (1, 3, 5))
+    batch = make_micro_batch(with_old(samples), np.array([1, 3, 5]), share_of(mesh, 0, size), settings)
+    share = batch.packed.num_tokens // size
+    assert batch.packed.num_tokens == share * size
+    assert share % multiple == 0
+    assert max(-(-tokens // size), least) <= share < max(-(-tokens // size), least) + multiple
+
+
 def test_a_slot_without_samples_is_a_row_that_weighs_nothing(mesh: Mesh) -> None:
     samples = make_samples()
     for indices in (np.array([], dtype=np.int64), np.array([8])):

@@ -101,6 +101,7 @@ NO_MODELS = """
     rollout.launch.command rollout.launch.devices rollout.launch.environment rollout.transfer_folder data.path
     data.subset data.split data.system data.prompt_template
     data.columns data.chat_template batch.cost run.folder loss.kind loss.corrections
+    slurm.python slurm.sbatch slurm.setup
     checkpoint.best track.wandb track.trackio track.mlflow eval.path eval.split
 """
 """Settings of free text that do not name a model. `rollout.engine` and servers get the weights and ids of the run."""

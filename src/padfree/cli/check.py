@@ -51,9 +51,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--sampler",
         action="store_true",
-        help="compare sampler and trainer bit for bit instead of packed training with single samples",
+        help="compare the bits of sampler and trainer instead",
     )
-    add("--loss", default="nll", metavar="NAME", help="loss: nll (default), dpo, kto, distill, reward or value")
+    add("--loss", default="nll", metavar="NAME", help="nll (default), dpo, kto, distill, reward or value")
     add("--layers", type=int, metavar="N", help="check the first N layers (default: a few)")
     add("--full", action="store_true", help="check all layers")
     add("--dtype", metavar="NAME", help="float32 or bfloat16 (default: bfloat16 on a GPU)")

@@ -48,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("-h", "--help", action="help", help=argparse.SUPPRESS)
     add("settings", nargs="*", help=argparse.SUPPRESS)
     add("--data", action="append", metavar="PATH", help="training data: file, folder or Hub id; may be repeated")
-    add("--rollouts", action="store_true", help="--data holds rollouts: all responses to a prompt stay in one batch")
+    add("--rollouts", action="store_true", help="--data holds rollouts, and a batch takes whole groups")
     add("--lengths", metavar="FILE", help="file of sample lengths (.npy or text), instead of --data")
     add("--model", metavar="PATH", help="model: folder, Hub id or config; no weights are loaded")
     add("--ranks", type=int, metavar="N", default=1, help="number of devices (default 1)")
@@ -59,7 +59,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--layout", metavar="KIND", help="context layout: contiguous, headtail or balanced")
     add("--gpu", metavar="NAME", help="GPU to plan for, such as H100 (default: this machine's)")
     add("--memory", type=float, metavar="GIB", help=f"memory of a device (default: that of the GPU, or {MEMORY:.0f})")
-    add("--hosts", type=int, metavar="N", help="number of hosts; adds step times for growing numbers of devices")
+    add("--hosts", type=int, metavar="N", help="number of hosts; also predicts larger clusters")
     # The following options are documented in docs/guides/plan.md only, so that the help fits on one screen.
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)

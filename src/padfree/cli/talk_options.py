@@ -39,11 +39,11 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature (default 0: decode greedily)"
     )
     command.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="sample from likeliest tokens of this total probability"
+        "--top-p", type=float, default=1.0, metavar="P", help="total probability of the tokens to sample from"
     )
     command.add_argument("--top-k", type=int, metavar="K", help="sample from this many of the likeliest tokens")
     command.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="minimum probability relative to the likeliest token"
+        "--min-p", type=float, default=0.0, metavar="P", help="least probability relative to the likeliest token"
     )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     command.add_argument("--chat-template", metavar="FILE", help="chat template file (default: the tokenizer's)")

@@ -134,7 +134,7 @@ def weight_divisor(
         raise UserError(
             "constant",
             f"{constant} has no effect with weights {mode!r}",
-            "leave out constant, or use weights 'constant'",
+            "leave it out, or use weights 'constant'",
         )
     if mode == "sum-of-sample-mean":
         return 1.0

@@ -52,6 +52,7 @@ class PackSettings:
     routes: bool = False  # the model replays the experts that are recorded for each token, so packs contain them
     pad_token: int | None = None  # padding token id, which does not count as the end of a sample
     min_tokens: int = 0  # shorter packs are padded to this number of tokens per context rank
+    multiple: int = 1  # the number of tokens per context rank is padded to a multiple of this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -264,6 +265,7 @@ def make_micro_batch(
     if is_filler or not settings.routes:
         packed = replace(packed, routes=None)
     share = max(-(-packed.num_tokens // context.size), settings.min_tokens)
+    share += -share % settings.multiple
     packed = packed.padded_to(share * context.size)
     on_cuda = mesh.device.type == "cuda"  # copies from pinned memory are asynchronous
     local = shard(

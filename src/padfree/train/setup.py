@@ -31,7 +31,7 @@ from padfree.model.load import load_model, opened_together
 from padfree.model.model_files import base_dtype
 from padfree.model.scalar_head import WEIGHT, pad_token_of, use_pad_token
 from padfree.optim.optimizer import make_optimizer
-from padfree.rollout.engines.in_process.row_trial import SHORTEST_PACK
+from padfree.rollout.engines.in_process.row_trial import PACK_MULTIPLE, SHORTEST_PACK
 from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks import task_of
 from padfree.train.critic import Critic, ValueMicroBatchLoss
@@ -322,6 +322,7 @@ def _scorer(
             routes=routes,
             pad_token=pad_token_of(model) if ends else None,
             min_tokens=SHORTEST_PACK if config.rollout.exact is True else 0,
+            multiple=PACK_MULTIPLE if config.rollout.exact is True and mesh.device.type == "cpu" else 1,
         ),
         temperature=config.loss.temperature,
         overlong=overlong or config.batch.overlong,

@@ -35,6 +35,13 @@ PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
 SHORTEST_PACK = PACK_ROWS[0]
 """With `rollout.exact`, shorter packs are padded to this number of tokens, the smallest that is compared."""
 
+PACK_MULTIPLE = 32
+"""On a CPU with `rollout.exact`, packs are padded to a multiple of this number of tokens.
+
+PyTorch's sigmoid, SiLU and GELU compute 32 elements at a time with vector instructions. The elements that are left at
+the end of a tensor are computed one by one, with other bits. Tensors of a padded pack have no such rest.
+"""
+
 REFERENCE_ROWS = 16384
 
 STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
