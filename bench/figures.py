@@ -76,7 +76,7 @@ def figures_page(content: dict[str, Any]) -> str:
     lines = [
         "# Current figures",
         "",
-        "`python bench/figures.py` generates this page from `figures.toml`. A figure has the commit that was measured",
+        '`python bench/figures.py` generates this page from `figures.toml`. "Commit" is the commit that was measured',
         'or, if it is unknown, "recorded in" and the commit that added the figure. The date is that of the commit.',
     ]
     for (hardware, versions), group in groups.items():

@@ -101,6 +101,16 @@ def _seeded() -> None:
     np.random.seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_left() -> Generator[None, None, None]:
+    """A process runs many files. A process group that the tests of a file have made ends with the file."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)

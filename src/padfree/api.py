@@ -59,7 +59,7 @@ OF_CALLER = "_padfree_of_caller"
 """The attribute that marks exceptions raised by a function that the user passed."""
 
 SAMPLES, MAX_TOKENS = 64, 16384
-"""Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe, as in recipes/."""
+"""Defaults of `batch.samples` and `batch.max_tokens` for a call without a recipe."""
 
 
 class Sections(TypedDict, total=False):

@@ -20,7 +20,7 @@ from padfree.errors import UserError
 
 
 def host_array(values: Any, name: str) -> NDArray[Any]:
-    """Convert the values to a numpy array without changing their dtype (bfloat16 becomes float32).
+    """Convert the values to a numpy array of the same dtype, or of dtype float32 if they are bfloat16.
 
     `name` identifies the values in error messages.
     """
@@ -52,7 +52,7 @@ def integer_array(values: Any, name: str) -> NDArray[np.int64]:
 
 
 def concatenated_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of several ranges, concatenated: starts [2, 0] and lengths [3, 2] give [2, 3, 4, 0, 1]."""
+    """Concatenate ranges of integers: starts [2, 0] and lengths [3, 2] give 2, 3, 4 and 0, 1, so [2, 3, 4, 0, 1]."""
     return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 

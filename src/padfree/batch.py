@@ -112,26 +112,23 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """A gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times.
+    """The index arrays of a gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times.
 
-    `copy_index` lists the copies of element 0, then those of element 1, and so on; `offsets` says where each list
-    begins.
-
-    elements a b c, index 0 0 2 1 0  ->  a a c b a     copy_index 0 1 4 3 2 (a: 0 1 4, b: 3, c: 2), offsets 0 3 4 5
+    For example, the elements a b c and the index 0 0 2 1 0 give a a c b a. Element a is at the positions 0 1 4 of the
+    result, b at 3 and c at 2, so `copy_index` is 0 1 4 3 2 and `offsets` is 0 3 4 5.
     """
 
-    index: Tensor  # [m] int64, the element of which each entry is a copy
-    copy_index: Tensor  # [m] int64, the indices of the copies, grouped by element
+    index: Tensor  # [m] int64, the element that is copied to each position of the result
+    copy_index: Tensor  # [m] int64, the positions in the result, grouped by element
     offsets: Tensor  # [n + 1] int64, where the group of each element begins in `copy_index`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """The predictions of a pack whose samples share prefixes: which position of the pack predicts which token of which
+    """The E predictions of a pack whose samples share prefixes: one for each scored token of each sample, ordered by
     sample.
 
-    E is the number of entries: one for each scored token of each sample, ordered by sample. The arrays stay on the
-    host.
+    A position of the pack may predict tokens of several samples. The arrays stay on the host.
     """
 
     positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
@@ -162,7 +159,7 @@ class PackedImages:
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """Return the number of patches or tiles of each distinct image, its size along axis 0 of `pixel_values`."""
+        """Return the number of patches or tiles (rows of `pixel_values`) of each distinct image."""
         return self.rows["pixel_values"]
 
     def inputs_of(self, images: Sequence[int]) -> dict[str, Tensor]:
@@ -308,7 +305,9 @@ class PackedBatch:
         return replace(self, **padded, segments=self.segments.with_pad(pad), rollout=rollout)
 
     def padded_to_multiple(self, multiple: int) -> PackedBatch:
-        """Return the same samples, padded to a multiple of `multiple` tokens: with 4, 13 tokens become 16."""
+        """Return the same samples with a pad (padding tokens at the end of the pack), so that the length of the pack is
+        a multiple of `multiple`: with 4, a pack of 13 tokens gets 3 padding tokens.
+        """
         need_whole("multiple", multiple, 1, "give 1 or more")
         real = self.num_tokens - self.pad_length
         return self.padded_to(-(-real // multiple) * multiple)
@@ -381,12 +380,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PrefixKeys:
-    """The keys that each node of a pack with shared prefixes attends to.
+    """Index arrays that say which keys each node of a pack with shared prefixes attends to.
 
-    Made and read by `padfree.attention.prefix_attention`.
-
-    `numbers` concatenates several arrays, so that compiled code sees only one size. If there were several tensors that
-    happened to have equal sizes, the compiler would assume that their sizes are always equal.
+    Made and read by `padfree.attention.prefix_attention`. The arrays are concatenated in one tensor, `numbers`: if they
+    were separate tensors that happened to have equal sizes, the compiler would assume that the sizes are always equal.
     """
 
     numbers: Tensor  # [n] int32

@@ -1,14 +1,14 @@
 """`UserError`: a mistake that a user can fix. Every other exception is a bug in padfree.
 
-    batch.samples: 0; give 1 or more
-    |              |  |
-    setting        |  fix
-                   value, problem or both
+The message of a `UserError` has three parts: a setting, what is wrong, and the fix. For example, the message
+`batch.samples: 0; give 1 or more` says that the value 0 is wrong.
 
 The commands print a `UserError` as one line and exit with code 1. Any other exception is printed with its traceback and
-a note that it is a bug, and the exit code is 70. Other code (a reward function, a chat template, json, transformers)
-and the system (a full disk, missing permission) raise exceptions of their own. The code that calls them knows the
-setting to blame, and turns these exceptions into a `UserError`.
+a note that it is a bug, and the exit code is 70.
+
+Code outside padfree (a reward function, a chat template, json, transformers) and the operating system (a full disk,
+missing permission) raise other exceptions. padfree catches these exceptions where it knows the setting to blame, and
+raises a `UserError` instead.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class UserError(ValueError):
     def at(self, setting: str, argument: str | None = None) -> UserError:
         """Return a copy of the error that is about `setting`, as in `error.at("critic.path")`.
 
-        `argument` is the name of `setting` in the code that raised the error. For example, `error.at("critic.path",
-        "model")` turns an error about `model` into one about `critic.path`. If the error is about any name other than
-        `argument`, the copy mentions this name in its problem text.
+        If `argument` is given, `setting` replaces only this name, and any other name stays in the message. For example,
+        `error.at("critic.path", "model")` turns `model: is empty` into `critic.path: is empty`, and `dtype: is unknown`
+        into `critic.path: dtype: is unknown`.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _FILES = {2: ("memory.max", "memory.current"), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-"""The files with limit and use of a control group, by version of the interface."""
+"""The files that hold the memory limit and the memory use of a control group, for cgroup version 2 and version 1."""
 
 
 def free_host_memory(root: Path = Path("/")) -> float:
@@ -63,7 +63,7 @@ def _control_groups(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _free_in_group(folder: Path, version: int) -> float | None:
-    """Return the bytes that the limit of a control group leaves, or None if it has no limit."""
+    """Return how many more bytes the processes of a control group may use, or None if the group has no memory limit."""
     limit, use = _FILES[version]
     try:
         most = (folder / limit).read_text().strip()

@@ -1,11 +1,15 @@
-"""The images of a sample: which tokens stand for an image, and what its vision tower reads.
+"""The images of a sample: the indices of their placeholder tokens, and a function that loads their pixel inputs.
 
-    tokens        7 8 * * * * 9 * * 5        * is the model's placeholder token
-    images        a: indices 2 3 4 5         b: indices 7 8         where the placeholders of images a and b are
-    tower         a, b                       the distinct images of a pack, each encoded once
+In this example, * is the model's placeholder token, and the sample has two images, a and b:
 
-Images with the same digest have the same tower inputs, and samples that show the same image share its features. All
-images have the same placeholder token, so token ids do not tell images apart. `prefix_keys` therefore replaces the
+    tokens        7 8 * * * * 9 * * 5
+    image a       placeholders at the indices 2 3 4 5
+    image b       placeholders at the indices 7 8
+
+Images with the same `digest` have the same pixel inputs. Samples that are computed together share the features of such
+an image: the model's vision tower encodes the image once.
+
+All images have the same placeholder token, so token ids do not tell images apart. `prefix_keys` therefore replaces the
 placeholders of each image by a negative number that identifies the image.
 """
 
@@ -51,10 +55,11 @@ class Image:
 def check_images(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], name: str
 ) -> tuple[Image, ...]:
-    """Return the images as a tuple. Raise `UserError` unless they cover the placeholders of the sample, in order.
+    """Return the images as a tuple. Raise `UserError` unless their positions are, in ascending order, exactly the
+    indices of the placeholder tokens in `tokens` [n].
 
-    The placeholder is the token at the first position of the first image. A token that a policy sampled (`sampled` [n])
-    may equal the placeholder without belonging to an image. `name` names the sample in messages.
+    The id of the placeholder token is read at the first position of the first image. Tokens that a policy sampled (True
+    in `sampled` [n]) may have this id without belonging to an image. `name` names the sample in messages.
     """
     images = tuple(images)
     if not images:
@@ -88,8 +93,8 @@ def check_images(
 def without_image(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], placeholder: int
 ) -> NDArray[np.bool_]:
-    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy sampled (`sampled` [n]) are
-    not marked.
+    """Return bools [n] that mark placeholder tokens without an image. Tokens that a policy sampled (True in `sampled`
+    [n]) are not marked.
     """
     missing: NDArray[np.bool_] = (tokens == placeholder) & ~sampled
     for image in images:

@@ -48,18 +48,21 @@ class KeptSets:
 
     @staticmethod
     def whole(length: int) -> KeptSets:
-        """Return kept sets for `length` tokens that stand for the whole vocabulary, as for tokens of a prompt."""
+        """Return the kept sets of `length` tokens for which the sampler could choose from the whole vocabulary. Tokens
+        of a prompt also get such sets.
+        """
         return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     @staticmethod
     def joined(parts: Iterable[KeptSets]) -> KeptSets:
-        """Concatenate the sets of consecutive tokens."""
+        """Concatenate kept sets along the tokens. A token's kept set is the ids that the sampler could choose from."""
         found = [KeptSets.whole(0), *parts]
         return KeptSets(np.concatenate([part.counts for part in found]), np.concatenate([part.ids for part in found]))
 
     @staticmethod
     def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
-        """Make kept sets from lists that a user or a file gives: `lists[j]` has the kept token ids of token j.
+        """Make kept sets from lists that a user or a file gives. The list of token j is `lists[j]`. It has either the
+        ids that the sampler could choose from, or the excluded ids, with each excluded id i as the number -1 - i.
 
         None and an empty list stand for the whole vocabulary. `name` is for error messages.
         """
@@ -69,41 +72,43 @@ class KeptSets:
             if len(row) and (mixed or len(np.unique(row)) < len(row) or np.abs(row).max() >= 2**31):
                 raise UserError(
                     f"{name}[{index}]",
-                    "is not a kept set",
-                    "give each kept token id once, or -1 - id for each excluded id",
+                    "is not a kept set (the ids from which a token was sampled)",
+                    "give each kept id once, or each excluded id i once as the negative number -1 - i",
                     value=row[:8].tolist(),
                 )
         return KeptSets.of_arrays(rows)
 
     @staticmethod
     def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
-        """Make kept sets from one array per token, which has the kept ids, or -1 - id for each excluded id."""
+        """Make kept sets from one array per token. Each array has either the ids that the sampler could choose from, or
+        the excluded ids, with each excluded id i as the number -1 - i.
+        """
         ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
         return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))
 
     def lists(self) -> list[list[int]]:
-        """Return one list of numbers per token, in the format of files: the kept ids, or -1 - id for each excluded
-        id.
-        """
+        """Return the result of `arrays` as lists, as rollout files store it."""
         return [part.tolist() for part in self.arrays()]
 
     def arrays(self) -> list[NDArray[np.int32]]:
-        """Return one array per token: the kept ids, or -1 - id for each excluded id."""
+        """Return one array per token. Each array has either the ids that the sampler could choose from, or the excluded
+        ids, with each excluded id i as the number -1 - i. An empty array stands for the whole vocabulary.
+        """
         return np.split(self.ids, self.offsets[1:-1]) if len(self) else []
 
     def take(self, index: NDArray[np.integer[Any]]) -> KeptSets:
-        """Return the kept sets of the tokens `index[0]`, `index[1]`, and so on."""
+        """Return the kept sets (the ids that the sampler could choose from) of the tokens with the indices `index`."""
         counts = self.counts[index]
         return KeptSets(counts, self.ids[concatenated_ranges(self.offsets[:-1][index], counts.astype(np.int64))])
 
     def __getitem__(self, chosen: slice) -> KeptSets:
-        """Return the sets of consecutive tokens."""
+        """Return the kept sets (the ids that the sampler could choose from) of the tokens in the slice `chosen`."""
         begin, end, _ = chosen.indices(len(self))
         offsets = self.offsets
         return KeptSets(self.counts[begin:end], self.ids[offsets[begin] : offsets[max(begin, end)]])
 
     def of_ids(self) -> NDArray[np.int64]:
-        """Return, for each entry of `ids`, the index of the token to whose list the entry belongs, [K]."""
+        """Return the index of the token to which each of the K elements of `ids` belongs, [K]."""
         return np.repeat(np.arange(len(self)), self.counts)
 
     def contain(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
@@ -116,20 +121,27 @@ class KeptSets:
         return found
 
     def are_excluded(self) -> NDArray[np.bool_]:
-        """Return bools [n]: True for a token whose list has the excluded ids, False if the list has the kept ids."""
+        """Return bools [n] that are True for each token whose kept set (the ids that the sampler could choose from) is
+        stored as the list of all other ids.
+        """
         excluded = np.zeros(len(self), np.bool_)
         excluded[self.of_ids()[self.ids < 0]] = True
         return excluded
 
 
 def kept_array(values: Any, length: int, name: str) -> KeptSets | None:
-    """Return the kept sets of a sample, given as `KeptSets`, a list of lists or None.
+    """Convert `values` to the kept sets of a sample: for each token, the ids that the sampler could choose from.
 
-    Returns None if every token was sampled from the whole vocabulary.
+    `values` are `KeptSets`, one list of ids per token, or None. Returns None if every token was sampled from the whole
+    vocabulary.
     """
     if values is None:
         return None
     found = values if isinstance(values, KeptSets) else KeptSets.of_lists(values, f"kept of {name}")
     if len(found) != length:
-        raise UserError("kept", f"{name} has {len(found)} sets for {length} tokens", "give one list per token")
+        raise UserError(
+            "kept",
+            f"{name} has {len(found)} kept sets for {length} tokens",
+            "give one list per token: the ids from which the token was sampled",
+        )
     return found if len(found.ids) else None

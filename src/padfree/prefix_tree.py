@@ -33,13 +33,15 @@ class PathRanges(NamedTuple):
     end: Indices  # [m]
 
     def lengths(self, count: int) -> Indices:
-        """Return the number of tokens on each of `count` paths, [count]."""
+        """Return the number of tokens on the path from the root to each of `count` nodes, [count]."""
         sums: Indices = np.bincount(self.number, self.end - self.begin, minlength=count).astype(np.int64)
         return sums
 
 
 def check_parents(parents: NDArray[Any], count: int) -> Indices:
-    """Check that `parents` has one entry for each of `count` nodes and lists them in preorder; return it as int64."""
+    """Check that `parents` has one entry for each of `count` nodes, and that the nodes are in preorder (the descendants
+    of a node directly follow the node). Return `parents` as int64.
+    """
     array = np.asarray(parents, dtype=np.int64)
     if array.shape != (count,):
         raise UserError(
@@ -96,9 +98,9 @@ def prefix_ranges(parents: Indices, offsets: Indices, without: Collection[int] =
 
 
 def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
-    """Return the indices in the pack of the tokens on the path to `node`.
+    """Return the pack indices of all tokens on the path from the root to `node`.
 
-    The result is empty if `node` is -1, as for an empty sample.
+    If `node` is -1, as for an empty sample, the result is empty.
     """
     chain: list[int] = []
     while node >= 0:
@@ -109,16 +111,20 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 
 
 class PathPages(NamedTuple):
-    """The keys of all paths, stored in pages of the same size. Paths share the whole pages of a prefix.
+    """The attention keys on the path from the root to each node of a prefix tree, stored in pages of equal size.
 
-    If a prefix ends inside a page, each path that continues it gets a copy of this page. Free slots of a path's last
-    page repeat the path's last token.
+    Paths with a common prefix share the pages that the prefix fills completely. If the prefix ends inside a page, each
+    path that continues the prefix has a page of its own that begins with copies of the prefix's last keys. The last
+    page of a path is filled up with copies of the path's last key.
 
-    In this example, the node p is the parent of the nodes a and b, and a page holds two tokens:
+    In this example, a page holds two tokens. The node with the tokens p0 to p4 is the parent of the nodes with the
+    tokens a0 a1 and b0 b1 b2:
 
-    nodes   p0 p1 p2 p3 p4 | a0 a1 | b0 b1 b2
-    pages   p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2        pages 0 to 6
-    table   p: 0 1 2     a: 0 1 3 4     b: 0 1 5 6                       the pages of the path to each node
+    page      0       1       2       3       4       5       6
+    tokens    p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2
+
+    The path that ends in p4 uses the pages 0 1 2, the path to a1 the pages 0 1 3 4, and the path to b2 the pages
+    0 1 5 6.
     """
 
     tokens: Indices  # [pages * size] for each slot of each page, the index in the pack of the token that fills it
@@ -154,13 +160,14 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """Return, for each token of the pack, where the token occurs in the concatenated paths of all nodes.
+    """Return where each token of the pack occurs in the concatenated paths.
 
-    Example: the paths of the nodes p p p, a a and b b b are p p p | p p p a a | p p p b b b. Each token p occurs three
-    times.
+    The path of a node consists of all tokens from the root to the node. For example, if node p p p is the parent of the
+    nodes a a and b b b, the concatenated paths are p p p, p p p a a, p p p b b b. The first token of the pack occurs at
+    the indices 0, 3 and 8.
 
-    Returns `copies` [K] and `begins` [C + 1] for K occurrences of C tokens. Token i occurs at the indices
-    `copies[begins[i]:begins[i + 1]]`.
+    Returns `copies` [K] and `begins` [C + 1] for the C tokens of the pack, which occur K times in total. Token i occurs
+    at the indices `copies[begins[i]:begins[i + 1]]`.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)

@@ -27,7 +27,7 @@ from padfree.errors import UserError
 Routes = NDArray[np.integer[Any]]
 
 MOST_EXPERTS = 32767
-"""Maximum number of experts of a layer."""
+"""The largest number of experts per layer for which routes can be stored (as int16)."""
 
 
 def route_dtype(num_experts: int) -> np.dtype[Any]:
@@ -44,8 +44,9 @@ def unknown_in(dtype: np.dtype[Any]) -> int:
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return routes [length, R, k] that mark the experts of `length` tokens as unknown, with the dtype, R and k of
-    `like`.
+    """Return the routes (chosen experts) of `length` tokens whose experts are unknown, [length, R, k].
+
+    `like`: routes with the same dtype, number R of layers with experts, and number k of experts per token.
     """
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 
@@ -57,9 +58,10 @@ def is_unknown(routes: Routes) -> NDArray[np.bool_]:
 
 
 def checked_routes(values: Any, length: int, name: str) -> Routes:
-    """Convert the routes of the sample called `name` to an array [n, R, k] of expert indices in uint8 or int16.
+    """Check the routes of a sample (k experts per token in each of R layers), and return them as an array [n, R, k].
 
-    If `values` have another integer dtype, -1 marks an unknown route.
+    If `values` are uint8, the result is uint8, and 255 marks an unknown route. Values of any other integer dtype become
+    int16, and -1 marks an unknown route. `length`: the number n of tokens. `name`: name of the sample, for messages.
     """
     array = host_array(values, f"routes of {name}")
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
@@ -91,7 +93,8 @@ def joined_routes(parts: Sequence[Routes | None], lengths: Sequence[int]) -> Rou
     if len(shapes) > 1:
         raise UserError(
             "routes",
-            f"have different shapes per token: {', '.join(map(str, sorted(shapes)))}",
+            "arrays of chosen experts have different shapes [layers, experts per token]: "
+            f"{', '.join(map(str, sorted(shapes)))}",
             "use samples whose routes come from one model",
         )
     if len({part.dtype for part in given}) > 1:

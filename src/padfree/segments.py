@@ -1,10 +1,10 @@
-"""Where the sequences of one token axis begin and end.
+"""Where each sequence of a pack begins and ends.
 
-    lengths      5 3, pad 3
+In this example, a pack has B = 2 samples of 5 and 3 tokens, and a pad (padding tokens at the end) of 3 tokens. The pad
+is the last of S = 3 segments. Without a pad, S = B.
+
+    segment      0 0 0 0 0 | 1 1 1 | 2 2 2            index of the segment of each token
     cu_seqlens   0          5       8      11         [S+1], on the device and on the host
-    segment      0 0 0 0 0 | 1 1 1 | 2 2 2            S = B + 1: the pad is the last segment
-
-Letters: B samples, S segments (S = B, or B + 1 with a pad).
 
 Numbers that a kernel launch needs, such as `max_seqlen`, are also on the host, so that nothing synchronises with the
 device to read them.
@@ -28,10 +28,12 @@ from padfree.prefix_tree import check_parents, first_positions
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segments:
-    """Where the sequences of one token axis begin and end: `cu_seqlens` on the device, `offsets` on the host.
+    """Where each sequence of a pack begins and ends: `cu_seqlens` on the device, `offsets` on the host.
 
-    Segment i is `[offsets[i], offsets[i + 1])`; it may be empty. With `pad_length > 0`, the last segment is the pad. If
-    samples share prefixes, segments are nodes of a prefix tree (`padfree.prefix_tree`), and `num_samples` counts nodes.
+    Segment i has the tokens from index `offsets[i]` up to, but not including, `offsets[i + 1]`. It may be empty. With
+    `pad_length > 0`, the last segment is the pad (padding tokens). All other segments are samples or, if samples share
+    prefixes, nodes of a prefix tree (`padfree.prefix_tree`). `num_samples` counts these other segments, so in a
+    prefix tree it counts nodes.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -110,8 +112,8 @@ class Segments:
     def num_positions(self) -> int:
         """Return the number of positions that a model needs for this pack.
 
-        This is the length of the longest segment (the pad included) or, in a prefix tree, of the longest path from a
-        root.
+        This is the length of the longest segment or, in a prefix tree, of the longest path from a root. The pad
+        (padding tokens at the end) is also a segment.
         """
         return self.max_seqlen if self.parents is None else self.path_length
 

@@ -49,7 +49,10 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSizes:
-    """The widths and counts of a model. If layers differ, a width is the largest of all layers."""
+    """The sizes of a model: widths, and numbers of layers, heads and experts.
+
+    If layers differ in a width, the value is the largest width.
+    """
 
     hidden: int
     layers: int
@@ -217,7 +220,7 @@ def _windows(config: PreTrainedConfig, types: tuple[str, ...], layers: int) -> t
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of a layer that are not inside a mixer."""
+    """Return the attention modules of a layer, except those inside a mixer (a recurrence or convolution)."""
     inside = {part for mixer in mixers_of(layer) for part in mixer.modules()}
     return [each for each in layer.modules() if type(each).__name__.endswith("Attention") and each not in inside]
 

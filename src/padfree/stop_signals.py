@@ -1,26 +1,29 @@
 """Signals that end a command: the first one requests a stop, a second one ends the process at once.
 
-    with StopSignals() as signals:              from the start of a command
-        ...                                     imports, data, models: a signal raises `StopRequested` here
-        with signals.deferred("saves ..."):     steps, checkpoints, exports: a signal is recorded
+    with StopSignals() as signals:              handles signals in this block, which is the whole command
+        ...                                     a signal raises `StopRequested`, e.g. during imports
+        with signals.deferred("saves ..."):     steps, checkpoints, exports: a signal is only recorded
             if signals.received: save and leave
-        with signals.lent(SIGINT, handler):     another handler: Ctrl-C ends an answer of `padfree chat`
+        with signals.lent(SIGINT, handler):     `handler` handles SIGINT: Ctrl-C ends an answer of `padfree chat`
 
-    requests      SIGINT SIGTERM SIGHUP         a second request ends the process with exit code 128 + its number
-    warnings      SIGUSR1 SIGUSR2 SIGXCPU       sent by schedulers before a time limit: they only request a stop
-    not handled   SIGQUIT                       ends the process at once, which is the system's default
+There are three kinds of signals:
 
-A signal that was ignored before the block stays ignored (`nohup`, background jobs of a shell script). If other code has
-a handler for SIGHUP or for a warning, that handler stays in place.
+- SIGINT, SIGTERM and SIGHUP are requests to stop. A second request ends the process with exit code 128 + the number of
+  the signal. Requests within `SAME_REQUEST_SECONDS` of the first count as the first one, because a launcher may forward
+  a signal that the process has already received.
+- SIGUSR1, SIGUSR2 and SIGXCPU are warnings, which schedulers send before a time limit. They only request a stop.
+- SIGQUIT is not handled. It ends the process at once.
 
-Each signal prints one message at once. Python runs a handler only between two bytecode instructions, so a handler would
-be late while a step waits for a GPU or other ranks. Therefore a thread reads the signals from a pipe. A launcher may
-forward a signal that the process has already received. A second request within `SAME_REQUEST_SECONDS` of the first
-therefore counts as the same request.
+A signal that the process ignored before (`nohup`, background jobs of a shell script) stays ignored. If other code has
+installed a handler for SIGHUP or for a warning, that handler stays in place.
 
-`StopRequested` can be lost, because some packages catch all exceptions while they are imported. `deferred` therefore
-raises `StopRequested` again. If the exception is still lost, the thread ends the process `PATIENCE` seconds after the
-signal.
+A message is printed as soon as a signal arrives. A Python handler could not do this while a step waits for a GPU or for
+other ranks, because Python runs handlers only between two bytecode instructions. Therefore a thread reads the signals
+from a pipe.
+
+Some packages catch all exceptions while they are imported, so `StopRequested` can be lost. The next `deferred` block
+then raises it again. If a signal arrives outside of `deferred` and the command still runs `PATIENCE` seconds later, the
+thread ends the process.
 """
 
 from __future__ import annotations
@@ -181,8 +184,8 @@ _INSTALLED: list[StopSignals] = []
 def _is_ours(number: signal.Signals) -> bool:
     """Return whether this module may handle a signal.
 
-    The module never handles an ignored signal. Of handlers that other code set, it replaces only those of SIGINT and
-    SIGTERM.
+    The module never handles an ignored signal. If other code has installed a handler, the module replaces it only for
+    SIGINT and SIGTERM.
     """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN or handler is None:  # None: installed by code outside Python

@@ -98,11 +98,11 @@ def test_a_broken_one_exits_with_1_and_says_what_failed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--float8", "0"], "--float8: 0.0; give a number above 0, or --float8 without a number"),
-        (["--float8", "nan"], "--float8: nan; give a number above 0, or --float8 without a number"),
+        (["--float8", "0"], "--float8: 0.0; give a budget above 0, or --float8 without a budget"),
+        (["--float8", "nan"], "--float8: nan; give a budget above 0, or --float8 without a budget"),
         (["--backend", "magic"], "backend: 'magic' is not an attention backend"),
         (["--device", "tpu"], "device: 'tpu' is not a device type"),
-        (["--layout", "cp"], "--layout: 'cp'; give data and context ranks, as in dp=2,cp=2"),
+        (["--layout", "cp"], "--layout: 'cp'; give numbers of data and context ranks, such as dp=2,cp=2"),
     ],
 )
 def test_mistakes_are_one_line(

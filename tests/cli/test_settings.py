@@ -29,7 +29,7 @@ def test_a_table_of_all_settings(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = [line for line in lines if line.startswith("run.steps ")]
     assert line.split("  ")[0] == "run.steps"
     assert "int or none" in line
-    assert line.endswith("Number of optimizer steps; if none, until the data ends.")
+    assert line.endswith("Number of optimizer steps. With the default, none, the run trains until the data ends.")
 
 
 def test_a_section_a_table_and_one_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -233,7 +233,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with refused("config", ".*binary.toml is (not TOML|UTF-16)"):
         load_config(tmp_path / "binary.toml")
     path = write(tmp_path / "flat.toml", "model = 3")
-    with refused("override", "'model.path=m' treats 'model' as a table, but this name has a value"):
+    with refused("override", "'model.path=m' treats 'model' as a table, but 'model' already has a plain value"):
         load_config(path, ["model.path=m"])
 
 

@@ -225,7 +225,9 @@ def test_a_bar_needs_rich(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     path.write_text(json.dumps(GOOD) + "\n")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "rich.progress", None)
-        with pytest.raises(ValueError, match="progress: True shows a bar, which needs rich; pip install rich"):
+        with pytest.raises(
+            ValueError, match="progress: True shows a bar, but the package rich is not installed; pip install rich"
+        ):
             load_sft(path, CHAT, cache=tmp_path / "cache", progress=True)
     pytest.importorskip("rich", reason="the bar needs rich")
     assert len(load_sft(path, CHAT, cache=tmp_path / "cache", progress=True)) == 1

@@ -170,11 +170,13 @@ def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: p
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"a\.parquet is Parquet, which needs pyarrow; pip install pyarrow"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet is Parquet, but the package pyarrow is not installed; pip install pyarrow"
+    ):
         open_sources(tmp_path / "a.parquet")[0].columns()
     with pytest.raises(
         ValueError,
-        match=r"openai/gsm8k is not a local path, so it is read as a Hub id, which needs datasets; pip install",
+        match=r"openai/gsm8k is not a local path, so it is read as a Hub id, but the package datasets is not",
     ):
         open_sources("openai/gsm8k")
 

@@ -175,7 +175,7 @@ def test_what_is_refused() -> None:
     moved = labels.clone()
     row = int((labels >= 0).nonzero()[int(np.argmax(kept.counts == 1)), 0])
     moved[row] = (labels[row] + 1) % case.vocabulary
-    with refused("kept", f"does not contain the label of its token, {int(moved[row])}"):
+    with refused("kept", f"does not contain the token's label, {int(moved[row])}"):
         scored(labels=moved)
     with refused("kept", f"has the id {case.vocabulary} outside the vocabulary"):
         scored(kept=KeptSets.of_lists([[case.vocabulary]] * len(kept), "kept"))

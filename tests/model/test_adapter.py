@@ -136,7 +136,7 @@ def test_no_mask_is_made_and_positions_are_not_looked_at(monkeypatch: pytest.Mon
         ({"use_cache": None}, r"use_cache: is True"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 13])},
-            r"cu_seq_lens_q: reached LlamaAttention, but padfree does not support it",
+            r"cu_seq_lens_q: was passed to LlamaAttention, but padfree's attention does not support this argument",
         ),
         ({"is_causal": False}, r"is_causal: is False in LlamaAttention"),
     ],

@@ -145,10 +145,10 @@ def test_values_come_from_seed_and_name() -> None:
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (("q_proj", "lm_head"), r"lm_head \(Linear\) is not a linear layer below the head; choose from down_proj, "),
-        (("embed_tokens",), r"model.embed_tokens \(Embedding\) is not a linear layer .*; choose"),
+        (("q_proj", "lm_head"), r"lm_head \(Linear\) cannot have an adapter, .* head .*; choose from down_proj, "),
+        (("embed_tokens",), r"model.embed_tokens \(Embedding\) .* not a linear layer; choose"),
         (("wq",), r"the model has no module 'wq'; choose from down_proj, gate_proj, k_proj"),
-        (("all-linear", "q_proj"), r"remove these layers, or 'all-linear' \(only experts"),
+        (("all-linear", "q_proj"), r"remove either the single layers or 'all-linear' \(only experts"),
     ],
 )
 def test_targets_that_cannot_be_are_refused(targets: tuple[str, ...], message: str) -> None:

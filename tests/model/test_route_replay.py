@@ -47,7 +47,7 @@ def test_families() -> None:
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout.routing: 'replay', but Qwen3ForCausalLM has no routers; set"):
+    with pytest.raises(UserError, match=r"'replay' is not possible because Qwen3ForCausalLM has no routers; set"):
         need_replay(build("qwen3"))
     with pytest.raises(UserError, match=r"the routers of PhimoeForCausalLM do not choose experts with torch.topk"):
         need_replay(build("phimoe"))

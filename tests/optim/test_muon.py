@@ -295,7 +295,9 @@ def test_a_resumed_run_makes_the_same_steps(tmp_path: Path) -> None:
             assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
             assert mine["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-3)
     assert not math.isclose(expected[0]["loss"], expected[5]["loss"], rel_tol=1e-2)
-    with pytest.raises(AssertionError, match=r"optimizer.name: 'adamw', but .* was made with 'muon'; set it back"):
+    with pytest.raises(
+        AssertionError, match=r"optimizer.name: 'adamw', but .* was made with 'muon'; either set it back"
+    ):
         run_ranks(1, other_optimizer, tmp_path / "whole", model)
 
 

@@ -111,13 +111,13 @@ def test_all_samples_are_compared_or_none() -> None:
         (
             rewarded([1, 1], [0, 0]),
             "rloo",
-            r"\(0 of one sample, 2 with equal rewards\), so that every advantage is 0; ",
+            r"groups without a learning signal \(0 of one sample, 2 with equal rewards\); ",
         ),
         (rewarded([1, 1], [1]), "dr_grpo", r"\(1 of one sample, 1 with equal .*; give rollouts whose rewards differ$"),
         (rewarded([1, 1]), "reinforce++", r"; give rollouts whose rewards differ$"),
-        ([replace(sample, advantages=[0.0] * 3) for sample in rewarded([1, 0])], "given", r"advantages are all 0, so"),
+        ([replace(sample, advantages=[0.0] * 3) for sample in rewarded([1, 0])], "given", r"advantages are all 0; "),
     ],
 )
 def test_rollouts_of_no_signal_at_all_are_refused(samples: list[Sample], kind: Advantage, message: str) -> None:
-    with refused("data.path", rf"a\.jsonl has only .*{message}"):
+    with refused("data.path", rf"from a\.jsonl: the file has only .*{message}"):
         check_signal(samples, kind, "a.jsonl")

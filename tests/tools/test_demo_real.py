@@ -76,8 +76,8 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
             (["--real", model], "--data: is missing; give a JSON Lines file"),
             (["--real", model, "--model", model, "--data", data], "give only one of the two"),
             (["--real", str(tmp_path / "gone"), "--data", data], "does not exist"),
-            (["--data", data], "add --real, or remove it"),
-            (["--model", model], "add --real, or remove it"),
+            (["--data", data], "add --real, or remove this option"),
+            (["--model", model], "add --real, or remove this option"),
             (["--real", model, "--data", few], "has only 3 rows; give more than 3"),
             (["--real", model, "--data", str(other)], "does not end in '#### number'"),
             (

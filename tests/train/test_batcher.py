@@ -299,7 +299,7 @@ def test_a_row_longer_than_the_token_budget_is_refused(rows_run: Config) -> None
 
     config = replace(rows_run, batch=replace(rows_run.batch, samples=None, tokens=300))
     message = (
-        r"batch\.tokens: 300, but train\.jsonl:1 turn 1 has \d+ tokens in its 3 samples, and \d more are too long;"
+        r"batch\.tokens: 300 tokens, but train\.jsonl:1 turn 1 has \d+ tokens in its 3 samples, and \d more are too"
     )
     with pytest.raises(ValueError, match=message):
         preflight(config, processes=1, device_type="cpu", dry=True)

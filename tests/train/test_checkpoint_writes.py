@@ -7,12 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from padfree.checkpoint import checkpointer as checkpoint
 from padfree.checkpoint.checkpoint_files import write_safetensors
@@ -25,9 +23,8 @@ from tests.train.trainer_cases import SFT, lines, make_config, make_trainer, sav
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone_mesh()
-    dist.destroy_process_group()
+def mesh() -> Mesh:
+    return alone_mesh()
 
 
 def config_of(folder: Path, name: str, **checkpoint: Any) -> Config:

@@ -68,4 +68,3 @@ def test_rows_of_different_widths_train_as_one_process_does() -> None:
         assert found["shared widths"].max() > 1
         assert found["sharing"] > 1
         assert_close(found["shared"], right, 1e-5)
-    torch.distributed.destroy_process_group()

@@ -10,14 +10,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 import padfree.distributed.peers as peers
@@ -46,9 +45,8 @@ KILLS = 20
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Mesh]:
-    yield alone_mesh()
-    dist.destroy_process_group()
+def mesh() -> Mesh:
+    return alone_mesh()
 
 
 @pytest.fixture(scope="module")

@@ -282,7 +282,7 @@ def test_what_may_change_on_resume(folder: Path, tmp_path: Path) -> None:
     one, two = sources(folder, "texts", 0.5, 2.0)
     message = refused(resumed([one, two | {"weight": 1.5}]))
     assert message.startswith("data.sources.1.weight: 1.5, but ")
-    assert "was made with 2.0; set it back" in message
+    assert "was made with 2.0; either set it back" in message
     assert refused(resumed([one])).startswith("data.sources.1.weight: 1.0, but ")
     message = refused(resumed([], path=[str(folder / "texts.jsonl")]))
     assert message.startswith("data.sources.0.weight: 1.0, but ")

@@ -73,27 +73,33 @@ SMALL = {
 }
 REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
     # recipe, model, data rows, changes, error
-    ("sft", "qwen3", [*PAIRS, LONG], ["batch.max_tokens=16"], "batch.max_tokens: 16, but d.jsonl:7 has 35 tokens; set"),
+    (
+        "sft",
+        "qwen3",
+        [*PAIRS, LONG],
+        ["batch.max_tokens=16"],
+        "batch.max_tokens: 16 tokens, but d.jsonl:7 has 35 tokens; set",
+    ),
     (
         "sft",
         "qwen3",
         [*PAIRS, LONG],
         ["batch.samples=none", "batch.tokens=20"],
-        "batch.tokens: 20, but d.jsonl:7 has 35 tokens; set batch.tokens=35",
+        "batch.tokens: 20 tokens, but d.jsonl:7 has 35 tokens; set batch.tokens=35",
     ),
     (
         "rl",
         "qwen3",
         [*ROLLOUTS, {**ROLLOUTS[0], "tokens": [1] * 40, "uid": "mine"}],
         ["batch.max_tokens=16", "batch.samples=8"],
-        "batch.max_tokens: 16, but d.jsonl:9 has 40 tokens; set batch.max_tokens=40",
+        "batch.max_tokens: 16 tokens, but d.jsonl:9 has 40 tokens; set batch.max_tokens=40",
     ),
     (
         "rl-local",
         "qwen3",
         PROMPTS,
         ["batch.max_tokens=16", "rollout.max_new_tokens=20", "data.columns={}"],
-        "batch.max_tokens: 16, but d.jsonl:1 has 24 tokens with its response, and 7 more are too long; set",
+        "batch.max_tokens: 16 tokens, but d.jsonl:1 has 24 tokens with its response, and 7 more are too long; set",
     ),
     (
         "sft",
@@ -192,7 +198,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PROMPTS,
         ["data.columns={}", 'rollout.agent=["sh", "-c", "agent {prompt}"]'],
-        "rollout.agent: ['sh', '-c', 'agent {prompt}']: sh runs 'agent {prompt}', so that data would be run as code",
+        "rollout.agent: ['sh', '-c', 'agent {prompt}']: sh runs 'agent {prompt}', so text of the data row would be run",
     ),
     (
         "sft",

@@ -102,8 +102,14 @@ def test_what_may_change_is_said_kept_and_takes_effect(mesh: Mesh, model: Path, 
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"data": {"shuffle": False}}, r"data\.shuffle: False, but .*step-00000002 was made with True; set it back,"),
-        ({"data": {"epochs": 4}}, r"data\.epochs: 4, but .* was made with 3; set it back, give another run\.folder"),
+        (
+            {"data": {"shuffle": False}},
+            r"data\.shuffle: False, but .*step-00000002 was made with True; either set it back,",
+        ),
+        (
+            {"data": {"epochs": 4}},
+            r"data\.epochs: 4, but .* was made with 3; either set it back, or give another run\.folder",
+        ),
         ({"batch": {"samples": 5}}, r"batch\.samples: 5, but .* was made with 4"),
         ({"batch": {"samples": None, "tokens": 30}}, r"batch\.samples: None, but .* was made with 4"),
         ({"run": {"seed": 1}}, r"run\.seed: 1, but .* was made with 0; .* start over with checkpoint\.resume=false$"),

@@ -275,7 +275,10 @@ def test_the_run_ends_with_the_prompts(model_folder: Path, tmp_path: Path) -> No
             {"loss": {"advantage": "given"}},
             "loss.advantage: 'given'",
         ),
-        ({"batch": {"max_tokens": 10}}, r"batch.max_tokens: 10, but prompts.jsonl:3 has 11 tokens with its response"),
+        (
+            {"batch": {"max_tokens": 10}},
+            r"batch.max_tokens: 10 tokens, but prompts.jsonl:3 has 11 tokens with its response",
+        ),
         (
             {"data": {"max_length": 10}},
             "max_length: 10, but prompts.jsonl:3 has 5 tokens",

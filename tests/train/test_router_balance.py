@@ -36,9 +36,8 @@ SPLITS: list[dict[str, Any]] = [{}, {"max_tokens": 1000}]
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Any:
-    yield alone()
-    dist.destroy_process_group()
+def mesh() -> Mesh:
+    return alone()
 
 
 def gradients(

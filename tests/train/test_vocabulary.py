@@ -140,8 +140,8 @@ def test_another_vocabulary_of_the_same_size_is_refused(
     assert line.startswith(f"{setting}: {folders[other]} has other token ids than ")
     assert folders["own"] in line
     turned = setting == "model.tokenizer"  # the run uses the other tokenizer
-    swapped, renamed = ("'+' is 9 in", "'é' is 12 in") if turned else ("'7' is 12 in", "'+' is unknown in")
-    assert f"{swapped if other == 'swap' else renamed} {'model.tokenizer' if turned else 'that model'}" in line
+    swapped, renamed = ("'+' is 9, but", "'é' is 12, but") if turned else ("'7' is 12 in", "'+' is unknown in")
+    assert f"{swapped if other == 'swap' else renamed} {'for the model' if turned else 'that model'}" in line
     assert "\n" not in line
 
 

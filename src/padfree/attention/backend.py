@@ -151,7 +151,8 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients dq, dk and dv, in the shapes and dtypes of q, k and v.
 
-        `out` and `lse` are the results of the forward pass. k and v may be one block of the keys of that forward pass.
+        `out` and `lse` are the results of the forward pass. `k` and `v` may be one block of the forward pass's keys and
+        values, as in ring attention; the sum of dq over all blocks is then the gradient of q.
         """
         ...
 

@@ -6,8 +6,8 @@
 In the two lines above, a b c are the elements, and p q r s t are the gradients of their five copies.
 
 padfree makes such copies if samples of a pack share a prefix: each sample that continues the prefix gets a copy of the
-prefix's keys. The sums have a fixed order, so the results are deterministic. The gradient of an element without copies
-is 0.
+prefix's keys. The Triton kernel and the CPU sum in a fixed order, so their results are deterministic. The gradient of an
+element without copies is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from padfree.batch import Copies
 
 
 def copies_of(index: NDArray[np.int64], count: int, device: torch.device) -> Copies:
-    """Return the `Copies` that describe a gather: copy j is element `index[j]` of a tensor with `count` elements."""
+    """Return the index arrays for the gather `tensor[index]` and its backward pass, on the device.
+
+    `count` is the number of elements of `tensor` along its first axis.
+    """
     return copies_to_device(device, index, *group_copies(index, count))
 
 
@@ -43,9 +46,7 @@ def group_copies(index: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64
 def copies_to_device(
     device: torch.device, index: NDArray[np.int64], copy_index: NDArray[np.int64], offsets: NDArray[np.int64]
 ) -> Copies:
-    """Copy the three index arrays of `Copies` (which element each copy comes from) to the device, without
-    synchronising.
-    """
+    """Move three index arrays to the device as `Copies`, without synchronising with the device."""
 
     def moved(array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -64,9 +65,11 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
 
 
 def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """Sum the gradients [m, ...] of the m copies of n elements -> [n, ...], in float32 or float64.
+    """Sum, for each of n elements, the gradients of its copies: [m, ...] -> [n, ...]. All elements together have m
+    copies.
 
-    `index`, `copy_index` and `offsets` are the arrays of `Copies`, which say which copies belong to which element.
+    `index`, `copy_index` and `offsets` are the arrays of `Copies`, which say which copies belong to which element. The
+    sum is computed in float32, or in float64 for a float64 gradient.
     """
     count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):
@@ -77,7 +80,10 @@ def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Ten
 
 
 def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum copies like `sum_copies`, in plain PyTorch on any device. `count` is the number of elements."""
+    """Sum the gradients [m, ...] of copied elements like `sum_copies` -> [count, ...], in plain PyTorch on any device.
+
+    `count` is the number of elements that were copied, and `index` [m] says which element each copy comes from.
+    """
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
     return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)
 

@@ -44,8 +44,8 @@ masked part by itself.
 """
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
-"""Pieces (some queries of a segment, and the keys they see) of the same shape share a kernel call if each piece has at
-most SHARED_KEYS keys and there are at least SHARED_PIECES of them.
+"""Pieces of the same shape share a kernel call if each piece has at most SHARED_KEYS keys and there are at least
+SHARED_PIECES such pieces. A piece is some queries of a segment and the keys that they see.
 """
 
 
@@ -73,8 +73,8 @@ The entries: the shape, the first query of each piece, and the first key of each
 def _plan(segments_q: Segments, segments_k: Segments, spec: AttentionSpec) -> list[_Call]:
     """Return the kernel calls that compute the attention of all segments.
 
-    Each call computes pieces: some queries of a segment, and the keys that they see. Every query that sees a key is in
-    exactly one piece.
+    Each call computes one or more pieces. A piece is some queries of a segment and the keys that they see. Every query
+    is in exactly one piece, except queries that see no key at all: they are in none.
     """
     calls: list[_Call] = []
     shared: defaultdict[_Shape, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -251,7 +251,7 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Return n ranges of `length` tokens, which begin at `starts`, from each tensor [Hkv, group, T, ...].
+        """Read n token ranges of each tensor [Hkv, group, T, ...]: range i has `length` tokens from `starts[i]` on.
 
         The result for a tensor is [Hkv · n, group, length, ...]. It is a view if n is 1.
         """
@@ -264,10 +264,10 @@ class _PieceTensors:
         ]
 
     def put(self, pieces: Sequence[Tensor], starts: list[int], length: int, *, add: bool = False) -> None:
-        """Write n ranges of `length` tokens, which begin at `starts`, into each tensor [Hkv, group, T, ...].
+        """Write n token ranges of each tensor [Hkv, group, T, ...]: range i has `length` tokens from `starts[i]` on.
 
-        `pieces` has the values [Hkv · n, group, length, ...] for each tensor. If `add` is True, the values are added to
-        those in the tensors.
+        `pieces` holds, for each tensor, the new values [Hkv · n, group, length, ...] of its n ranges. If `add` is True,
+        they are added to the old values.
         """
         index = None if len(starts) == 1 else _token_index(starts, length)
         for x, piece in zip(self.tensors, pieces, strict=True):

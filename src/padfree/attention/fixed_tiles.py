@@ -1,17 +1,16 @@
 """The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
 A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
-shape: 16 queries by 128 keys. Tiles of queries begin at multiples of 16 from the start of the segment, and blocks of
-keys at multiples of 128. Where a tile or block has no query or key, its elements are 0.
+shape: a tile of 16 queries by a block of 128 keys. Tiles and blocks begin at multiples of 16 and 128, counted from the
+start of the segment (usually a sample). Elements of a tile without a query, or of a block without a key, are 0.
 
-    segment of 300 keys      the last 40 queries, 260 to 299       one query, 299
-    blocks of keys           0..127   128..255   256..383          0..127   128..255   256..383      300..383 are 0
-    tiles of queries         256..271   272..287   288..303        288..303                          all but 299 are 0
+For example, a segment of 300 tokens has the key blocks 0..127, 128..255 and 256..383, with zeros in 300..383. A decode
+step with the single query 299 computes the tile 288..303, with zeros in place of the other 15 queries.
 
-Blocks of keys are merged from the first to the last. A block in which a query sees no key does not change a bit of the
-query's result. A decode step with one query therefore gives the same bits as the packed forward pass, which the setting
-`rollout.exact` needs (sampled log-probabilities equal those in training). The decode step does 16 times the necessary
-arithmetic.
+For each tile, the results of the key blocks are merged from the first block to the last. A block in which a query sees
+no key does not change a bit of the query's result. A decode step with one query therefore gives the same bits as the
+packed forward pass, which the setting `rollout.exact` needs (sampled log-probabilities equal those in training). The
+decode step does 16 times the necessary arithmetic.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from padfree.attention.spec import AttentionSpec
 from padfree.segments import Segments
 
 QUERIES, KEYS = 16, 128
-"""The number of queries and of keys in a tile."""
+"""The number of queries in a tile, and the number of keys in a block."""
 
 
 class TiledAttention(AttentionBackend):
@@ -107,7 +106,7 @@ class TiledAttention(AttentionBackend):
 
 
 class _Tiles:
-    """The tiles of 16 queries of all segments, and the blocks of 128 keys that each tile sees.
+    """The queries of each segment, cut into tiles of 16, and the keys of each segment, cut into blocks of 128.
 
     Each element of a tile or block is the index of a token in the pack, or -1 if the element is empty.
     """

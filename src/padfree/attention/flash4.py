@@ -35,7 +35,9 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 16, 40 and 80 with flash-attn-4 4.0.0b36 on an H200).
 """
 PAGED_HEAD_DIMS = (64, 96, 128)
-"""The head sizes for which keys are read in pages, because the kernel then reads a page with one load on Hopper."""
+"""The head sizes for which the backend reads keys in pages on a Hopper GPU. With these sizes, the kernel reads a page
+with one load.
+"""
 UNPACKED_FROM = 1024
 """On Hopper, the query heads that share a key head are packed into one tile only if segments have fewer queries than
 this on average.

@@ -1,20 +1,18 @@
 """The `flex` backend: PyTorch's flex attention on CUDA, with float32 and with head sizes that flash kernels lack.
 
-    queries  0 1 2 3 | 4 5 6 7        two segments; a query sees only keys of its own segment
-    keys     0 1 2 3 | 4 5 6 7
+A query sees only keys of its own segment (usually a sample). The attention mask of the pack is divided into blocks of
+128 queries and 128 keys, of three kinds:
 
-    The mask of the pack is divided into blocks of 128 queries and 128 keys:
-
-    full      every query sees every key of the block; no mask is read
+    full      every query sees every key of the block, so no mask is read
     partial   the mask decides for each query and key of the block
-    empty     no query sees a key of the block; it is skipped
+    empty     no query sees a key of the block, so it is skipped
 
-Each query sees one range of keys, so two comparisons decide whether a query sees a key. The host computes which blocks
-of the mask are visible; the whole mask is never computed. Recent block masks are cached, because all layers of a model
-use the same few masks.
+Each query sees one range of keys, so two comparisons decide whether a query sees a key. The host computes the kind of
+each block; the whole mask is never computed. Recent block masks are cached, because all layers of a model use the same
+few masks.
 
-Flex attention uses autograd and cannot compute the gradients of one block of the keys. So this backend has no raw
-backward.
+Flex attention computes gradients by autograd. It cannot compute the gradients of one block of keys without the other
+keys, which ring attention needs (`Capabilities.raw_backward`).
 """
 
 from __future__ import annotations

@@ -176,9 +176,10 @@ def varlen_backward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients dq, dk and dv for a block of keys k [Tk, Hkv, d] and values v [Tk, Hkv, dv].
+    """Return the gradients of q [Tq, H, d], k [Tk, Hkv, d] and v [Tk, Hkv, dv] for one block of keys and values.
 
-    `out` and `lse` belong to the attention over all blocks. The sum of dq over all blocks is the gradient of q.
+    `k` and `v` are the block. `out` and `lse` are the results of the attention to all blocks. The gradient of q for all
+    blocks is the sum of its gradients for the single blocks.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):

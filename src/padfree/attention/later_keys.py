@@ -1,12 +1,18 @@
-"""Attention in which some queries also see later keys: the tokens of an image that attend to each other.
+"""Causal attention in which the tokens of an image also see later keys: the keys of tokens that follow in the image.
 
-    image          a b c d              the causal mask shows a: a    b: a b    c: a b c    d: a b c d
-    later keys                          a: b c d    b: c d    c: d    d: none
-    second call    queries c b a        keys d c b      (in reversed order, these later keys form a causal mask again)
+The attention is computed in two calls, whose results are merged by their log-sum-exp. The first call is causal
+attention in the whole pack. In the second call, image tokens attend to the later keys of their image. For example, the
+four tokens a b c d of an image see these keys:
 
-A causal call covers the whole pack. A second call computes the attention of image tokens to the later keys of their
-image. The two results are merged by their log-sum-exp. A window limits only earlier keys, so it affects only the first
-call. The backend needs a raw backward: it computes the gradients of one block of keys without the other blocks.
+    query    in the first call    in the second call
+    a        a                    b c d
+    b        a b                  c d
+    c        a b c                d
+    d        a b c d              none
+
+The second call gets the queries c b a and the keys d c b: in this reversed order, it needs only a causal mask. A window
+limits only earlier keys, so it affects only the first call. The backend must be able to compute the gradients of one
+block of keys without the other keys (`Capabilities.raw_backward`).
 """
 
 from __future__ import annotations
@@ -24,10 +30,10 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LaterKeys:
-    """The queries that also see later keys: the keys that come after their own key in the same image.
+    """The queries that also see later keys, i.e. keys of tokens that follow the query's token in the same image.
 
-    Queries and keys are in reversed order within a segment, so that query segment i attends to key segment i with a
-    causal mask.
+    Query segment i attends to key segment i. Both are in reversed order, so that a causal mask shows each query its
+    later keys.
     """
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order

@@ -1,7 +1,8 @@
 """Packed self-attention as a custom operator for `torch.compile`, so that a layer stays one graph.
 
-    self_attention            q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv], cu_seqlens [S+1] -> out [T, H, dv], lse [H, T]
-    self_attention_backward   dout [T, H, dv], the same arguments, out and lse             -> dq, dk, dv, dsinks
+`self_attention` computes the output [T, H, dv] and the log-sum-exp [H, T] from q [T, H, d], k [T, Hkv, d],
+v [T, Hkv, dv], optional attention sinks [H] and cu_seqlens [S+1]. `self_attention_backward` takes the gradient of the
+output, these arguments, the output and the log-sum-exp, and returns the gradients of q, k, v and sinks.
 
 The operator calls the same kernels as `varlen_attention`. All data about the pack are arguments of the operator and not
 global state, so that recomputation and a second model in the process get the right data. The length of the longest

@@ -1,29 +1,26 @@
 """Attention over a pack whose samples share prefixes.
 
-    nodes      p p p | a a | b b b                      queries, as they are in the pack
-    keys       p p p | p p p a a | p p p b b b          for each node, the tokens of its path
+The samples form a tree, whose nodes are ranges of the pack. In this example, the node p is a prefix, and the nodes a
+and b continue it:
 
-The samples form a tree, whose nodes are ranges of the pack. Here the node p is a prefix, the nodes a and b continue it,
-and the *path* of b is p, b. Each node attends to a copy of the keys of its path, so the usual kernels work unchanged,
-with windows, soft caps and sinks. The queries of a prefix are computed only once. The price is a copy of each key for
-every node below it, and a sum of the gradients of these copies.
+    queries    p p p | a a | b b b                      the pack, in which each node occurs once
+    keys       p p p | p p p a a | p p p b b b          for each node, the keys of its path
+
+The *path* of a node is its ancestors and the node itself: the path of b is p, b. Each node attends to a copy of the
+keys of its path, so the usual kernels work unchanged, with windows, soft caps and sinks. The queries of a prefix are
+computed only once. The price is a copy of each key for every descendant of its node, and a sum of the gradients of
+these copies.
 
 If many nodes continue a long node, the copies of its keys are expensive in the backward pass. Such a node becomes a
-*long prefix*: its keys are not copied, and one separate call computes the gradients between the long prefix and all
-queries below it. These queries are adjacent in the pack, so the call needs no copies.
+*long prefix*: the backward pass does not copy its keys. Instead, a separate call computes the gradients between these
+keys and the queries of all descendants. If p is a long prefix, the queries a a b b b attend to the keys p p p in this
+call. The queries of the descendants are adjacent in the pack, so the call needs no copies and no mask. Long prefixes
+are used only in layers without a window, and only with backends that can compute the gradients of one block of keys
+without the other keys (`Capabilities.raw_backward`).
 
-    keys          p p p | a a | b b b                   p is a long prefix
-    long prefix   a a b b b   see   p p p               without a mask
-
-Long prefixes are used only in layers without a window, and only with backends that can compute the gradients of one
-block of keys without the other blocks (`Capabilities.raw_backward`).
-
-Backends with pages share whole pages of a prefix in the forward pass. Only the partial page at a branch point is
-copied. Pages need a layer without a window.
-
-    nodes         p0 p1 p2 | a0 a1 | b0 b1 b2
-    pages of 2    0: p0 p1    1: p2 p2    2: p2 a0    3: a1 a1    4: p2 b0    5: b1 b2
-    page table    p: 0 1      a: 0 2 3    b: 0 4 5               pages 1 and 3 are filled up with their last token
+In layers without a window, some backends read keys in pages in the forward pass. Then all nodes share the full pages
+of a prefix. Only its last page, if partly filled, is copied for each node that continues it
+(`padfree.prefix_tree.PathPages`).
 
 `prefix_attention` is a custom operator, so that a compiled layer stays one graph. The backward pass makes the copies of
 keys again instead of keeping them in memory.
@@ -64,14 +61,16 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""The cost of treating a node of the prefix tree as a long prefix: its keys are not copied for each node below it, but
-read in one separate kernel call. For each device type, the first number is the cost per query below the node, and the
-second is the cost of the call. The unit is the cost of copying one key.
+"""The cost of a long prefix for each device type: a cost per query of its descendants, and a fixed cost. The unit is
+the cost of copying one key.
+
+A long prefix is a node of the prefix tree whose keys the backward pass does not copy for each descendant, but reads in
+a separate kernel call.
 """
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Keys are read in pages if this saves the copies of at least this many keys. On an H200, so many copies take 0.03 ms
+"""Keys are read in pages if pages save at least this number of key copies. On an H200, PAGES_PAY copies take 0.03 ms
 per layer (8 key heads of size 128).
 """
 
@@ -101,8 +100,9 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """Return arrays that say which keys each node of a prefix tree sees, or None if the samples share no prefix.
 
-    `long_prefixes` are the indices of the nodes whose keys are read in a separate call instead of copied. `paged` says
-    whether to prepare pages of keys. If one of these two arguments is None, this function chooses its value.
+    `long_prefixes` are the indices of the nodes whose keys the backward pass does not copy for each descendant, but
+    reads in a separate attention call. `paged` says whether to prepare pages of keys for the forward pass. An argument
+    that is None is chosen by this function.
     """
     if segments.parents is None:
         return None
@@ -149,10 +149,11 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return the arrays that describe the keys each node of a prefix tree sees, and the length of the longest path.
+    """Return arrays that describe the path of each node of a prefix tree, and the length of the longest path.
 
-    The path of a node is its tokens and those of its ancestors, without the nodes in `without`. The first array is the
-    cu_seqlens of the paths. The other arrays are those of `Copies`, which gather the tokens of the paths.
+    The path of a node is the tokens that it sees: those of its ancestors, except ancestors in `without`, and its own.
+    The first array is the cu_seqlens of the paths. The other arrays are those of `Copies`, which gather the tokens of
+    all paths from the pack.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
@@ -222,7 +223,9 @@ class _LongPrefix(NamedTuple):
 
 
 class _Pack(NamedTuple):
-    """The arguments of an attention kernel that describe the pack, such as its segments and which keys are copied."""
+    """The arguments of an attention call other than q, k, v and sinks, such as which keys to copy for each node of the
+    prefix tree.
+    """
 
     backend: AttentionBackend
     queries: Segments

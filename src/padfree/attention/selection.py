@@ -158,9 +158,9 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def key_block(requested: str) -> int:
-    """Return the number of keys in a block of the backend `requested`, if its results depend on how keys are divided.
+    """Return the number of keys in a block, if the backend named `requested` divides the keys into blocks on which the
+    bits of its results depend.
 
-    Returns 1 for all other backends, and for `auto`, which never chooses a backend whose results depend on blocks of
-    keys.
+    Returns 1 for all other backends, and for `auto`, which never chooses a backend with such blocks.
     """
     return BACKENDS[requested].key_block if requested in BACKENDS else 1

@@ -29,12 +29,12 @@ LEAST_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankCopy:
-    """What one rank would copy to the memory of its host."""
+    """The copy of a checkpoint's tensors that one rank would make in host memory before a background write."""
 
     host: str
-    size: int  # bytes of its tensors
+    size: int  # bytes of the tensors that the rank would copy
     free: float  # free bytes of the host's memory
-    on_cpu: bool  # whether its model is in host memory
+    on_cpu: bool  # whether the rank's model is in host memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class WriteChoice:
 
 
 def choose_write(copies: Sequence[RankCopy]) -> WriteChoice:
-    """Choose for all ranks of a run. `copies`: one per rank."""
+    """Choose whether all ranks of a run write a checkpoint in the background. `copies` has one item per rank."""
     if any(copy.on_cpu for copy in copies):
         return WriteChoice(
             background=False, reason="the model is in host memory, where a background write slows training"

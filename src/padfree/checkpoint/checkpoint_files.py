@@ -95,7 +95,7 @@ class Reader:
         assert filled == local.numel(), f"{key}: the checkpoint has {filled} of {local.numel()} elements"
 
     def with_prefix(self, prefix: str) -> Reader:
-        """Return a reader for the tensors whose keys start with `prefix`. Its keys do not contain the prefix."""
+        """Return a reader for the tensors whose keys start with `prefix`. The new reader's keys lack this prefix."""
         inside = {key.removeprefix(prefix): about for key, about in self.tensors.items() if key.startswith(prefix)}
         return Reader(self._path, inside, f"{self._prefix}{prefix}")
 

@@ -1,28 +1,29 @@
 """Save and load checkpoints. A checkpoint is either complete or absent.
 
+Every rank writes the parts of tensors that it holds ("pieces"):
+
     <folder>/latest                             the name of the newest checkpoint
     <folder>/step-00000010/
         manifest.json                           step, values that are not tensors, checksums, location of each piece
-        rank-00000.safetensors                  the pieces (parts of tensors) that rank 0 held, and its random state
+        rank-00000.safetensors                  the pieces that rank 0 held, and its random state
         rank-00001.safetensors
 
-    weight [5, 2] on 2 ranks       rank-00000 holds [0:3], rank-00001 holds [3:5]
-    read again by 3 ranks          [0:2] | [2:4] (from both files) | [4:5]
+To load a checkpoint, a rank reads the pieces that overlap its own shards, so any number of ranks can resume. For
+example, if 2 ranks saved a weight [5, 2], rank-00000 holds its rows [0:3] and rank-00001 its rows [3:5]. If 3 ranks
+load the weight, they read the rows [0:2], [2:4] (from both files) and [4:5].
 
-Every rank writes the pieces of tensors that it holds. To load, a rank reads the pieces that overlap its own shards, so
-any number of ranks can resume. A model with adapters is saved without its frozen weights. A reference model is saved if
-it was updated during the run.
+A model with adapters is saved without its frozen weights. A reference model is saved if it was updated during the run.
 
 The format is JSON and safetensors, and every file is checked by its checksum before it is loaded.
 torch.distributed.checkpoint is not used, because it reads its `.metadata` with pickle, which can run code.
 
-A checkpoint is written to `step-….partial`, synced and renamed. Then the file `latest` is replaced, so it always names
-a complete checkpoint. A checkpoint is never overwritten: a second one of step 10 is named `step-00000010.1`. If one
-rank fails, all ranks raise the same error.
+A checkpoint is written to `step-….partial`, synced to disk and renamed. Then the file `latest` is replaced, so it
+always names a complete checkpoint. A checkpoint is never overwritten: a second one of step 10 is named
+`step-00000010.1`. If one rank fails, all ranks raise the same error.
 
-With `asynchronous`, `save` copies the tensors to host memory and returns, and a thread writes them. The next call of
-`save` or `wait` raises the thread's error, if any. With `asynchronous="auto"`, each save measures the free host memory
-and chooses whether to do so (`padfree.checkpoint.background`).
+With `asynchronous=True`, `save` copies the tensors to host memory and returns, and a thread writes them. The next call
+of `save` or `wait` raises the thread's error, if any. With `asynchronous="auto"`, each save chooses whether a thread
+writes the tensors, depending on the free host memory (`padfree.checkpoint.background`).
 """
 
 from __future__ import annotations
@@ -138,12 +139,12 @@ class Checkpointer:
     ) -> Path:
         """Write a checkpoint and return its folder.
 
-        An asynchronous checkpoint is complete only after `wait`. `last`: whether no training follows; the checkpoint is
-        then complete when this method returns.
+        An asynchronous checkpoint is complete only after `wait`. With `last=True`, for the last checkpoint of a run,
+        the checkpoint is complete when this method returns.
 
-        `extra` holds values that are the same on every rank, and `rank_state` the values of this rank: tensors or
-        values that JSON can represent. `reference` holds the tensors of a reference model. `critic` is a second trained
-        model with its optimizer.
+        `extra` holds values that are the same on every rank, and `rank_state` holds values of this rank. The values are
+        tensors or can be represented in JSON. `reference` holds the tensors of a reference model. `critic` is a second
+        trained model with its optimizer.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -226,7 +227,9 @@ class Checkpointer:
         self.wait()
 
     def _in_background(self, tensors: Mapping[str, Tensor], model: nn.Module) -> bool:
-        """Return whether to copy these tensors and write them in a thread. All ranks get the same answer."""
+        """Return whether to copy the checkpoint's `tensors` to host memory and write them in a thread. All ranks get
+        the same answer.
+        """
         if self.asynchronous != "auto":
             return self.asynchronous
         own = RankCopy(
@@ -463,9 +466,9 @@ def latest_in(folder: Path) -> Path | None:
 
 @contextmanager
 def _collecting_error(errors: list[CheckpointError], path: Path, what: str) -> Iterator[None]:
-    """Context manager that appends an `OSError` of its block to `errors`, as a `CheckpointError` about `path`.
+    """Context manager that catches a `CheckpointError` or an `OSError` in its block and appends it to `errors`.
 
-    `what` is the text after the path in the message, as "problem; fix". A `CheckpointError` is appended unchanged.
+    An `OSError` becomes a `CheckpointError` about `path`, with the problem and the fix in `what`: "problem; fix".
     """
     try:
         yield

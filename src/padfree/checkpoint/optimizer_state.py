@@ -71,7 +71,8 @@ def describe_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]
 def load_optimizer(model: nn.Module, optimizer: Optimizer, described: dict[str, Any], reader: Reader) -> None:
     """Load a saved state into an optimizer.
 
-    `described` holds the saved values that are not tensors. It names the same parameters as the optimizer's groups.
+    `described` holds the saved values that are not tensors, and `reader` reads the saved tensors. `described` must name
+    the same parameters as the optimizer's groups, in the same order.
     """
     parameters = named_tensors(model)
     state: dict[int, dict[str, Any]] = {}

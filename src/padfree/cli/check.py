@@ -87,7 +87,7 @@ def run(settings: argparse.Namespace) -> None:
     measured = settings.float8 is not False
     budget: float | None = settings.float8 if measured else None
     if budget is not None and not 0 < budget < math.inf:
-        raise UserError("--float8", "", "give a number above 0, or --float8 without a number", value=budget)
+        raise UserError("--float8", "", "give a budget above 0, or --float8 without a budget", value=budget)
     if settings.layers is not None and settings.full:
         raise UserError("--layers", f"{settings.layers} cannot be combined with --full", "give only one of them")
     data, vision = data_settings(settings)
@@ -239,7 +239,7 @@ def context_ranks(layout: str | None, processes: int) -> int:
     for entry in layout.split(","):
         name, _, size = entry.strip().partition("=")
         if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise UserError("--layout", "", "give data and context ranks, as in dp=2,cp=2", value=layout)
+            raise UserError("--layout", "", "give numbers of data and context ranks, such as dp=2,cp=2", value=layout)
         sizes[name] = int(size)
     wanted = sizes["dp"] * sizes["cp"]
     if wanted != processes:

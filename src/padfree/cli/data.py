@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COLOURS = "\033[30;42m", "\033[0m"
 MARKS = "[[", "]]"
-"""Marks before and after trained text if the output is not a terminal. A terminal shows the text in colour."""
+"""The brackets around trained text if the output is not a terminal. A terminal shows trained text in colour."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,7 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
     )
-    command.add_argument("--row", default="1", metavar="N", help="first row: its number, or file:line (default 1)")
+    command.add_argument("--row", default="1", metavar="N", help="first row to show: a number or file:line (default 1)")
     command.add_argument("--rows", type=int, default=1, metavar="K", help="number of rows (default 1)")
     command.add_argument("--eval", action="store_true", help="show held-out data (eval.path)")
     command.add_argument("--page", metavar="FILE", help="write an HTML page instead of printing")

@@ -37,10 +37,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog='example: padfree generate runs/sft "What is the capital of France?"',
     )
     add_options(command)
-    command.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="prompt text; - reads a prompt from standard input"
-    )
-    command.add_argument("--prompts", metavar="FILE", help="file with one prompt per line; - is stdin")
+    command.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompt text, or '-' for standard input")
+    command.add_argument("--prompts", metavar="FILE", help="file with one prompt per line, or '-' for stdin")
     command.add_argument("--plain", action="store_true", help="send prompts without the chat template")
     command.set_defaults(run=run)
 

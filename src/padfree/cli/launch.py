@@ -1,18 +1,18 @@
 """`padfree launch`: runs one command on several hosts, over ssh, with torchrun on each host.
 
-Example:
+Example, which runs `padfree sft` with the recipe `sft` and two changed settings on the hosts a and b:
 
     padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
 
-    here     ssh a python -m padfree.cli.on_host      sends the order: command, folder, environment
-             ssh b python -m padfree.cli.on_host
-    a, b     each host answers: versions, digest of the recipe, number of GPUs, or an error
-    here     if no host reports an error, the arguments of torchrun go to each host
-    a, b     torchrun --nnodes 2 --node-rank 0 (b: 1) --master-addr a ... -m padfree sft ...
-    here     prints the output of the hosts, each line with the name of its host. If a host fails, or if this process
-             receives SIGINT or SIGTERM, the other hosts are told to stop: torchrun receives SIGTERM there
+1. The launcher starts `python -m padfree.cli.on_host` on each host over ssh, and sends the command, the folder and the
+   environment variables to it.
+2. Each host answers with its versions, a digest of the recipe and the number of its GPUs, or with an error.
+3. If there is no error and the answers agree, the launcher sends the arguments of torchrun to each host. The host a
+   then runs `torchrun --nnodes 2 --node-rank 0 --master-addr a ... -m padfree sft sft ...`.
+4. The launcher prints the output of the hosts, and puts the name of the host before each line. If a host fails, or if
+   the launcher receives SIGINT or SIGTERM, the launcher stops torchrun on all hosts with SIGTERM.
 
-With --slurm, `padfree launch` writes a batch script instead (`padfree.cli.slurm`).
+With --slurm, `padfree launch` writes a batch script for Slurm instead (`padfree.cli.slurm`).
 """
 
 from __future__ import annotations
@@ -114,7 +114,12 @@ class Launch:
         words = _words(settings.words)
         hosts = [host.strip() for host in settings.hosts.split(",")]
         if not all(hosts) or any(host.startswith("-") for host in hosts):
-            raise UserError("--hosts", "", "name the hosts, separated by commas", value=settings.hosts)
+            raise UserError(
+                "--hosts",
+                "",
+                "give comma-separated host names that are not empty and do not begin with -",
+                value=settings.hosts,
+            )
         for host in hosts:
             if hosts.count(host) > 1:
                 raise UserError("--hosts", f"{host} is named twice", "name every host once")
@@ -171,7 +176,10 @@ def _address(given: str | None, first: str) -> tuple[str, int]:
     name, _, port = (given or first.rpartition("@")[2]).partition(":")
     if not name or not (port or str(PORT)).isdigit():
         raise UserError(
-            "--address", "", f"give NAME:PORT with a name that all hosts can resolve, e.g. host0:{PORT}", value=given
+            "--address",
+            "",
+            f"give HOST:PORT, a name that all hosts can resolve and the number of a port, e.g. host0:{PORT}",
+            value=given,
         )
     return name, int(port or PORT)
 
@@ -280,7 +288,7 @@ def gpus_per_host(answers: Mapping[str, Mapping[str, Any]]) -> int:
     fewest = min(counts, key=lambda host: counts[host])
     if not counts[fewest]:
         raise UserError(
-            "--processes", f"torch finds no GPU on {fewest}", "set --processes to the number of processes per host"
+            "--processes", f"torch finds no GPU on host {fewest}", "set --processes to the number of processes per host"
         )
     most = max(counts, key=lambda host: counts[host])
     if counts[most] != counts[fewest]:

@@ -1,15 +1,17 @@
 """The program that `padfree launch` starts on each host: it checks the command, then runs torchrun.
 
-    standard input    one JSON line with the command, the folder and the environment variables (the order);
-                      one JSON line with the arguments of torchrun; then the line "stop", or the end of the input
-    standard output   one JSON line that begins with ANSWER: this host's versions and number of GPUs and the digest of
-                      the recipe, or an error; then the output of torchrun and its processes
+The launcher and this program exchange lines over standard input and output:
 
-The launcher controls this program over standard input. When standard input ends, because the launcher ended or the
-connection was lost, torchrun receives SIGTERM. The line "stop" has the same effect.
+1. The launcher sends the command, the folder and the environment variables, as one line of JSON.
+2. This program answers with one line, `ANSWER` followed by JSON: this host's versions, a digest of the recipe and the
+   number of GPUs, or an error.
+3. The launcher sends the arguments of torchrun, as one line of JSON.
+4. This program runs torchrun, whose processes print to standard output.
+5. This program stops torchrun with SIGTERM if the launcher sends the line "stop", or if standard input ends because the
+   launcher has ended or the connection is lost.
 
-Environment variables are sent over standard input as well. They may contain secrets, and command-line arguments are
-visible in process lists.
+Environment variables may contain secrets. They are sent over standard input, because command-line arguments are visible
+in process lists.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from padfree.config.recipe_files import recipe_path
 from padfree.errors import UserError
 
 ANSWER = "padfree-answer "
-"""The first characters of the line that answers the launcher. They distinguish it from lines that a shell prints."""
+"""The prefix of this host's answer to the launcher. Lines before the answer come from the host's shell."""
 
 SHUTDOWN = 30.0
 """Seconds that torchrun waits for its processes after a signal; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it."""

@@ -243,9 +243,10 @@ class ErrorRecordingStream:
 
 @contextmanager
 def error_recording_stdout() -> Iterator[ErrorRecordingStream]:
-    """Context manager that replaces `sys.stdout` for a command whose result is its output.
+    """Context manager that replaces `sys.stdout` by an `ErrorRecordingStream`, for commands such as `plan` that print
+    their result.
 
-    A failed write raises an error inside the block.
+    A failed write raises its error in the block, or at the end of the block, where the stream is flushed.
     """
     stream = sys.stdout if sys.stdout is not None else io.StringIO()
     recorded: Any = ErrorRecordingStream(stream)

@@ -248,7 +248,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
         found = calibrate(model.config, config, max_tokens=settings.max_tokens, progress=progress)
     print(
         f"measured    on {found.device}, {config.model.dtype}, compile {config.parallel.compile}, checkpointing "
-        f"{config.parallel.checkpointing}, models with {_listed(found.layers)} layers, in milliseconds"
+        f"{config.parallel.checkpointing}, models with {_listed(found.layers)} layers; milliseconds per micro-batch:"
     )
     for each in found.measurements:
         lengths = f"{len(each.lengths)} x {each.lengths[0]:,}"
@@ -261,7 +261,8 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     )
     print(f"stored      {found.path}")
     print(
-        f"            padfree plan uses it on this device; for other devices and for runs set batch.cost={found.path}"
+        "            padfree plan uses this cost model on this device by itself; for other devices and for runs, set "
+        f"batch.cost={found.path}"
     )
 
 

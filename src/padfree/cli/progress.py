@@ -138,8 +138,10 @@ class Lines:
         self.heartbeat.doing("sampling" if done < wanted else "computing rewards", done, wanted if done < wanted else 0)
 
     def activity(self, name: str, done: int, total: int) -> None:
-        """Set the current activity `name` and its progress. For "step", `done` is the step that begins and `total` the
-        number of steps.
+        """Set the current activity `name` and its progress, `done` of `total`. A `total` of 0 means an unknown total.
+
+        If `name` is "step", `done` is the number of the step that begins (the first is 1), and `total` the number of
+        steps of the run.
         """
         if name != "step":
             self.heartbeat.doing(name, done, total)

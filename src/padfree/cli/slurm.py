@@ -1,16 +1,18 @@
-"""Batch scripts for Slurm: one torchrun per node, as in `padfree launch --hosts`.
+"""Batch scripts for Slurm, which start one torchrun per node.
 
-    padfree launch --slurm FILE     writes FILE
-    a recipe with [slurm]           outside of a Slurm job, `padfree sft recipe.toml` writes RUN_FOLDER.sbatch; inside
-                                    the job, the same command trains
+There are two ways to get a script:
 
-Examples:
+- `padfree launch --slurm FILE ...` writes the script FILE.
+- `padfree sft recipe.toml` writes the script RUN_FOLDER.sbatch if the recipe has the section `[slurm]`. Inside a Slurm
+  job, the same command trains.
+
+Example, which runs `padfree sft` with the recipe `sft` and one changed setting:
 
     padfree launch --slurm job.sh --nodes 4 --processes 8 --sbatch time=24:00:00 -- sft sft run.folder=/shared/first
     sbatch job.sh
 
-The script is complete: it names the folder, the Python and every setting, and does not read the environment of the
-shell that submits it. The command and its settings are checked before the script is written.
+The script contains the folder, the path of Python and the whole command. It reads no variables of the shell that
+submits it. The command and its settings are checked before the script is written.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ def write_script(settings: argparse.Namespace, words: Sequence[str]) -> None:
     """Write the batch script, or print it if --dry-run is given."""
     for name, needed in (("nodes", settings.nodes), ("processes", settings.processes)):
         if needed is None:
-            raise UserError(f"--{name}", "missing", f"give the number of {name} with --slurm")
+            raise UserError(f"--{name}", "missing", f"add --{name} N with the number of {name}, which --slurm needs")
         if needed < 1:
-            raise UserError(f"--{name}", "", "give 1 or more", value=needed)
+            raise UserError(f"--{name}", "", "give a number of 1 or more", value=needed)
     path, folder = Path(settings.slurm).absolute(), Path(settings.folder).absolute()
     try:
         with chdir(folder):
@@ -73,7 +75,9 @@ def write_script(settings: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def is_job_description(slurm: SlurmConfig) -> bool:
-    """Return whether the section `slurm` asks for a batch script, because this process is not part of a job."""
+    """Return whether to write a batch script instead of training: `slurm.nodes` is set, and this process was started
+    neither in a Slurm job nor by torchrun.
+    """
     return slurm.nodes is not None and not os.environ.keys() & {"SLURM_JOB_ID", "WORLD_SIZE"}
 
 
@@ -116,7 +120,9 @@ def write_recipe_script(config: Config, words: Sequence[str]) -> None:
 
 @contextmanager
 def processes_of_job(slurm: SlurmConfig) -> Iterator[None]:
-    """Context manager in which a dry run describes a run with the number of processes of the Slurm job."""
+    """Context manager that sets the environment variables `WORLD_SIZE` and `LOCAL_WORLD_SIZE` as in the Slurm job, so
+    that a dry run (one process) describes a run with all processes of the job.
+    """
     assert slurm.nodes is not None, "no batch script was asked for"
     assert slurm.processes is not None, "SlurmConfig refuses this"
     variables = {"WORLD_SIZE": str(slurm.nodes * slurm.processes), "LOCAL_WORLD_SIZE": str(slurm.processes)}

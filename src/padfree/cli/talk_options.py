@@ -30,7 +30,7 @@ class OneLineHelp(argparse.HelpFormatter):
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `padfree generate` and `padfree chat` share."""
     command.add_argument("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
-    command.add_argument("--base", metavar="NAME", help="base model of an adapter folder, if it has moved")
+    command.add_argument("--base", metavar="NAME", help="replaces the base model that an adapter names")
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument(
         "--max-new-tokens", type=int, default=512, metavar="N", help="maximum length of an answer (default %(default)s)"

@@ -1,10 +1,14 @@
-"""`padfree sft`, `padfree rl` and the other training commands: a recipe, overrides, and one line of progress per step.
+"""The training commands: `padfree sft`, `padfree rl` and others. They print one line of progress per step.
 
-Examples:
+A training command takes a recipe, by file or by name, and settings that replace those of the recipe. Without a recipe,
+`padfree sft` uses the recipe `sft`:
 
     padfree sft model.path=Qwen/Qwen3-0.6B data.path='["train.jsonl"]'
-    padfree rl rl loss.kind=gspo --dry-run
     torchrun --nproc-per-node 8 -m padfree sft
+
+The command `rl` needs a recipe, for example the recipe that is also named `rl`:
+
+    padfree rl rl loss.kind=gspo --dry-run
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class PackedCollator:
             if batch.num_tokens > self.length:
                 raise UserError(
                     "length",
-                    f"{self.length} is too short for a batch of {batch.num_tokens} tokens",
-                    "raise length, or use fewer features per batch",
+                    f"{self.length} tokens per pack are too few for a batch of {batch.num_tokens} tokens",
+                    "raise length, or use a smaller batch size",
                 )
             batch = batch.padded_to(self.length)
         else:
@@ -99,7 +99,10 @@ class PackedCollator:
 
 
 def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
-    """Return the sequences of one feature as samples. `index` is the index of the feature, for error messages."""
+    """Convert a feature (one example of the batch) to samples, one per sequence of the feature.
+
+    `index`: the index of the feature in the batch, for error messages.
+    """
     if "input_ids" not in feature:
         raise UserError(
             "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"

@@ -2,20 +2,23 @@
 
     from padfree.compat.slime import pack_sequences, unpack_sequences   # instead of slime.backends.fsdp_utils...
 
-    packed    tokens        [T]     prompt and response of every sequence, one sequence after the other
-              cu_seqlens    [n+1]   boundaries of the sequences, for attention
-              loss_masks    [R]     of the responses only, concatenated; response_lengths has their lengths
-              log_probs     [T-1]   entry j-1 is the log-probability of token j
+Signatures and keys are those of slime. A pack is a dict. It holds n sequences with T tokens, and R of these tokens are
+response tokens. Among its keys are:
 
-Signatures and keys are those of slime. A pack has T tokens in n sequences, R of them in responses. Some behaviour
-differs:
+    tokens        [T]     prompt and response of every sequence, one sequence after the other
+    cu_seqlens    [n+1]   boundaries of the sequences, for attention
+    loss_masks    [R]     masks of the response tokens, one response after the other
+    log_probs     [T-1]   entry j-1 is the log-probability of token j
 
-- `pad_length` is stored in the dict; slime guessed it from trailing zeros, but 0 is a valid token id.
+The functions differ from slime's in these points:
+
+- The pack stores the number of padding tokens as `pad_length`. slime inferred this number from trailing zeros, but 0 is
+  a valid token id.
 - Padding is removed only from the last sequence.
 - `pad_packed_sequence_with_cp` does not change the caller's dict.
 - No pack has more than `max_tokens_per_gpu` tokens.
-- There are never more packs than sequences. The key `indices` has the input index of each sequence.
-- Inconsistent lengths raise an error that names them.
+- There are never more packs than sequences. The key `indices` has the index of each sequence in the input.
+- Inconsistent lengths raise an error that shows the lengths.
 - No function needs CUDA.
 """
 
@@ -268,9 +271,10 @@ def _check_sequences(
 
 
 def _concatenate(key: str, lists: Sequence[Any], chosen: list[int]) -> Tensor:
-    """Concatenate the values of the chosen sequences into a float32 tensor with one value per response token.
+    """Concatenate per-token values of the sequences with the indices `chosen`. Return a float32 tensor with one value
+    per response token.
 
-    `lists[i]` holds the values `key` (such as the advantages) of sequence i.
+    `lists[i]` holds the values of sequence i. `key` is the name of these values, such as "advantages".
     """
     arrays = [number_array(lists[i], f"{key} of sequence {i}").reshape(-1) for i in chosen]
     if key == "loss_masks":

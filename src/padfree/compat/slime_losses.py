@@ -1,14 +1,16 @@
 """The scores and losses of the former FSDP backend of slime (an RL framework). `padfree.compat.slime` exports them.
 
-    logits        [T-1, V]   one prediction per entry: entry j-1 predicts token j
-    log_probs     [T-1]      entry j-1 scores token j
+For T tokens and a vocabulary of V tokens, the shapes are:
 
-These functions differ from slime's:
+    logits        [T-1, V]   entry j-1 predicts token j
+    log_probs     [T-1]      entry j-1 is the log-probability of token j
 
-- No tensor as large as the logits is needed in forward.
-- Log-probabilities are float32, also for half-precision logits.
-- The temperature also applies to the entropy.
-- With context parallelism, the last entropy is correct.
+The functions differ from slime's in these points:
+
+- Forward needs no tensor as large as the logits, besides the logits.
+- Log-probabilities are float32 even if the logits are bfloat16 or float16.
+- The logits are divided by the temperature for the entropy as well, not only for the log-probabilities.
+- With context parallelism, the entropy of the last entry is computed. slime sets it to 0.
 - `sum_of_sample_mean` raises an error for inconsistent lengths.
 - Log-ratios are limited to ±20, so that no loss is infinite.
 - `allow_compile` has no effect.

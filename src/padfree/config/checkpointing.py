@@ -45,14 +45,17 @@ def uses_host(value: str) -> bool:
 
 
 def needs_compiled_layers(value: str) -> bool:
-    """Return whether this value of `parallel.checkpointing` has a level that needs compiled layers."""
+    """Return whether any layer has a checkpointing level that needs torch.compile. `value`: the value of
+    `parallel.checkpointing`.
+    """
     return value == "host" or (is_by_layer(value) and any(level in OFFLOADED for level in _names(value)))
 
 
 def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
-    """Return the level of each layer, for a value that lists levels, such as `6 host, 30 none`.
+    """Return the checkpointing level of each layer. `value` lists the levels, as in `6 host, 30 none`: six layers have
+    the level `host`, and 30 layers the level `none`.
 
-    Raise a `UserError` if the value does not have levels for exactly `num_layers` layers.
+    Raise a `UserError` if the numbers of layers in `value` do not add up to `num_layers`.
     """
     levels = tuple(level for count, level in _parts(value) or () for _ in range(count))
     if len(levels) != num_layers:
@@ -63,10 +66,10 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """Adapt a value such as `6 host, 30 none` to another number of layers: `2 host, 10 none` for `num_layers` = 12.
+    """Adapt the numbers of layers in a value such as `6 host, 30 none` to a model with `num_layers` layers.
 
-    Each layer gets the level of the layer at the same relative depth. A value without numbers of layers is returned
-    unchanged.
+    With 12 layers, this value becomes `2 host, 10 none`: each layer gets the checkpointing level (here `host` or
+    `none`) of the layer at the same relative depth. A value without numbers of layers is returned unchanged.
     """
     if not is_by_layer(value):
         return value

@@ -142,7 +142,10 @@ class Config:
         )
 
     def _check_rollouts(self, setting: str) -> None:
-        """Check the settings of a run that samples responses because `setting`, e.g. `rollout.reward`, is set."""
+        """Check the settings of a run that samples responses.
+
+        `setting`: the name of the setting that makes the run sample responses, such as "rollout.reward".
+        """
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
@@ -166,7 +169,8 @@ class Config:
             not given,
             "loss.advantage",
             advantage,
-            "set loss.advantage=grpo: only rollout files can give advantages, and this run samples its responses",
+            "set loss.advantage=grpo: the value 'given' takes advantages from rollout files, but this run samples "
+            "its responses",
         )
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
         fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"

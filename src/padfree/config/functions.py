@@ -1,11 +1,11 @@
 """User functions that a setting names by import path, `module:function`.
 
     REWARD = UserFunction(setting="reward", noun="reward", arguments=("response", "row"), result="a number")
-    REWARD.check("my_rewards:length_penalty")        imports nothing
-    REWARD.load("my_rewards:length_penalty")         imports the module and returns the function
+    REWARD.check("my_rewards:length_penalty")        # looks for the package `my_rewards`, imports nothing
+    REWARD.load("my_rewards:length_penalty")         # imports the module and returns the function
 
-A recipe may come from an untrusted author. Functions of Python's standard library are therefore refused: `os.system`
-takes the same arguments as a reward function.
+Functions of Python's standard library are refused. Otherwise a recipe by an untrusted author could name a function that
+runs shell commands, such as `os:system`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class UserFunction:
     asynchronous: bool = False  # whether the function must be a coroutine function
 
     def check(self, path: str) -> None:
-        """Raise a `UserError` if the package named in `path` does not exist or is in Python's standard library."""
+        """Raise a `UserError` if there is no package for the import path `path` (`package.module:function`), or if the
+        package belongs to Python's standard library. Nothing is imported.
+        """
         assert is_path(path)
         package = path.partition(":")[0].partition(".")[0]
         if package in sys.stdlib_module_names:

@@ -30,7 +30,8 @@ DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
 GIVEN_TEXT = ("rollout.reward", "eval.reward")
-"""Settings that name a model with its own tokenizer, to which the run sends text."""
+"""Settings that name a reward model. The run sends text to this model, not token ids, so the model may have any
+tokenizer."""
 
 
 def named_models(config: Config) -> dict[str, str]:
@@ -63,7 +64,10 @@ def shortened(name: str) -> str:
 
 
 def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "model") -> None:
-    """Raise a `UserError` if `name` is neither on disk nor on the Hub. `setting`: the setting that has this name."""
+    """Raise a `UserError` if the model or data set `name` is neither on disk nor on the Hub.
+
+    `setting`: the setting whose value is `name`, for error messages.
+    """
     try:
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)

@@ -307,16 +307,19 @@ READ_BY: dict[str, Reason | None] = {
     "slurm.setup": None,
     "slurm.python": None,
 }
-"""For each setting or table, a function that returns why a run does not read it; None if every run reads it.
+"""The rules of the settings, by name. A rule is a function that returns why a run does not read the setting. If every
+run reads the setting, its rule is None.
 
-The function of a table holds for the settings of the table that have no entry of their own.
+If the name is that of a table, such as "loss.clip", the rule applies to all settings of the table without a rule of
+their own.
 """
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule that says why a run does not read the setting `name`; None if every run reads the setting.
+    """Return the rule of the setting `name`, a function that returns why a run does not read this setting. Return None
+    if every run reads the setting.
 
-    A setting without an entry in `READ_BY` has the rule of the innermost table that contains it.
+    If `READ_BY` has no rule for "loss.clip.low", for example, the rule for the table "loss.clip" is returned.
     """
     while name not in READ_BY:
         name, _, last = name.rpartition(".")

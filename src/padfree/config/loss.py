@@ -60,8 +60,9 @@ EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out: only RL uses a batch 
 class LossConfig:
     """The loss that is minimised. Most of these settings apply only to RL.
 
-    A field of type `Objective` adds a kind of policy loss, a field of type `Correction` a correction, and a field of
-    type `TaskSettings` a task. `low`, `high` and `dual` override the bounds of the chosen kind.
+    A field of type `Objective` holds the settings of one policy loss, a field of type `Correction` those of one
+    correction, and a field of type `TaskSettings` those of one task (a training command). `low`, `high` and `dual`
+    override the clip bounds of the policy loss that `kind` names.
     """
 
     kind: str = setting(
@@ -101,12 +102,16 @@ class LossConfig:
         resume=STAYS,
     )
     low: float | None = setting(
-        None, about="Replaces the lower bound of the chosen loss, e.g. loss.clip.low; if none, that bound stays."
+        None,
+        about="Overrides the lower clip bound of the policy loss in use, e.g. loss.clip.low with loss.kind=clip. With "
+        "the default, none, nothing is overridden.",
     )
     high: float | None = setting(
-        None, about="Replaces the upper bound of the chosen loss, e.g. loss.clip.high; if none, that bound stays."
+        None,
+        about="Overrides the upper clip bound of the policy loss in use, e.g. loss.clip.high with loss.kind=clip. With "
+        "the default, none, nothing is overridden.",
     )
-    dual: float | None = setting(None, about="Overrides loss.clip.dual; if none, loss.clip.dual applies.")
+    dual: float | None = setting(None, about="Overrides loss.clip.dual. With the default, none, nothing is overridden.")
     clip: ClipSettings = field(default_factory=ClipSettings)
     gspo: GSPOSettings = field(default_factory=GSPOSettings)
     cispo: CISPOSettings = field(default_factory=CISPOSettings)
@@ -115,9 +120,10 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="Origin of the log-probabilities of π_old in the ratio π / π_old. trainer: a forward pass before "
-        "the updates; sampler: the sampler; current: the update. auto: current if batches have one update and no "
-        "correction covers whole sequences, else trainer.",
+        about="Where π_old in the ratio π / π_old comes from. trainer: a forward pass before the updates. sampler: "
+        "the values that the sampler reported. current: the forward pass of the update itself, so that the ratio is 1. "
+        "auto: current if each batch is used for one update and loss.corrections has only token_tis and icepop or is "
+        "empty, else trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )
@@ -141,8 +147,8 @@ class LossConfig:
     kl_estimator: KLEstimator = setting("k3", about="Estimator of the KL divergence.")
     kl_weighting: KLWeighting = setting(
         "none",
-        about="Weight of a token's KL estimate. none: 1. ratio: the ratio π / π_old, through which the gradient also "
-        "flows.",
+        about="The factor of each token's KL estimate. With the value none, the factor is 1. With the value ratio, it "
+        "is π / π_old, and the gradient also flows through this factor.",
     )
     entropy_coefficient: float = setting(
         0.0,
@@ -206,8 +212,9 @@ class LossConfig:
     def _old_policy(self) -> OldPolicy:
         """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
-        `auto` means `current` if every batch is used for a single update, which saves a forward pass. It means
-        `trainer` if a batch is used for several updates, or if a correction covers whole sequences.
+        With `trainer`, π_old is computed in an additional forward pass before the updates. `current` saves this pass:
+        π_old is the π of the update itself. `auto` means `current` if each batch is used for a single update, and each
+        of `loss.corrections` applies to single tokens, not to whole sequences. Otherwise, it means `trainer`.
         """
         if self.old_policy != "auto":
             return self.old_policy

@@ -90,9 +90,9 @@ class DistillSettings(TaskSettings):
     top_k: int | None = setting(
         None,
         least=1,
-        about="Compare only the teacher's k most probable tokens, and all others as one outcome; if none, compare "
-        "all tokens.",
-        fix="give 1 or more, or leave it out",
+        about="Number of the teacher's most probable tokens that are compared one by one; all other tokens count as "
+        "one outcome. With the default, none, all tokens are compared one by one.",
+        fix="give a number of tokens, 1 or more, or leave this setting out",
     )
 
     def __post_init__(self) -> None:
@@ -217,7 +217,12 @@ class RewardModelSettings(TaskSettings):
     eval_metrics: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin")
     head: ClassVar[ModelHead] = "scalar"
     group_size: ClassVar[int] = 2
-    margin: float = setting(0.0, least=0, about="Margin that is added to the margins of the rows.")
+    margin: float = setting(
+        0.0,
+        least=0,
+        about="Margin by which the score of the chosen answer should exceed that of the rejected answer. If a data row "
+        "has a margin, the two margins are added.",
+    )
 
     def __post_init__(self) -> None:
         check_table(self, "loss.reward.")

@@ -12,7 +12,7 @@ from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
 
 MOST_WEIGHT = 1000.0
-"""Maximum weight of a source. For more repetition, use `data.epochs`."""
+"""Maximum weight of a source. The weight is the number of times that an epoch shows each row of the source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +34,19 @@ class DataSource:
         resume=SAMPLES,
     )
     columns: dict[str, str] | None = setting(
-        None, about="Like data.columns, for this source only; if none, data.columns applies.", resume=SAMPLES
+        None,
+        about="Renames columns of this source, in place of data.columns. With the default, none, data.columns applies.",
+        resume=SAMPLES,
     )
     split: str | None = setting(
-        None, about="Like data.split, for this source only; if none, data.split applies.", resume=SAMPLES
+        None,
+        about="The split of this source, in place of data.split. With the default, none, data.split applies.",
+        resume=SAMPLES,
     )
     subset: str | None = setting(
-        None, about="Like data.subset, for this source only; if none, data.subset applies.", resume=SAMPLES
+        None,
+        about="The subset of this source, in place of data.subset. With the default, none, data.subset applies.",
+        resume=SAMPLES,
     )
 
     def __post_init__(self) -> None:

@@ -88,7 +88,7 @@ class LoraConfig:
     alpha: float | None = setting(
         None,
         above=0,
-        about="Adapters are scaled by alpha / rank; if none, the scale is 1.",
+        about="The output of the adapters is multiplied by alpha / rank. With the default, none, the factor is 1.",
         resume=STAYS,
     )
     dropout: float = setting(0.0, least=0, below=1, about="Dropout probability of the adapter inputs.")
@@ -148,7 +148,8 @@ class TeacherConfig:
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the teacher. Its tokenizer must give all tokens the same ids.",
+        about="Folder or Hub id of the teacher. Each token must have the same id in the teacher's tokenizer as in the "
+        "tokenizer of the trained model.",
         filled=NAMED,
         resume=STAYS,
     )
@@ -169,8 +170,8 @@ class CriticConfig:
 
     path: str | None = setting(
         None,
-        about="A causal language model, which gets a new scalar head, or a reward model, which keeps its head; if "
-        "none, a copy of model.path.",
+        about="Folder or Hub id of the critic: a causal language model, which gets a new scalar head, or a reward "
+        "model, which keeps its head. With the default, none, the critic is a copy of model.path with a new head.",
         filled=NAMED,
         needs=GAE,
         resume=STAYS,
@@ -211,7 +212,8 @@ class CriticConfig:
     clip: float | None = setting(
         0.2,
         above=0,
-        about="How much the value of a token may change during the updates of one batch; if none, it is not limited.",
+        about="Value clipping of PPO: how much the critic's value of a token may change during the updates of one "
+        "batch. If this setting is none, there is no limit.",
         fix='give more than 0, or "none"',
         needs=GAE,
     )

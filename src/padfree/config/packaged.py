@@ -30,7 +30,9 @@ HELD_OUT = "eval"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackagedEnvironment:
-    """An environment of another package, such as verifiers. `name`: the name of the environment in this package."""
+    """An environment of another package, such as verifiers. `name`: the part of the environment's name after the
+    colon, such as `wordle` in `verifiers:wordle`.
+    """
 
     package: str
     name: str
@@ -39,12 +41,12 @@ class PackagedEnvironment:
 
 
 def is_packaged(name: str) -> bool:
-    """Whether the name begins with the name of a supported package."""
+    """Return whether the name of an environment begins with a supported package, as in `verifiers:wordle`."""
     return name.partition(":")[0] in PACKAGES and ":" in name
 
 
 def packaged_environment(name: str, setting: str) -> PackagedEnvironment:
-    """Parse the name of an environment. `setting`: the setting that has this name, for error messages."""
+    """Parse the name of an environment. `setting`: the setting whose value is `name`, for error messages."""
     package, _, rest = name.partition(":")
     rest, mark, part = rest.partition("#")
     own, _, query = rest.partition("?")

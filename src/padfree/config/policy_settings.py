@@ -49,7 +49,7 @@ class ClipSettings(Objective):
         above=1,
         most=math.inf,
         about="Dual clip: upper bound of the ratio for negative advantages; if none, there is no such bound.",
-        fix="give more than 1, or leave it out",
+        fix="give more than 1 as the bound, or leave this setting out",
     )
 
 
@@ -79,7 +79,7 @@ class CISPOSettings(Objective):
         None,
         least=0,
         most=1,
-        about="The importance weight is clipped to at least 1 - low; if none, there is no lower bound.",
+        about="The importance weight is clipped to at least 1 - low. With the default, none, there is no lower bound.",
         fix="give 0 to 1, or leave it out for no lower bound",
     )
     high: float = setting(
@@ -109,7 +109,9 @@ LOW_BAND, HIGH_BAND = "0 to 1, less than high", "1 or more, more than low"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """A factor that multiplies the policy objective of a token. `kind`: the name of the correction in a recipe."""
+    """A correction: a factor that multiplies the policy objective of a token. `kind`: the name of the correction in the
+    setting `loss.corrections`.
+    """
 
     kind: ClassVar[str]
     compares_sampler: ClassVar[bool] = True  # needs the sampler's log-probabilities
@@ -161,8 +163,8 @@ class IcePopSettings(BandCorrection):
     """IcePop: the factor of a token is its importance weight, or 0 if the weight is outside [low, high]."""
 
     kind: ClassVar[str] = "icepop"
-    low: float = setting(0.5, about="Tokens with a smaller importance weight are masked.", allowed=LOW_BAND)
-    high: float = setting(5.0, about="Tokens with a larger importance weight are masked.", allowed=HIGH_BAND)
+    low: float = setting(0.5, about="Tokens with an importance weight below this value are masked.", allowed=LOW_BAND)
+    high: float = setting(5.0, about="Tokens with an importance weight above this value are masked.", allowed=HIGH_BAND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,12 +172,15 @@ class SequenceMaskSettings(BandCorrection):
     """The policy objective of a sequence is multiplied by 0 if its importance ratio is outside [low, high]."""
 
     kind: ClassVar[str] = "sequence_mask"
-    low: float = setting(0.5, about="Sequences with a smaller importance ratio are masked.", allowed=LOW_BAND)
-    high: float = setting(2.0, about="Sequences with a larger importance ratio are masked.", allowed=HIGH_BAND)
+    low: float = setting(0.5, about="Sequences with an importance ratio below this value are masked.", allowed=LOW_BAND)
+    high: float = setting(
+        2.0, about="Sequences with an importance ratio above this value are masked.", allowed=HIGH_BAND
+    )
     statistic: SequenceStatistic = setting(
         "mean",
-        about="mean or sum: the ratio of a sequence is this statistic of its log-ratios. token: a sequence is masked "
-        "if the ratio of any of its tokens is outside the bounds.",
+        about="The importance ratio of a sequence. mean or sum: the exponential of the mean or sum of its tokens' "
+        "log-ratios. token: the bounds apply to the ratio of each token, and one token outside of the bounds masks the "
+        "whole sequence.",
     )
 
     def __post_init__(self) -> None:
@@ -212,14 +217,15 @@ TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
 class PolicySettings(TaskSettings):
     """A policy loss: an objective, its corrections, and the KL and entropy terms.
 
-    `old_policy` chooses the denominator π_old of the ratio π / π_old:
+    `old_policy` says where π_old in the ratio π / π_old comes from:
 
-        trainer    computed by the trainer in a forward pass before the update (`old_logprobs`)
-        sampler    reported by the sampler (`rollout_logprobs`)
-        current    the log-probabilities of π in the update itself, without a separate forward pass. Every batch is
-                   then used for one step only. The ratio is 1, and its gradient equals that of the log-probability
+    - "trainer": the trainer computes `old_logprobs` in a forward pass before the update.
+    - "sampler": the sampler reports `rollout_logprobs`.
+    - "current": π_old is the π of the update itself, without gradient. The ratio is then 1, and the gradient of the
+      ratio is that of log π.
 
-    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by the ratio, which also changes its gradient.
+    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by π / π_old. The gradient also flows through
+    this factor.
     """
 
     command: ClassVar[str] = "rl"

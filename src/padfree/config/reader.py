@@ -141,7 +141,7 @@ def _override(values: dict[str, Any], override: str) -> None:
         if not isinstance(place, (dict, list)):
             raise UserError(
                 "override",
-                f"treats {part!r} as a table, but this name has a value",
+                f"treats {part!r} as a table, but {part!r} already has a plain value",
                 "write section.name=value",
                 value=override,
             )
@@ -153,11 +153,14 @@ def _override(values: dict[str, Any], override: str) -> None:
 
 
 def _entry(entries: list[Any], part: str, override: str) -> Any:
-    """Return entry number `part` of the list `entries`, e.g. part "0" of the override "data.sources.0.weight=2"."""
+    """Return the entry of the list `entries` at the index `part`, such as "0" in "data.sources.0.weight=2"."""
     if not re.fullmatch("[0-9]{1,6}", part) or int(part) >= len(entries):
         known = f"has the entries 0 to {len(entries) - 1}" if entries else "is empty"
         raise UserError(
-            "override", f"asks for entry {part!r} of a list that {known}", "give an existing entry", value=override
+            "override",
+            f"asks for entry {part!r} of a list, but the list {known}",
+            "give the index of an existing entry",
+            value=override,
         )
     return entries[int(part)]
 
@@ -222,7 +225,9 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
-    """Build an object of the dataclass `kind` from each table in `values`. A single table counts as a list of one."""
+    """Build an object of the dataclass `kind` from each table (dict) in `values`, which is a list of tables or a single
+    table.
+    """
     entries = list(values) if isinstance(values, (list, tuple)) else [values]
     for entry in entries:
         if not isinstance(entry, Mapping):

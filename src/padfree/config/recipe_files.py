@@ -26,6 +26,8 @@ def summary(path: Path) -> str:
 
 
 def default_recipe(command: str) -> str | None:
-    """Return the name of the recipe that a command uses by default, or None if the command has several, as `rl`."""
+    """Return the name of the recipe that `command` uses by default. Return None if the command has no default, because
+    there are several recipes for it, as for `rl`.
+    """
     names = [name for name in shipped_recipes() if name == command or name.startswith(f"{command}-")]
     return command if names == [command] else None

@@ -30,7 +30,7 @@ TRUNCATION = {"top_p": 1.0, "top_k": None, "min_p": 0.0, "min_new_tokens": 0}
 """The settings that truncate the sampler's softmax, with the values that truncate nothing."""
 
 TRUNCATION_BY_LOGITS = ("top_p", "top_k", "min_p")
-"""The settings of `TRUNCATION` that choose the tokens to sample from by their logits."""
+"""The settings of `TRUNCATION` that exclude tokens with low probabilities."""
 
 _ENDS = "is not supported, because the model's end-of-sequence tokens are the only stop tokens"
 _ENDS_FIX = "leave it out, and set eos_token in the tokenizer's files or eos_token_id in generation_config.json"
@@ -83,7 +83,7 @@ class LaunchConfig:
     )
 
     def __post_init__(self) -> None:
-        need(all(self.command), "rollout.launch.command", list(self.command), "remove the empty words")
+        need(all(self.command), "rollout.launch.command", list(self.command), "remove the empty strings")
         fix = 'give CUDA_VISIBLE_DEVICES for each server, such as ["0", "1"], or "cpu"'
         need(len(self.devices) > 0 and all(self.devices), "rollout.launch.devices", list(self.devices), fix)
 
@@ -183,14 +183,14 @@ class RolloutConfig:
     oversample: float = setting(
         1.0,
         least=1,
-        about="With a filter: how many groups are requested at once, as a multiple of the groups still needed.",
+        about="How many groups are requested at once, as a multiple of the number that the batch still needs.",
         needs=FILTERED,
     )
     filter_bound: float = setting(
         3.0,
         least=1,
-        about="With a filter: maximum number of groups requested for a batch, as a multiple of the groups of a "
-        "batch. After that, groups with equal rewards fill the batch.",
+        about="With rollout.filter=equal: maximum number of groups requested for a batch, as a multiple of the number "
+        "of groups in the batch. If too few of them have different rewards, groups with equal rewards fill the batch.",
     )
     overlong_buffer: int = setting(
         0,
@@ -233,8 +233,8 @@ class RolloutConfig:
     )
     transfer: WeightTransfer = setting(
         "auto",
-        about="How weights reach the servers: broadcast in a process group, or as files; auto is files with "
-        "rollout.colocated, otherwise group.",
+        about="How weights reach the servers. group: they are broadcast in a process group. files: they are written to "
+        "files, which the servers read. auto: files with rollout.colocated, otherwise group.",
     )
     weight_sync: WeightSyncKind = setting(
         "auto",
@@ -243,8 +243,9 @@ class RolloutConfig:
     )
     transfer_folder: str | None = setting(
         None,
-        about="Folder for the files of a weight sync, under the same path for the run and the servers; if none, "
-        "memory (/dev/shm) or the run folder.",
+        about="Folder for the files of a weight sync. It must have the same path for the run and for the servers. The "
+        "default, none, stands for /dev/shm (memory) with colocated servers and servers that the run starts, and for "
+        "the run folder with other servers.",
         filled="give a folder, or leave it out",
     )
     timeout: float = setting(600.0, **SECONDS, about="Seconds without a responsive server after which the run ends.")
@@ -252,8 +253,8 @@ class RolloutConfig:
         None,
         above=0,
         most=math.inf,
-        about="After a weight sync, the log-probabilities of server and trainer may differ by at most this on average; "
-        "if none, 0.002, or 0.1 in bfloat16.",
+        about="Maximum mean absolute difference between the log-probabilities of a server and the trainer after a "
+        "weight sync. The default, none, stands for 0.002 in float32 and 0.1 in bfloat16.",
         fix="give more than 0, or leave it out",
     )
     top_p: float = setting(
@@ -295,11 +296,12 @@ class RolloutConfig:
         return bool(self.servers or self.launch.command)
 
     def keeps_sent_weights(self, dtype: str) -> bool:
-        """Return whether each weight sync keeps its weights, so that the next sync sends only the changed elements.
+        """Return whether the trainer and the servers keep a copy of the weights that were last sent, so that the next
+        weight sync sends only the changed elements.
 
-        With `weight_sync="auto"`, this is the case if `dtype` is bfloat16 and the servers are not colocated. In
-        float32, nearly every element changes in a training step, so that nothing would be saved. A colocated server
-        would have to keep its weights in host memory while it sleeps.
+        With `weight_sync="auto"`, they do so if `dtype` is bfloat16 and the servers are not colocated. In float32,
+        nearly every element changes in a training step, so nothing would be saved. A colocated server would have to
+        keep its weights in host memory while it sleeps.
         """
         automatic = dtype == "bfloat16" and not self.colocated
         return self.has_servers and self.weight_sync in (("auto", "difference") if automatic else ("difference",))
@@ -392,7 +394,7 @@ class RolloutConfig:
                 "openenv:ADDRESS"
             )
             need(right, "rollout.environment", environment, fix)
-        need(all(agent), "rollout.agent", agent, "remove the empty words")
+        need(all(agent), "rollout.agent", agent, "remove the empty strings")
         fix = "leave it out: the function in rollout.environment can call padfree.rollout.environment.run_agent"
         need(not agent or environment is None, "rollout.agent", agent, fix)
 

@@ -56,7 +56,7 @@ MOST_IMAGE_PIXELS = 178_956_970
 """Maximum of `data.max_image_pixels`: Pillow refuses larger images."""
 
 MOST_EPOCHS = 100_000
-"""Maximum of `data.epochs`, because the steps of a run are counted epoch by epoch before it starts."""
+"""Maximum of `data.epochs`. A run may count the steps of every epoch before it starts, which takes time."""
 
 EPOCHS_FIX = f"give 1 to {MOST_EPOCHS:,}, or give none and set run.steps"
 
@@ -74,11 +74,11 @@ class DataConfig:
     subset: str | None = setting(
         None,
         about="The subset of a Hub data set, as in data.path=openai/gsm8k data.subset=main.",
-        filled="give a name, or leave it out",
+        filled="give the name of a subset of the Hub data set, or leave data.subset out",
         resume=SAMPLES,
     )
     split: str = setting(
-        "train", about="The split of a Hub data set.", filled="give a name, such as train", resume=SAMPLES
+        "train", about="The split of a Hub data set.", filled="give the name of a split, such as train", resume=SAMPLES
     )
     columns: dict[str, str] = setting(
         factory=dict,
@@ -122,7 +122,7 @@ class DataConfig:
     chat_template: str | None = setting(
         None,
         about="A file with a chat template; if none, the template of the tokenizer.",
-        filled="give a file, or leave it out",
+        filled="give the path of a template file, or leave data.chat_template out",
         resume=SAMPLES,
     )
     append_eos: bool = setting(
@@ -199,7 +199,7 @@ class EvalConfig:
     path: tuple[str, ...] = setting(
         (), about="Files, folders or Hub ids with held-out data; without them nothing is evaluated."
     )
-    split: str = setting("test", about="The split of a Hub data set.", filled="give a name, such as test")
+    split: str = setting("test", about="The split of a Hub data set.", filled="give the name of a split, such as test")
     every: int | None = setting(
         None,
         least=1,
@@ -218,7 +218,8 @@ class EvalConfig:
     )
     greedy: bool = setting(
         True,
-        about="RL: decode greedily; false samples at loss.temperature, with the same noise in every evaluation.",
+        about="RL: whether to decode greedily. If false, responses are sampled at loss.temperature, with the same "
+        "random numbers in every evaluation.",
         needs=SAMPLED,
     )
     samples_per_prompt: int = setting(
@@ -258,8 +259,8 @@ class BatchConfig:
     )
     overlong: RunOverlong = setting(
         "error",
-        about="What happens to a sample longer than batch.tokens or batch.max_tokens; alone gives it a micro-batch "
-        "of its own.",
+        about="What happens to a sample longer than batch.tokens or batch.max_tokens. error: the run ends with an "
+        "error. alone: the sample gets a micro-batch of its own.",
         resume="may change with batch.samples",
     )
     buffer: int = setting(
@@ -313,18 +314,18 @@ class ParallelConfig:
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: str = setting(
         "auto",
-        about="Activations that layers keep for backward: none keeps all, host moves matmul results of compiled "
-        "layers to host memory, selective keeps matmul results, full only the input of a layer. auto: a level for "
-        "each layer on a GPU, as in '6 host, 30 none'.",
-        allowed="auto, none, host, selective, full, or numbers of layers with their levels",
+        about="Activations that each layer keeps for the backward pass. none: all activations. host: matmul results, "
+        "in host memory (compiled layers only). selective: matmul results. full: only the input of the layer. auto: "
+        "as many as fit into memory; on a GPU, the choice may differ between layers, as in '6 host, 30 none'.",
+        allowed="auto, none, host, selective, full, or a list from the first layer on, such as '6 host, 30 none'",
     )
     compile: CompilerOrAuto | bool = setting(
         "auto", about="Compile each layer with torch.compile; true is inductor, auto compiles on a GPU."
     )
     kernels: LayerKernels = setting(
         "auto",
-        about="Use padfree's fused operators (RMSNorm, QK-norm with RoPE, SwiGLU) in compiled layers; none leaves "
-        "them to the compiler.",
+        about="Kernels for RMSNorm, QK-norm with RoPE, and SwiGLU in compiled layers. auto: padfree's fused operators, "
+        "for a hidden size of 2,048 or more on a GPU. none: kernels that torch.compile generates.",
     )
     linear: LinearDtype = setting(
         "bfloat16",
@@ -342,8 +343,9 @@ class ParallelConfig:
     float8_budget: float | None = setting(
         None,
         above=0.0,
-        about="Maximum relative change of any layer's gradient that float8 in one layer may cause, measured on the "
-        "first micro-batch. Layers that cause more stay in bfloat16. If none, nothing is measured.",
+        about="Maximum relative change of any layer's gradient that float8 in one layer may cause. The change is "
+        "measured on the first micro-batch, and layers that cause a larger change stay in bfloat16. With the default, "
+        "none, nothing is measured.",
         needs=FLOAT8,
     )
     head_memory: HeadMemory | float = setting(
@@ -355,8 +357,8 @@ class ParallelConfig:
     )
     reshard: Literal["auto"] | bool = setting(
         "auto",
-        about="Free the gathered weights of a layer after its forward, and gather them again for its backward. auto: "
-        "false if they fit into memory.",
+        about="Whether to free the gathered weights of a layer after its forward pass, and gather them again for its "
+        "backward pass. auto: false if the gathered weights of all layers fit into memory, otherwise true.",
     )
     offload: bool = setting(False, about="Keep weights, gradients and optimizer state in CPU memory.")
 
@@ -397,8 +399,8 @@ class CheckpointConfig:
     every: int | None = setting(
         None,
         least=1,
-        about="Number of steps between checkpoints; the last step writes one too. If none, only checkpoint.best and "
-        "a signal that stops the run write checkpoints.",
+        about="Number of steps between checkpoints. The last step also writes a checkpoint. With the default, none, "
+        "checkpoints are written only for checkpoint.best and if a signal stops the run.",
     )
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: Asynchronous = setting(
@@ -458,7 +460,9 @@ class RunConfig:
     """The run itself: its folder, its length and its device."""
 
     folder: str = setting(about="The folder for everything that the run writes.", filled="give a folder for the run")
-    steps: int | None = setting(None, least=1, about="Number of optimizer steps; if none, until the data ends.")
+    steps: int | None = setting(
+        None, least=1, about="Number of optimizer steps. With the default, none, the run trains until the data ends."
+    )
     seed: int = setting(
         0,
         least=0,

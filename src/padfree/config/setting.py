@@ -2,16 +2,19 @@
 
     lr: float = setting(1e-5, least=0, about="Base learning rate.")
 
-    about                        what the setting means: `padfree settings` and docs/reference/settings.md print it
-    least, above, most, below    the bounds of a number, which are checked when the section is constructed
-    allowed                      the bounds in words, if the default words do not fit or the section checks the value
+The arguments of `setting`, apart from the default value, are:
+
+    about                        what the setting means, for `padfree settings` and docs/reference/settings.md
+    least, above, most, below    the bounds of a number, which are checked when the dataclass is constructed
+    allowed                      the accepted values in words, for the documentation; without this argument, the words
+                                 are made from the bounds, such as "0 or more"
     needs                        other settings that must have certain values if this setting differs from its
                                  default, as in `needs=need_of("filter", "equal")`
     formerly                     the former name of the setting; it is refused with a message that gives the new name
     resume                       whether the setting may change when a run resumes from a checkpoint
 
-A field without rules takes every value of its type and may change on resume. Other rules are in the `__post_init__` of
-a section or of `Config`.
+A field without rules accepts every value of its type and may change on resume. Other rules are in the `__post_init__`
+of a dataclass of settings, such as `RolloutConfig` or `Config`.
 """
 
 from __future__ import annotations
@@ -139,10 +142,11 @@ def _range_words(least: float | None, above: float | None, most: float | None, b
 
 
 def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
-    """Return the requirement that the setting `name` has one of `values`, or that it is set if there are no values.
+    """Return the requirement that the setting `name` has one of `values`.
 
-    `fix`: the advice in the error message. `about`: the requirement in words, if `name` is a property of a section and
-    not a setting.
+    Without `values`, the setting must only be set (not none, false or empty). `name` may also be a property of a
+    dataclass of settings, such as `has_servers`; `about` then describes the requirement in words. `fix`: the advice in
+    the error message.
     """
     wanted = f"{name}={str(values[0]).lower()}" if values else name
     return Needs(name, values, fix or f"leave it out, or set {wanted}", about)
@@ -177,9 +181,10 @@ def check_table(table: Any, prefix: str) -> None:
 
 
 def check_needs(config: Any) -> None:
-    """Raise a `UserError` if a setting differs from its default but needs another setting that has the wrong value.
+    """Raise a `UserError` if a setting differs from its default, but a requirement on another setting is not met.
 
-    Only needs across tables are checked, e.g. a setting of `rollout` that needs a certain `loss.kind`.
+    This function checks only requirements between sections: for example, a setting of `rollout` may require a certain
+    `loss.kind`. `check_table` checks the requirements within a section.
     """
     for name, entry, value in _settings(config):
         for one in rules_of(entry).needs:
@@ -197,7 +202,7 @@ def _settings(table: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any], A
 
 
 def resume_rules(kind: type[Any], hints: Any, prefix: str = "") -> Mapping[str, Resume]:
-    """Return for each setting of the dataclass `kind` whether it may change on resume, such as "must stay"."""
+    """Return, for each setting of the dataclass `kind`, the rule for a change on resume, such as "must stay"."""
     found: dict[str, Resume] = {}
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

@@ -1,8 +1,9 @@
-"""Every setting with its type, default, bounds and meaning, collected from the fields of `Config`.
+"""Every setting with its type, default, bounds, meaning, and whether it may change when a run resumes.
 
     batch.samples    int or none    none    1 or more    "Number of samples per step over ..."    must stay
 
-`padfree settings` prints this table and docs/reference/settings.md is generated from it.
+The settings are the fields of `Config`. `padfree settings` prints them, and docs/reference/settings.md is generated
+from them.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class SettingEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SectionEntry:
-    """A table of a recipe, such as `loss.clip`, and its meaning."""
+    """A section of the settings (a TOML table in a recipe), such as `loss.clip`, and its meaning."""
 
     name: str
     meaning: str
@@ -108,7 +109,10 @@ def _suggestion(asked: str, entries: Sequence[SettingEntry]) -> str:
 
 
 def _fields(kind: type[Any], prefix: str) -> Iterator[tuple[type[Any], Field[Any], str]]:
-    """Yield the class, the field and the table prefix of every setting of `kind` and of its nested tables."""
+    """Yield every setting of the dataclass `kind` and of the dataclasses nested in it.
+
+    Each result is the dataclass and the field of a setting, and the prefix of the setting's name, such as `loss.clip.`.
+    """
     nested: list[tuple[type[Any], str]] = []
     for entry in fields(kind):
         if not entry.metadata.get("setting", True):

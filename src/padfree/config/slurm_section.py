@@ -16,13 +16,15 @@ NODES = need_of("nodes", fix="set slurm.nodes=2, or leave it out")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmConfig:
-    """A job for Slurm: outside of a job, the command writes a batch script and does not train."""
+    """Training in a Slurm job: with `slurm.nodes`, a training command writes a batch script and does not train, unless
+    it already runs inside a job.
+    """
 
     nodes: int | None = setting(
         None,
         least=1,
-        about="Number of nodes. If it is set, a command that trains writes the batch script RUN_FOLDER.sbatch. Inside "
-        "a Slurm job and under torchrun, the section has no effect.",
+        about="Number of nodes. If it is set, a training command writes the batch script RUN_FOLDER.sbatch and does "
+        "not train. Inside a Slurm job and under torchrun, all settings of slurm are ignored.",
     )
     processes: int | None = setting(None, least=1, about="Number of processes per node, one per GPU.", needs=NODES)
     restarts: int = setting(0, least=0, about="Restarts by torchrun after a failure.", needs=NODES)
@@ -39,7 +41,8 @@ class SlurmConfig:
     )
     python: str | None = setting(
         None,
-        about="Python on the nodes; if none, the Python that writes the script.",
+        about="Path of the Python executable on the nodes. The default, none, stands for the path of the Python that "
+        "writes the batch script.",
         filled="give the path of a Python executable, or leave it out",
         needs=NODES,
     )

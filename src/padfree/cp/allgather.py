@@ -153,9 +153,10 @@ def _exchanged(
 ) -> list[tuple[Tensor, ...]]:
     """Exchange slices of several tensors, such as keys and values, with all ranks in one all-to-all.
 
-    `leaving` holds the slices to send: those of all tensors for rank 0 first, then those for rank 1, and so on.
-    `send[r]` and `receive[r]` are the numbers of tokens sent to rank r and received from it. The tensors in `like` only
-    give the shape of one token. Returns, for each exchanged tensor, the slices received from rank 0, rank 1, and so on.
+    `leaving` holds the slices to send, sorted by the rank that receives them and then by tensor. `send[r]` and
+    `receive[r]` are the numbers of tokens of each tensor that are sent to rank r and received from it. `like` has one
+    tensor for each exchanged tensor, of the same dtype and, apart from the number of tokens, the same shape. Returns,
+    for each exchanged tensor, the slices received from rank 0, rank 1, and so on.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

@@ -1,14 +1,18 @@
 """Attention of this rank's queries to all keys that they see, some of which may be on other ranks.
 
-    world 1      q, k, v [T, ...]          the whole pack: one call of `varlen_attention`
-    world > 1    q, k, v [T/world, ...]    by the method `context.method`: allgather, ring or ulysses
+The T tokens of a pack are divided over `world` ranks:
 
-`communication_bytes` counts what each rank sends per layer:
+    world = 1    q, k, v [T, ...]          no communication
+    world > 1    q, k, v [T/world, ...]    the context-parallel method `context.method`: allgather, ring or ulysses
 
-    method       forward                                        backward
-    allgather    keys and values that other ranks' pieces read  gradients of the received keys and values
-    ring         K and V of a block, in world - 1 steps         K and V again, and float32 gradients in world steps
-    ulysses      (world - 1)/world of q, k, v and the output    the same
+`communication_bytes` counts what each rank sends for one layer, in the forward and in the backward pass:
+
+    allgather    forward     the keys and values of this rank that queries on other ranks see
+                 backward    the gradients of the keys and values that this rank received
+    ring         forward     the keys and values of T/world tokens, in each of world - 1 steps
+                 backward    the same, and the float32 gradients of keys and values of T/world tokens in each of world
+                             steps
+    ulysses      both        (world - 1)/world of this rank's q, k, v and output, or of their gradients
 """
 
 from __future__ import annotations

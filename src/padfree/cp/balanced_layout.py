@@ -1,18 +1,18 @@
-"""The layout `balanced`: equal tokens and nearly equal cost on every rank. Pure index arithmetic.
+"""The layout `balanced`: the same number of tokens and nearly the same attention cost on every context-parallel rank.
 
-A document is a segment of the pack, a piece is a range of a document, and the *work* of a piece is its number of
-(query, key) pairs.
+A document is a segment of the pack, a *piece* is a range of tokens of one document, and the *work* of a piece is the
+number of its (query, key) pairs.
 
-Tokens and work can always be divided equally. Lay the documents on a circle, and slide a window of half of the tokens
-around it. The work in the window changes continuously, and its mean is half of the total. So some window holds exactly
-half of the work. One half of the ranks gets the window, the other half gets the remainder. The window and the remainder
-are divided in the same way, each as a new circle, until each rank has one part. There are at most S + 2 (world - 1)
-pieces for S documents.
+Tokens and work can always be divided equally. Arrange the documents in a circle, and slide a window that contains half
+of the tokens around it. The work in the window changes continuously, and its mean over all positions is half of the
+total, so at some position the window contains half of the work. One half of the ranks gets the tokens in the window,
+and the other half of the ranks gets the other tokens. Each of these two sets of tokens forms a new circle, which is
+divided in the same way, until each circle belongs to one rank. The S documents become at most S + 2 (world - 1) pieces.
 
-Work is not the only cost. Kernels compute whole tiles, each tile of keys has a fixed cost, and keys of other ranks must
-be fetched. `tile_cost` counts all of this. The search accepts windows whose work per rank is at most 1 + TOLERANCE
-times the mean. The two sides of a window are its inside and the remainder. The search takes the accepted window whose
-more expensive side costs least.
+Equal work does not mean equal cost: kernels compute whole tiles, each tile of keys has a fixed cost, and keys of other
+ranks must be fetched. `tile_cost` estimates this cost. A window is accepted if the work per rank, inside and outside of
+the window, is at most 1 + TOLERANCE times the mean. For each accepted window, the costs per rank inside and outside of
+it are computed. The window for which the higher of these two costs is lowest is chosen.
 """
 
 from __future__ import annotations
@@ -32,42 +32,44 @@ TILE, QUERY_TILE = 1 << TILE_BITS, 1 << TILE_BITS - 1
 """Kernels process TILE keys and QUERY_TILE queries at a time."""
 
 OWN_KEY_PAIRS = 400
-"""The fixed cost of one key inside a piece (a range of a document): as much as computing this many (query, key) pairs.
-
-A partly filled tile of keys costs as much as a full one.
+"""The fixed attention cost of each key inside a piece (a range of a document), in addition to the cost of its (query,
+key) pairs. The unit is the cost of one pair.
 """
 
 EARLIER_KEY_PAIRS = 240
-"""The fixed cost of one key that a piece (a range of a document) reads but does not contain: as much as computing this
-many (query, key) pairs. A rank may have to fetch such a key from another rank, and to send its gradient back.
+"""The fixed attention cost of each key that a piece (a range of a document) reads but does not contain, in addition to
+the cost of the (query, key) pairs. The unit is the cost of one pair. A rank may have to fetch such a key from another
+rank, and to send the key's gradient back.
 """
 
 TOLERANCE = 0.019
-"""A rank's work, its number of (query, key) pairs, may exceed the mean work by this fraction. This freedom makes the
-costs of the ranks more equal.
+"""The fraction by which a rank's number of (query, key) pairs may exceed the mean over the ranks. The pairs are only a
+part of the attention cost (`tile_cost`), so the costs of the ranks can be more equal if the numbers of pairs differ.
 """
 
 GOOD = 1.015
-"""If a quick search finds a window (a range of tokens) with about this cost per rank or less, relative to the mean, the
-longer search is left out.
+"""If a quick search finds a way to divide tokens between two groups of ranks with about this imbalance or less, the
+longer search is left out. The imbalance is the higher of the two groups' costs per rank, divided by the mean cost per
+rank.
 """
 
 REFUSED = 2.0**40
-"""The score of windows (ranges of tokens) whose work is outside the tolerance. It is above any relative cost."""
+"""If the numbers of (query, key) pairs are too unequal, a division of tokens between ranks gets this score or a higher
+one. Lower scores are better, and the scores of all other divisions are near 1.
+"""
 
 
 def causal_work(first: Indices, end: Indices) -> Indices:
-    """Return the number of (query, key) pairs of each piece of a document, from position `first` up to `end`
-    (exclusive).
-    """
+    """Return the number of causal (query, key) pairs of each piece, the positions [first, end) of a document."""
     return (end - first) * (first + end + 1) // 2
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """Return the attention cost, in (query, key) pairs, of each piece of a document from position `first` to `end`
-    (exclusive).
+    """Return the attention cost of each piece, the positions [first, end) of a document, in units of the cost of one
+    (query, key) pair.
 
-    A partly filled tile costs as much as a full one, and each key adds a fixed cost.
+    The cost is the number of pairs in the tiles that the kernel computes, plus a fixed cost for each key. A partly
+    filled tile counts as a full one.
     """
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
@@ -118,9 +120,10 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """C circles with P pieces in total. A circle is a cyclic order of pieces (ranges of documents).
+    """C circles with P pieces (ranges of documents) in total. A circle is a set of pieces for a group of ranks.
 
-    The pieces of circle c are divided over `world[c]` ranks.
+    The tokens of circle c are to be divided over `world[c]` ranks. The pieces of a circle have a cyclic order: a range
+    of tokens may continue from the last piece to the first.
     """
 
     start: Indices  # [P] index in the pack
@@ -131,11 +134,13 @@ class _Circles(NamedTuple):
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Cut each circle (cyclic order of pieces) in two: a window (range of tokens) for one half of the circle's ranks,
-    and the remainder for the other half.
+    """Divide the tokens of each circle between two halves of the circle's ranks, and return a new circle for each half.
 
-    Each rank gets `share` tokens. The rank's work, in (query, key) pairs, is near `mean_work` and at most `most_work`.
-    `last` is True if every new circle belongs to one rank, so that it is not cut again.
+    A circle is a set of ranges of documents in cyclic order, whose tokens are to be divided over a group of ranks. One
+    half of the ranks gets a contiguous range of the tokens, and the other half gets the other tokens.
+
+    `share`: the number of tokens per rank. `mean_work`, `most_work`: the mean number of (query, key) pairs per rank,
+    and the number that is accepted at most. `last`: True if every new circle belongs to a single rank.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -169,7 +174,10 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
 
 
 class _WindowEnds(NamedTuple):
-    """Where N windows begin and end. A window is a range of tokens on a circle, which is a cyclic order of pieces."""
+    """Where N windows (ranges of tokens) begin and end. Row 0 of each array [2, N] is for the begin, row 1 for the end.
+
+    A window lies on a circle, a set of pieces (ranges of documents) in cyclic order.
+    """
 
     piece: Indices  # [2, N]
     first: Indices  # [2, N] start of the piece in its document
@@ -183,8 +191,10 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Searches each circle of pieces for a window (a range of its tokens) whose inside and outside cost the same per
-    rank.
+    """Finds, for each circle, how to divide its tokens between two groups of ranks at nearly the same cost per rank.
+
+    A circle is a set of ranges of documents in cyclic order. One group gets a window (a contiguous range of the
+    circle's tokens), and the other group gets the tokens outside of the window.
     """
 
     def __init__(
@@ -231,13 +241,15 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Return the expected cost, in (query, key) pairs, of later cuts inside the parts [first, end) of documents.
+        """Return the expected cost of dividing each part, the positions [first, end) of a document, over several ranks.
 
-        A part is cut again if its work exceeds one rank's share. Each cut costs as much as the number of keys before it
-        times a constant, because a second rank must read these keys.
+        A part with more work than one rank can take will be cut later. At each cut, one more rank must read all keys of
+        the document before the cut, so the cost is proportional to the number of these keys. The unit is the cost of
+        one (query, key) pair.
         """
         ends = end + first
-        keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2  # n (mean - first)
+        # The integral of (position)^2 / mean_work over the part, minus the part's mean position.
+        keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2
         return (EARLIER_KEY_PAIRS + QUERY_TILE // 2) * np.maximum(keys, 0)
 
     def window_ends(self, begin: Indices, circle: Indices) -> _WindowEnds:
@@ -250,16 +262,18 @@ class _Search:
         return _WindowEnds(piece, first, first + location - self.edges[piece], wrapped, circle)
 
     def load(self, window_ends: _WindowEnds) -> Indices:
-        """Return the work, in (query, key) pairs, inside each window (a range of tokens on a circle of pieces)."""
+        """Return the number of (query, key) pairs of the queries in each window (a range of tokens)."""
         piece, first, position, wrapped, circle = window_ends
         before: Indices = self.done[piece] + causal_work(first, position) + wrapped * self.whole[circle]
         load: Indices = before[1] - before[0]
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """Return the attention cost per rank inside and outside each of N windows, as an array [2, N].
+        """Return the attention costs per rank for each of N windows (ranges of tokens), as an array [2, N].
 
-        A window is a range of tokens on a circle of pieces. Costs are relative to the mean over the circle's ranks.
+        One group of ranks gets the tokens inside the window, and a second group gets the tokens outside. Row 0 has the
+        cost per rank of the first group, row 1 that of the second group. Each cost is divided by the mean cost per rank
+        of both groups.
         """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
@@ -275,10 +289,11 @@ class _Search:
         return costs
 
     def score(self, begin: Indices, circle: Indices) -> Reals:
-        """Return the score of each window of tokens: its cost per rank inside or outside, whichever is higher.
+        """Return the score of each window (a range of tokens). A lower score is better.
 
-        The cost is relative to the mean. A window with too much work inside or outside gets `REFUSED` or more, so it is
-        never chosen over an accepted window.
+        One group of ranks gets the tokens inside the window, and another group gets the tokens outside. The score
+        grows with the cost per rank of the group that has the higher cost. A window that gives one group too much work
+        has a score of `REFUSED` or more, which is higher than the score of every other window.
         """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
@@ -297,9 +312,11 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """Find, for each circle of pieces, the best window of tokens that begins at the start of a piece.
+        """Find, for each circle, a good window among those that begin at the start of a piece.
 
-        Returns the begin of the window on the circle, and its score (lower is better).
+        A circle is a set of pieces (ranges of documents) in cyclic order, and a window is the range of its tokens that
+        one half of the ranks gets. If a circle has many pieces, only some of them are tried. Returns the index of the
+        window's first token on the circle, and the window's score (lower is better).
         """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
@@ -308,14 +325,14 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """Find, for each circle in the mask `which`, the window of tokens with the lowest score.
+        """Find the window with the lowest score on each circle for which the mask `which` [C] is True.
 
-        A circle is a sequence of pieces (ranges of documents) whose end is joined to its start. A window may begin and
-        end inside a piece.
+        A circle is a set of pieces (ranges of documents) in cyclic order, and a window is the range of its tokens that
+        one half of the ranks gets. The window may begin and end inside pieces.
 
-        The search is finer if `least` [C] is smaller: between two windows of circle c that begin at most `least[c]`
-        tokens apart, no other window is tried. Returns the begin of the best window on the circle, and its score (lower
-        is better).
+        `least` [C] is the resolution of the search in tokens: the windows of circle c that begin or end at the border
+        of a piece are considered first, and between two of them that begin at most `least[c]` tokens apart, no other
+        window is tried. Returns the index of the best window's first token on the circle, and the window's score.
         """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.
@@ -354,10 +371,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """Return the given windows (ranges of tokens on a circle of pieces), and shifted copies of them.
+        """Return the given windows (ranges of tokens), and shifted copies of them that avoid partly filled tiles.
 
-        In each copy, one end of the window is at a tile boundary of the attention kernel. A copy is shifted by less
-        than a tile.
+        In each copy, the first or the last token of the window is shifted to a boundary of the attention kernel's
+        tiles. A copy is shifted by at most one tile.
         """
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
@@ -365,9 +382,9 @@ class _Search:
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """Return, for each circle of pieces, where its best window of tokens begins, and the score of this window.
+        """Return, for each circle, the begin of the window with the lowest `score`, and this score.
 
-        The best window has the lowest `score`.
+        A circle is a set of ranges of documents in cyclic order, and a window is a range of its tokens.
         """
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)

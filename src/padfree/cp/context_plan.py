@@ -1,13 +1,14 @@
-"""What one context rank needs to know about a micro-batch, computed once on the host.
+"""What one context-parallel rank needs to know about a micro-batch, computed once on the host.
 
-    pack order   0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p        the document of each of the T tokens (p: padding)
-    own          indices in the pack of this rank's tokens    T/world of them, piece by piece
-    rank order   rank 0's tokens, then rank 1's, ...          the result of an all-gather
-    pieces       ranges of `own`, one document each           the query segments; pieces of one document are adjacent
+A pack of T tokens is divided over `world` ranks. A *piece* is a range of tokens of one document on one rank. The tokens
+have two orders:
 
-A context-parallel layout is a permutation of the token axis: `to_pack_order` and `to_rank_order` apply it. The first
-attention layer of a model also computes, for example, which rank sends which keys. `ContextPlan` caches these results
-for the other layers.
+    pack order    document after document, as in the pack
+    rank order    rank 0's tokens, then rank 1's, and so on: the result of an all-gather
+
+`to_pack_order` and `to_rank_order` convert between them. `ContextPlan.own` holds the pack indices of this rank's
+T/world tokens, one piece after the other, and each piece is a segment of queries. `ContextPlan` also caches what the
+first attention layer of a model computes for all layers, such as which rank sends which keys.
 """
 
 from __future__ import annotations

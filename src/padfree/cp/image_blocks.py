@@ -1,12 +1,18 @@
 """Attention in models in which the tokens of an image attend to each other (Gemma 3).
 
-    pack       7 * * * 9 | 4 * * * 2        two blocks: ranges of adjacent placeholder tokens of one sample
-    ranks      0 0 0 1 1   1 1 1 0 0        the rank that holds each token
-    queries    rank 0: 1 2    rank 1: 6 7         indices of the tokens that see later keys of their block, on any rank
+A token of an image sees the earlier tokens of the sample, and also the later tokens of its image
+(`padfree.attention.later_keys`). With the context-parallel method `allgather`, a rank receives the keys of the later
+tokens in a separate exchange. With `ulysses`, each rank has all tokens.
 
-In Gemma 3, for example, a token of an image also sees the later tokens of its image (`padfree.attention.later_keys`).
-With the context-parallel method `allgather`, a rank receives these later keys in a separate exchange. With `ulysses`,
-each rank has all tokens.
+In this example, two samples with one image each are divided over two ranks (a star is a placeholder token, which stands
+for a part of the image):
+
+    index    0 1 2 3 4   5 6 7 8 9    the index in the pack
+    token    7 * * * 9 | 4 * * * 2    the token id
+    rank     0 0 0 1 1   1 1 1 0 0    the rank that holds the token
+
+The tokens that see later keys are 1 and 2 on rank 0, and 6 and 7 on rank 1. Rank 0 receives the key of token 3 from
+rank 1, and rank 1 receives the key of token 8 from rank 0.
 """
 
 from __future__ import annotations
@@ -75,10 +81,10 @@ class ImageBlocks:
         return self._whole
 
     def shared_out(self, plan: ContextPlan, group: Any) -> tuple[LaterKeys, RowExchange, Copies]:
-        """Return this rank's queries that see later keys of their image, and how the rank receives these keys from
-        other ranks.
+        """Return which queries of this rank see later keys, and how the rank receives and orders these keys.
 
-        This is for the context-parallel method `allgather`.
+        Later keys are keys that come after the query in the same image. This function is for the context-parallel
+        method `allgather`.
         """
         if self._shared_out is None:
             starts, ends = plan.layout.starts, plan.layout.ends
@@ -124,7 +130,7 @@ class ImageBlocks:
 
 
 def _descending(begin: Indices, end: Indices) -> Indices:
-    """Return the integers of each range [begin, end) from the largest to the smallest, one range after the other."""
+    """Return the integers of each range in descending order: the ranges [0, 3) and [5, 7) give [2, 1, 0, 6, 5]."""
     ascending = concatenated_ranges(begin, end - begin)
     reversed_: Indices = np.repeat(begin + end - 1, end - begin) - ascending
     return reversed_
@@ -146,9 +152,10 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Receive the keys and values that this rank's image queries see but that come later in the same image.
+    """Receive the later keys that this rank's queries see, and their values.
 
-    This is for the context-parallel method `allgather`. Collective: all ranks of the group must call it.
+    Tokens of an image attend to each other, so a query also sees later keys: those after the query in the same image.
+    This function is for the context-parallel method `allgather`. Collective: all ranks of the group must call it.
     """
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)

@@ -164,9 +164,10 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 
 
 class _Needs(NamedTuple):
-    """The keys that ranks need from each other, as arrays [n] of ranges.
+    """The keys that ranks need from each other, as n ranges of tokens in the pack. All arrays have the shape [n].
 
-    Rank `reader` needs the keys with pack indices `begin` to `end` (exclusive), which rank `owner` holds.
+    Range i holds the keys of the tokens with pack indices `begin[i]` to `end[i]` (exclusive). Rank `owner[i]` has these
+    keys, and rank `reader[i]` needs them.
     """
 
     reader: Indices
@@ -180,13 +181,17 @@ class _Needs(NamedTuple):
         return self.end - self.begin
 
     def of(self, which: NDArray[np.bool_], *, sort: Literal["reader", "owner"]) -> _Needs:
-        """Select the key ranges that the mask `which` marks, and sort them by reader or owner, then by pack order."""
+        """Select the key ranges for which the mask `which` [n] is True, and sort these ranges.
+
+        The ranges are sorted by the rank that needs the keys (`sort="reader"`) or by the rank that has the keys
+        (`sort="owner"`), and then by their position in the pack.
+        """
         some = _Needs(*(column[which] for column in self))
         order = np.lexsort([some.begin, getattr(some, sort)])
         return _Needs(*(column[order] for column in some))
 
     def position(self, keys: Indices) -> Indices:
-        """Return the index of each key in the concatenation of all key ranges. `keys` are indices in the pack."""
+        """Convert indices in the pack (`keys`) to indices in the concatenation of all key ranges of this object."""
         order = np.argsort(self.begin)
         index = order[np.searchsorted(self.begin[order], keys, side="right") - 1]
         return (np.cumsum(self.length) - self.length)[index] + keys - self.begin[index]

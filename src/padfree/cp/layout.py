@@ -1,20 +1,23 @@
-"""The tokens of a pack that each context rank holds: pure index arithmetic on the host.
+"""The tokens of a pack that each context-parallel rank holds: pure index arithmetic on the host.
 
-    segments    lengths 5 3 5, pad 3  0 0 0 0 0 | 1 1 1 | 2 2 2 2 2 | p p p              the document of each token
-    contiguous  4 chunks of 4         0 0 0 0 1   1 1 1   2 2 2 2 3   3 3 3              the rank of each token
-    headtail    8 chunks of 2         0 0 1 1 2   2 3 3   3 3 2 2 1   1 0 0              the rank of each token
-    balanced    nearly equal costs    most documents are whole, some are divided over ranks (see `balanced_layout`)
+In this example, 4 ranks divide a pack of 16 tokens: three documents (segments of the pack) and 3 padding tokens, p.
 
-In the example above, 16 tokens are divided over 4 ranks. A document is a segment of the pack, and a *piece* is a range
-of tokens of one document on one rank. The query at position p of its document reads p + 1 keys. A piece [a, b)
-therefore computes b(b+1)/2 - a(a+1)/2 pairs of a query and a key: its *work*. The pad counts as a document, because
-kernels compute it too.
+    document      0 0 0 0 0 1 1 1 2 2 2 2 2 p p p    the document of each token
+    contiguous    0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    the rank of each token in this layout: one chunk per rank
+    headtail      0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0    the rank of each token in this layout: two chunks per rank
+
+The layout `balanced` gives all ranks nearly the same attention cost. It leaves most documents whole, and divides the
+other documents over several ranks (see `balanced_layout`).
+
+A *piece* is a range of tokens of one document on one rank. The query at position p of its document reads p + 1 keys.
+The piece [a, b) therefore has b(b+1)/2 - a(a+1)/2 pairs of a query and a key. This number is the *work* of the piece.
+The padding tokens count as a document, because kernels compute them too.
 
 If samples share prefixes, a document is a node of the prefix tree. Its queries also read the keys of the node's
-ancestors, so its first position is the number of these keys.
+ancestors, so the position of the node's first token is the number of tokens of the ancestors.
 
-A rank holds its pieces in pack order. The layout `balanced` has another order: first pieces of divided documents, then
-whole documents, the longest first. Kernels process segments in order, so the last segments should be short.
+A rank holds its pieces in pack order, except in the layout `balanced`: there, short documents come last, because
+kernels process segments in order and the last segments should be short.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ def keys_read(layout: Layout, segments: Segments) -> Indices:
 
 
 def modelled_cost(layout: Layout, segments: Segments) -> Indices:
-    """Return the modelled cost of attention on each rank, in (query, key) pairs of whole tiles: an array [world]."""
+    """Return the modelled cost of attention on each rank (see `tile_cost`), as an array [world]."""
     return np.array(
         [tile_cost(*_positions(layout, segments, rank)).sum() for rank in range(layout.world)], dtype=np.int64
     )
@@ -137,11 +140,12 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Return one number per piece of the layout `balanced`. The layout lists the pieces in ascending order of it.
+    """Return a number for each piece (range of a document) by which the layout `balanced` sorts the pieces.
 
-    The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of divided documents come
-    before whole documents, and documents whose pieces end at larger positions come first. The pieces of one document
-    stay adjacent. `first` and `end` are the positions in the document at which a piece begins and ends.
+    The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of one document stay
+    together. Documents with a piece that begins after the document's first token come before the other documents. In
+    each of these two groups, the document whose last piece ends at the largest position comes first. `first` and `end`
+    are the positions in the document at which each piece begins and ends.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -1,18 +1,11 @@
-"""Gather ranges of tokens one after the other (forward), and sum the gradients of each token (backward).
+"""Select ranges of tokens (forward), and sum the gradients of tokens that are in several ranges (backward).
 
-    the ranges [0, 3) and [0, 5) of 5 tokens      take     a b c d e        ->  a b c a b c d e      forward
-                                                  summed   p q r s t u v w  ->  p+s q+t r+u v w      backward
+For example, the ranges [0, 3) and [0, 5) of the tokens a b c d e select the tokens a b c a b c d e (`Selection.take`).
+If p q r s t u v w are the gradients of these eight selected tokens, the gradients of the five tokens are
+p+s q+t r+u v w (`Selection.summed`).
 
-A letter stands for the values of a token (take) or for the gradient of a selected token (summed). If a rank holds two
-ranges of one document, both read the start of the document. So some tokens are selected twice, and their gradients must
-be added. The order of additions is fixed, so that the sum is deterministic.
-
-For the backward pass, the gradient of each token is copied from the token's last occurrence in the selection. Then the
-gradients of all second to last occurrences are added in one operation. If any token occurs more than twice, all
-occurrences are summed at once instead (`padfree.attention.copies`).
-
-There are few ranges, so slices and one concatenation move the tokens at memory speed. A selection of a single range is
-a view.
+Under context parallelism, ranges overlap if a rank holds two parts of one document, because the queries of both parts
+attend to the start of the document. Gradients are added in a fixed order, so that the sums are deterministic.
 """
 
 from __future__ import annotations
@@ -62,7 +55,7 @@ class Selection:
 
     @property
     def is_everything(self) -> bool:
-        """Return whether the selection is all tokens of a single tensor, in their order."""
+        """Return whether the n tokens are one tensor, and the selection is exactly this tensor."""
         return self.ranges == ((0, 0, sum(self.sizes)),)
 
     def take(self, *parts: Tensor) -> Tensor:
@@ -88,11 +81,10 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the gradient [m, ...] of the selected tokens for each token, as `summed` does, but return two tensors.
+        """Return the same gradient as `summed`, in two tensors: the gradient of the first part, and that of all others.
 
-        The tokens were selected from several tensors, called parts. The first result is the gradient of the first part,
-        the second result that of all other parts together. May overwrite `gradient`. If no token is selected twice and
-        few tokens must move, both results are views of `gradient`.
+        The parts are the tensors from which the tokens were selected. May overwrite `gradient` [m, ...], and the
+        results may be views of `gradient`.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -115,9 +107,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Return ranges of the selection, as (index, length), that contain each token once.
+        """Return where each token occurs in the selection, as ranges (index in the selection, length).
 
-        The ranges of the first part come last. A part is one of the tensors from which tokens were selected.
+        Each token is listed once. The tokens can come from several tensors. Those of the first tensor are listed last.
         """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
@@ -162,11 +154,11 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """Return where each token occurs in the selection: the last time for `layer` 0, the second to last time for
-        `layer` 1, and so on.
+        """Return the last occurrence of each token (`layer` 0), or the occurrence before the last (`layer` 1), etc.
 
-        Tokens with fewer occurrences are left out. The result describes ranges of consecutive tokens by three arrays:
-        the first token of each range, its index in the selection, and the length. The ranges are sorted by token.
+        An occurrence is an index in the selection (all given ranges, one after the other). Tokens with too few
+        occurrences are left out. The result describes stretches of consecutive tokens by three arrays: the first token
+        of each stretch, the occurrence of this token, and the length of the stretch.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

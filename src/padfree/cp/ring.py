@@ -58,7 +58,7 @@ class RingStep:
 
 
 def prepare_steps(plan: ContextPlan, *, causal: bool = True) -> tuple[RingStep | None, ...]:
-    """Return the `world` ring steps of this rank, with None for a step in which the rank computes nothing."""
+    """Return what this rank computes in each step of the ring, or None for a step in which it computes nothing."""
     return plan.prepared(
         ("ring", causal), lambda: tuple(_ring_step(plan, distance, causal) for distance in range(plan.world))
     )
@@ -97,11 +97,12 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """Return what this rank computes in one step of ring attention on a pack with shared prefixes.
+    """Return which queries of this rank see which keys in one ring step, for a pack in which samples share prefixes.
 
-    The result is None if the rank computes nothing in this step. The keys of the step belong to the *sender*, the rank
-    `distance` places earlier in the ring. The sender's i-th piece begins at index `border[i]` of these keys.
-    `in_pack_order` are the indices of the sender's pieces, sorted by their start in the pack.
+    Return None if no query sees a key. All keys of the step come from one rank: the *sender*, which is `distance` ranks
+    before this rank in the ring. The sender holds pieces (ranges of documents). `border[i]` is the index of the first
+    key of the sender's piece i among the sender's keys. `in_pack_order` lists the indices of the sender's pieces,
+    sorted by the start of the piece in the pack.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -148,12 +149,13 @@ class RingLike(Protocol):
 
 
 class PlayedRing:
-    """Simulates the ring for one rank, without a process group.
+    """Simulates a ring for one rank, without a process group.
 
-    To simulate the forward pass, give the keys and values of all ranks as `blocks`; `collect` returns them in the order
-    of a real ring. To simulate the backward pass, which sends gradients round the ring, give no `blocks`; `collect`
-    then returns zeros, and afterwards `posted[i]` holds this rank's contribution to the gradient of the keys and values
-    of rank `rank - i`.
+    - With `blocks` (the keys and values of all ranks), it simulates the ring that passes keys and values. `collect`
+      returns the blocks in the order in which they would arrive.
+    - Without `blocks`, it simulates the ring that passes gradients in the backward pass. `collect` returns zeros
+      in place of the gradients that other ranks would send. After the backward pass, `posted[i]` is therefore what this
+      rank alone adds to the gradients of the keys and values of rank `rank - i` (modulo the number of ranks).
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:

@@ -1,17 +1,20 @@
-"""Move whole segments to one rank each and back, for layers that need all tokens of a segment.
+"""Bring all tokens of a segment (sample) to one rank, for layers that need whole segments, and bring the results back.
 
-    pack        0 0 0 0 0 | 1 1 1 | 2 2 2 2 | 3 3 | p p         the segment of each of the T tokens (p: padding)
-    layout      rank 0: 0 0 0 2 2 2 2 p     rank 1: 0 0 1 1 1 3 3 p     as attention uses them, T/world each
-    moved       rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2       each segment on one rank
+In this example, two ranks divide a pack of T = 16 tokens. A digit is a token of the segment with this number, and p is
+a padding token:
 
-Segments are assigned from the longest to the shortest, each to the rank with the fewest tokens. Among several such
-ranks, the one that already holds most of the segment gets it. The pad stays where it is. A segment that is longer than
-a rank's share of the tokens raises an error.
+    the pack                       0 0 0 0 0 1 1 1 2 2 2 2 3 3 p p
+    before and after the layer     rank 0: 0 0 0 2 2 2 2 p     rank 1: 0 0 1 1 1 3 3 p
+    inside the layer               rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2
 
-A rank sends this many bytes for values with `width` numbers per token:
+Segments are assigned from the longest to the shortest, each to the rank that has the fewest tokens so far. Among
+several such ranks, the one that already holds most of the segment gets it. Padding tokens do not move. A segment of
+more than T/world tokens raises an error.
 
-    forward     (tokens that it sends to other ranks + tokens that it receives and returns) · width · element size
-    backward    the same
+Before the layer, a rank sends its tokens of segments that other ranks get. After the layer, it sends back the results
+for the tokens that it received. In the forward pass, it sends (tokens sent + tokens received) · width · element size
+bytes in total, where `width` is the number of values per token. In the backward pass, it sends the same number of
+bytes.
 """
 
 from __future__ import annotations
@@ -36,9 +39,9 @@ from padfree.segments import Segments
 
 
 def assign_segments(layout: Layout, segments: Segments) -> Indices:
-    """Return the rank that gets each of the B samples of a pack (without the pad), as an array [B].
+    """Return the rank that gets each of the B samples of a pack, as an array [B]. Padding tokens are not a sample.
 
-    Raises `UserError` if a sample is longer than a rank's share of the tokens.
+    Raises `UserError` if a sample is longer than a rank's share of the tokens (T / world).
     """
     lengths = segments.lengths[: segments.num_samples]
     share = layout.num_tokens // layout.world
@@ -96,11 +99,11 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """Return the bytes that each rank sends in the forward pass of one layer that needs whole samples, as an array
-    [world].
+    """Return the bytes [world] that each rank sends in the forward pass of one layer that needs whole samples.
 
-    Ranks send tokens of the layer's input [T, width] before the layer, and tokens of its output [T, width] back after
-    it. The backward pass sends the same number of bytes again.
+    The tokens of a sample are divided over ranks. Before the layer, the ranks send each sample's rows of the layer's
+    input [T, width] to one rank. After the layer, that rank sends the rows of the layer's output [T, width] back. In
+    the backward pass, each rank sends the same number of bytes again.
     """
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):

@@ -31,9 +31,10 @@ class Form:
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """Yield the forms in which to try to render this conversation.
+    """Yield the forms (variants of a conversation's messages and tools) to try until the chat template accepts one.
 
-    The first is the form that `read_conversation` produces. Forms that would not change this conversation are left out.
+    The first form is the one that `read_conversation` produces. Variants that cannot matter for this conversation are
+    left out: `arguments_as_text`, for example, is only tried if the conversation has tool calls.
     """
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)

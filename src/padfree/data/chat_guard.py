@@ -1,19 +1,20 @@
 """Check that a chat template neither drops nor garbles parts of a conversation.
 
-1. Every message and every field of a message appears in the rendered text. A template that does not know a role, a
+1. Every message and every field of a message must appear in the rendered text. A template that does not know a role, a
    field or tools drops them silently, and the model would be trained on something other than the data.
-2. A field is rendered as its text or as JSON, not as Python's repr (`[{'type': 'text'}]`, `None`) or as JSON encoded
-   twice.
+2. A field must be rendered as its text or as JSON. Python's repr (`[{'type': 'text'}]`, `None`) is an error, and so is
+   JSON that is encoded twice.
 
-Conversations that differ only in their texts and numbers have the same shape (`chat_shape`). The checks run once per
-shape, on a conversation of that shape in which every text is a marker. If the rendered text of a row differs from the
-rendered text of this conversation in more than the texts, the checks run on that row too.
+The checks run once for all conversations that differ only in their texts and numbers. They run on a copy of such a
+conversation, in which every text and number is replaced by a marker (the twin, see `chat_shape`). A row is checked on
+its own if its rendered text is not the rendered twin with the row's texts and numbers in place of the markers.
 
 The following parts of a conversation may be missing from the rendered text:
 
-    reasoning of earlier turns    if the template shows it while the turn is the last one and strips it afterwards
-    ids of tool calls             if the results come in the order of their calls
-    keywords of tool schemas      if the template writes tools in its own words; names and descriptions must appear
+- the reasoning of an earlier turn, if the template shows it as long as the turn is the last one and strips it
+  afterwards (but not with `data.loss_on=all`)
+- the ids of tool calls, if the tool results come in the order of the calls
+- keywords of tool schemas, if the template writes tools in its own words (names and descriptions must appear)
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ SCHEMA_TEXTS = ("name", "description")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """The rendered text of the first `stop` messages of a conversation, and two functions for further renderings.
+    """The rendered text of the first `stop` messages of a conversation, and functions that render other messages.
 
-    - `prompt`: whether the text is a prompt that ends with the generation prompt. Otherwise it is a training sample.
-    - `again(other)` renders another conversation, `other`, with the same template and the same form of messages.
-    - `alone(i)` renders only the messages up to and including message i.
+    - `prompt`: whether `text` is a prompt for sampling, which ends with the generation prompt. If not, it is a training
+      sample.
+    - `again(other)`: a function that renders another conversation in the same way.
+    - `alone(i)`: a function that renders only the messages up to and including message i.
 
-    `again` and `alone` return None if the template raises an error.
+    Both functions return None if the template raises an error.
     """
 
     text: str
@@ -51,11 +53,11 @@ class Shown:
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Check that the chat template shows every text of a conversation, and raise a `RowError` if a text is missing.
+    """Raise a `RowError` if the chat template drops or garbles a part of a conversation.
 
-    The check uses a twin: a copy of the conversation with a marker instead of each text. `shown` is the rendered twin.
-    `shape` has the twin and the texts that the markers replace. `keep_thoughts`: whether the reasoning of all turns
-    must appear in the rendered text.
+    The check is made on the conversation's twin: a copy in which a marker replaces each text and number. `shape` holds
+    the twin and the replaced texts and numbers. `shown` is the twin as the template renders it. `keep_thoughts`:
+    whether the reasoning of all turns must appear in the rendered text.
     """
 
     def found(text: str) -> set[int]:
@@ -69,11 +71,10 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Raise a `RowError` if the chat template does not show all parts of the conversation of one row.
+    """Raise a `RowError` if the chat template drops or garbles a part of the conversation of one row.
 
-    `shown` is the rendered conversation. Most rows need no check of their own, because `check_twin` checks a copy of
-    the conversation with a marker in place of each text (the twin). This check is for a row that is rendered
-    differently from its twin.
+    This check is a fallback for a row to which the result of `check_twin` does not apply, because the template renders
+    the row differently from the copy with markers that `check_twin` checks. `shown` is the rendered row.
     """
 
     def found(text: str) -> set[int]:
@@ -195,7 +196,8 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
     """Check a tool call whose arguments the template renders one by one and not as one JSON object.
 
     An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. Raise a `RowError` if the rendered text lacks a
-    key, or if a value is neither text nor JSON. The tool call is number `at` of message number `index`.
+    key, or if a boolean, null, list or object is not rendered as JSON (but as Python's `True`, for example). `_check`
+    checks the strings and numbers. `index`: the index of the message. `at`: the index of the tool call in the message.
     """
 
     def again(changed: dict[str, Any]) -> str | None:

@@ -17,11 +17,11 @@ such a template, each trained turn becomes a sample:
 
 Messages after the last trained turn are then not in any sample.
 
-Conversations that differ only in their texts and numbers have the same shape (`chat_shape`), and most templates render
-them alike. The spans (`chat_turns`) and checks (`chat_guard`) are therefore computed once per shape, on its twin: a
-conversation of the shape in which every text is a marker. The rendered text of a row is then predicted: it is the
-rendered twin with the row's texts in place of the markers. If a row is rendered differently from the prediction, spans
-and checks are computed for this row alone.
+Most templates render conversations alike if they differ only in their texts and numbers. One copy of such a
+conversation, in which a marker replaces each text and number (the twin, see `chat_shape`), is therefore rendered for
+all of them. The trained spans are found (`chat_turns`) and the rendered text is checked (`chat_guard`) only in the
+twin. For a row, padfree puts the row's texts and numbers in place of the markers. If the row's rendered text differs
+from the result, the spans are found and the text is checked for this row alone.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ ROLE_ALIASES = {
     "function": "tool",
     "observation": "tool",
 }
-"""Other names of the four roles, case-insensitive. A name is replaced by its role, unless the template compares the
-role with that name.
+"""Aliases of roles, which may be written in upper or lower case in the data.
+
+An alias is replaced by the usual name of the role (one of `ROLES`), unless the template compares roles with the alias
+itself. Aliases of `assistant` are always replaced.
 """
 
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -97,11 +99,11 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """Says how to render all conversations of one shape, i.e. those that differ only in their texts and numbers.
+    """Says how to render a group of conversations that differ only in their texts and numbers.
 
-    `form`: the form of messages that the chat template expects. `cuts`: for each sample of such a conversation, how it
-    is cut from the conversation, and its rendered text with slots in which a row's texts and numbers are filled (None
-    if no such text can be made).
+    - `form`: the variant of the messages that the chat template accepts (`chat_forms`).
+    - `cuts`: for each training sample that such a conversation gives, the messages and trained spans of the sample, and
+      its rendered text with a gap for each text and number of a row (None if this text cannot be made).
     """
 
     form: Form
@@ -255,12 +257,11 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """Call `work` with one form of the messages (`chat_forms`) after the other, until one call succeeds.
+        """Call `work` with one form (variant of the messages, see `chat_forms`) after the other, until a call succeeds.
 
-        Return the result of the call that succeeds. A call fails with a `RowError` if the rendered text does not pass a
-        check. If all calls fail, the error of the first form is raised, because most templates expect that form. There
-        is one exception: if the first form failed because of tool calls or because the template raised an exception,
-        the error about the message with the highest number is raised.
+        Return the result of that call. A call fails if it raises a `RowError`. If all calls fail, raise the error of
+        the first form, because most templates expect that form. But if the template itself raised this error, or if the
+        error is about a tool call, raise the error that names the latest message of the conversation.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -408,10 +409,10 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 
 
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
-    """Return (index of the message, span) for each message in the rendered text of a sample.
+    """Return (index of the message, span of the message in the rendered text) for each message of a sample.
 
-    The texts and numbers of the messages, `leaves`, are searched for in the text, in order. This search is needed only
-    for a row whose rendered text could not be predicted from a row with the same roles and keys.
+    `leaves`: the texts and numbers of all messages, in order. The spans are found by searching for them in the rendered
+    text.
     """
     message_spans: dict[int, Span] = {}
     done = 0

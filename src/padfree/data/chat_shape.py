@@ -1,21 +1,20 @@
-"""The shape of a conversation, and its twin: a conversation of the same shape in which every text is a marker.
+"""Replace the texts and numbers of a conversation by markers, to see what a chat template does with them.
 
-The texts and numbers of a conversation are its leaves. Everything else is its shape: roles, keys, booleans, nulls, the
-white space at the ends of a text, and the tags around reasoning (`<think>a</think>b` has two texts).
+The copy of the conversation with markers is its *twin*. The texts and numbers are the *leaves* of the conversation.
+Everything else is its *shape*: roles, keys, booleans, nulls, the white space at the ends of a text, and the tags around
+reasoning (`<think>a</think>b` has two texts). All conversations of one shape have the same twin. For example:
 
-    {"role": "user", "content": " Hi\\n"}      shape   user, content " ", a text, "\\n"
-                                              leaves  "Hi"
-                                              twin    {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
+    conversation    {"role": "user", "content": " Hi\\n"}
+    leaves          Hi
+    twin            {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
 
-A template renders the twin as it renders every conversation of the shape, unless the template depends on the texts
-themselves. Each text of the twin is a marker with a backslash, a quotation mark and a non-ASCII letter. The rendered
-text therefore shows how the template wrote it:
+Unless a template depends on the texts themselves, it renders the twin as it renders every conversation of the shape.
+The marker of a text has a backslash, a quotation mark and a non-ASCII letter. The rendered twin therefore shows how the
+template writes the text:
 
-    rendered as text     zq0x\\"éw
-    rendered as JSON     zq0x\\\\\\"éw
-    anything else        Python's repr, JSON encoded twice, HTML ...: an error
-
-In the twin, numbers are replaced by markers as well.
+    zq0x\\"éw         as plain text
+    zq0x\\\\\\"éw       as JSON
+    anything else    as Python's repr, JSON encoded twice, HTML or the like, which is an error
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ class ConversationShape:
     - `key` is equal for all conversations of the shape.
     - `leaves` are the texts and numbers of this conversation.
     - `twin` is the conversation with a marker in place of each leaf.
-    - `shuffled` is the index of the first message with a tool result that comes before the result of an earlier call.
-      It is None if all results come in the order of their calls.
+    - `shuffled`: if the tool results are not in the order of the tool calls, the index of the first message whose
+      result is out of order, else None.
     """
 
     key: Hashable
@@ -119,10 +118,10 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """Return the tool call that the tool result `message` answers, and the index of the call's name in `_leaves`.
+        """Return the tool call that the tool result `message` answers, or None if all calls have results.
 
-        `_leaves` lists the texts and numbers of the conversation. The call is the one with the same id, or else the
-        first call without a result. Return None if all calls have results.
+        This is the call with the same id as the result, or else the first call without a result. The call is returned
+        with the index of its function's name in `_leaves`, the list of the conversation's texts and numbers.
         """
         if not self._waiting:
             return None
@@ -146,10 +145,7 @@ class _Dissection:
         return "".join(twin)
 
     def _parts(self, parts: list[Message], message: int, *, assistant: bool) -> list[Message]:
-        """Return the parts (texts and images) of a message with a marker in place of each text.
-
-        The types of the parts belong to the shape of the conversation.
-        """
+        """Return the content parts (texts and images) of a message, with a marker in place of each text."""
         twins: list[Message] = []
         for part in parts:
             self._key.append(part["type"])
@@ -196,11 +192,10 @@ class _Dissection:
         return {name: self._value(one, f"{field}.{name}", message) for name, one in value.items()}
 
     def _identifier(self, value: str, field: str, message: int) -> str:
-        """Return the marker that replaces the id of a tool call, so that the twin does not depend on the id.
+        """Return the marker that replaces the id of a tool call. Equal ids have the same marker.
 
-        Equal ids have the same marker.
-
-        The marker is as long as the id, because some templates check the length: Mistral's ids have 9 characters.
+        The marker is padded to the length of the id, because some templates check the length: Mistral's ids have 9
+        characters.
         """
         leaf = self._identifiers.setdefault(value, len(self._leaves))
         if leaf == len(self._leaves):
@@ -210,10 +205,11 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split a text into tuples (white space and tags, the text after them, whether this text is reasoning).
+    """Split a text into tuples (separator, the text after the separator, whether this text is reasoning).
 
-    For example, `<think>a</think>b` gives ("<think>", "a", True) and ("</think>", "b", False), and tuples whose text is
-    empty. Only tags around reasoning count as tags, and only if `tags` is True.
+    A separator is the white space at an end of the text or, if `tags` is true, a tag such as `<think>` with the white
+    space around it. For example, `<think>a</think>b` gives ("", "", True), ("<think>", "a", True),
+    ("</think>", "b", False) and ("", "", False).
     """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
@@ -254,7 +250,7 @@ def written(value: str | int | float, form: str) -> str:
 class Slot(NamedTuple):
     """A range of a rendered text that shows a marker in place of a leaf (a text or number of the conversation).
 
-    `leaf` is the index of the leaf. `form` is "plain" or "json", and empty if the marker is written in another way.
+    `leaf` is the index of the leaf. `form` is a key of `FORMS`, or empty if the marker is written in another way.
     """
 
     leaf: int
@@ -281,12 +277,12 @@ class Skeleton:
     """A rendered text with slots, into which the leaves (texts and numbers) of a row can be filled."""
 
     literals: tuple[str, ...]  # the texts before, between and after the slots
-    slots: tuple[tuple[int, str], ...]  # (index of the leaf, how its value is written: "plain" or "json")
+    slots: tuple[tuple[int, str], ...]  # (index of the leaf, how its value is written: a key of `FORMS`)
     borders: tuple[tuple[int, int], ...]  # start and end of each span, each as (index of the literal, offset in it)
 
     @staticmethod
     def of(text: str, spans: Sequence[Span]) -> Skeleton | None:
-        """Make a skeleton of a rendered `text` with markers: each marker becomes a slot.
+        """Turn a rendered `text` into a skeleton: each marker becomes a slot, into which a value can be filled.
 
         `spans`: the ranges of trained characters, which the skeleton keeps. Return None if a range begins or ends
         inside a marker.
@@ -311,10 +307,10 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """Fill the slots with the `leaves` (texts and numbers) of another conversation of the same shape.
+        """Predict the rendered text of a conversation: fill its texts and numbers (`leaves`) into the slots.
 
-        Return the text that the template is expected to render for this conversation, the trained spans of the text,
-        and for each message a pair (its index, its span).
+        The conversation must differ only in texts and numbers from the one that the skeleton was made of. Return the
+        rendered text, its trained spans, and a pair (index of the message, span) for each message.
         """
         parts = [self.literals[0]]
         starts = [0]

@@ -126,10 +126,10 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=text, spans=merged(spans), alone=True, joined=True)
 
     def _begin(self, messages: Sequence[Message], turn: int, trained: Sequence[int], text: str) -> int:
-        """Return the index of the first character of `text` that may be trained: the beginning of message `turn`.
+        """Return the index in `text` at which message `turn` begins, or 0 if all assistant messages are trained.
 
-        `{% generation %}` markers mark every assistant message. Their spans before the returned index are not trained.
-        Return 0 if all assistant messages are trained.
+        The template's `{% generation %}` markers mark all assistant messages, even untrained ones. The caller therefore
+        ignores marked spans before this index.
         """
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if turn == 0 or list(trained) == turns:

@@ -55,8 +55,8 @@ SHAREGPT_ROLES = {
 METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
 """Fields of a message that are metadata; they are dropped."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""The names that the field with the assistant's reasoning has in data. All of them are changed to the first name, which
-chat templates read.
+"""Names of the message field that holds the assistant's reasoning. Data sets use different names, and padfree changes
+each of them to the first one, which chat templates read.
 """
 TEXT_PARTS = ("text", "input_text", "output_text")
 DEEPEST = 64

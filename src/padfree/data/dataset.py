@@ -71,7 +71,7 @@ class StoredSamples(ABC):
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Return the name of a sample in messages: its file and line, and the turn if the row has several samples."""
+        """Return how error messages name a sample: its file and line, and its turn if the row has several samples."""
 
     @abstractmethod
     def first_token_from(self, least: int) -> tuple[int, int] | None:
@@ -227,7 +227,10 @@ class TokenizedDataset(StoredSamples):
         return np.zeros(len(self), dtype=np.int64) if self._images is None else self._images.counts(self._kept)
 
     def _cuts_image(self, stored: int) -> bool:
-        """Return whether `max_length` cuts sample number `stored` of the folder inside an image."""
+        """Return whether truncating a sample to `max_length` would cut off only a part of an image's tokens.
+
+        `stored`: the index of the sample in the cache folder.
+        """
         if self._images is None:
             return False
         start = self._starts[stored]
@@ -242,9 +245,10 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """Return the number of a sample among the samples of its row, from 1 on; None if the row has only one sample.
+        """Return which sample of its row a sample is: 1 for the first, 2 for the second, and so on.
 
-        `stored`: the number of the sample in the folder.
+        Return None if the row has only one sample, or if all rows have the same number (`samples_per_row`).
+        `stored`: the index of the sample in the cache folder.
         """
         row = self._row_of[stored]
         first, end = self._first_of_row[row], self._first_of_row[row + 1]

@@ -34,8 +34,8 @@ MOST_CHOICES = 4
 
 
 CONTEXT = ("input", "context", "passage")
-"""Columns that may belong to a prompt. Only Alpaca's `input`, next to `instruction`, is appended to the prompt without
-a setting.
+"""Columns that may belong to a prompt. If the prompt is Alpaca's `instruction`, the column `input` is appended to it.
+In all other cases, a column is appended only if `data.columns` maps it to `input`.
 """
 
 
@@ -57,7 +57,7 @@ class Schema:
 
     - `names` maps a field to other column names that are recognised as this field.
     - `hints` maps a field to column names that are not recognised, but that an error message suggests for the field.
-    - `guarded` maps each column that is refused, because it would change what a row means, to the reason.
+    - `guarded` maps a column to the reason why it is refused. Such a column would change what a row means.
     - `elsewhere` holds pairs (columns, advice). A file with these columns is meant for another command, which the
       advice names.
     - `rest` tells users what happens to columns that are not fields.
@@ -104,7 +104,7 @@ class Fields:
     def needed(self) -> tuple[str, ...]:
         """The columns that must be read from a Parquet file.
 
-        They are the columns that the format uses, and the unused columns that must be empty (see `check`).
+        They are the columns that the format uses, and columns in which any value is an error (see `check`).
         """
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
@@ -200,7 +200,7 @@ def resolve(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """One way to read a file: a format, and the column of this file for each of its fields."""
+    """One way to interpret a file: a format, and for each field of the format a column of the file."""
 
     format: Format
     columns: Mapping[str, str]
@@ -242,10 +242,11 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """Return the best of several ways to read a file.
+    """Return the best of several possible interpretations (`readings`) of a file's columns.
 
-    A reading is dropped if the format of another reading requires the same fields and more. If several formats are
-    left, those in `schema.preferred` win.
+    If one format requires all fields of another format and more, the interpretations with the smaller format are
+    dropped. If several formats are left, those in `schema.preferred` win, provided that their required columns have
+    exactly the names of the fields.
     """
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
@@ -325,10 +326,10 @@ def _all_names(schema: Schema) -> set[str]:
 
 
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
-    """Return the `data.columns` setting that selects one of several readings of a file.
+    """Return the `data.columns` setting that selects `reading`, one of several possible interpretations of a file.
 
-    The setting maps the columns of the required fields. If the reading ignores a guarded column (a column that would
-    change the meaning of a row), the setting maps this column to `unused`.
+    The setting maps a column to each required field. It maps a column to `unused` if this interpretation ignores the
+    column although the column would change the meaning of a row (`Schema.guarded`).
     """
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]

@@ -56,7 +56,7 @@ GUARDED = {
     "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
-"""The columns that change the meaning of a row. The value is the reason that the error message gives."""
+"""Columns that would change the meaning of a row, each with the reason that the error message gives."""
 
 _PAIRS = frozenset(("chosen", "rejected")), "use padfree dpo or padfree reward for preference pairs"
 _UNPAIRED = (
@@ -162,7 +162,7 @@ SHOW_IMAGES = ("messages", "pair", "prompt", "prompted", "continued", "implicit"
 
 
 def reading_images(schema: Schema) -> Schema:
-    """Return the schema with the optional field `images` in all formats with conversations, for `model.vision`."""
+    """Return a copy of the schema for vision-language models: formats in `SHOW_IMAGES` also have the field `images`."""
     formats = tuple(
         replace(format, may=(*format.may, "images")) if format.kind in SHOW_IMAGES else format
         for format in schema.formats

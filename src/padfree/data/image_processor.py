@@ -1,12 +1,13 @@
-"""The processor of a vision-language model: the text that stands for an image, and the inputs of the vision tower.
+"""Call the processor of a vision-language model (a transformers class) with one image at a time.
 
-    template       <|vision_start|><|image_pad|><|vision_end|>             the marker, once per image
-    expansion      <|image_pad|><|image_pad|><|image_pad|><|image_pad|>    of the marker, for an image of 4 features
-    tower          {"pixel_values": [16, 96], "image_grid_thw": [1, 3]}
+The processor gives the text that stands for the image, and the inputs of the vision tower. For example, Qwen2-VL's chat
+template writes the marker `<|image_pad|>` for an image. For an image with 4 features, the processor gives:
 
-The model's own processor (of transformers) computes the expansion and the inputs of the vision tower. The processor is
-called with one image at a time, because padfree packs the images of many samples. The expansion is the text that the
-processor passes to its tokenizer.
+    the text that replaces the marker           <|image_pad|><|image_pad|><|image_pad|><|image_pad|>
+    shapes of the inputs of the vision tower    {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}
+
+The text is found by recording what the processor passes to its tokenizer. The processor gets one image at a time,
+because padfree packs the images of many samples itself.
 
 Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. Pillow and
 torchvision give slightly different pixels, and the data of a run must not depend on the packages of a machine.
@@ -30,9 +31,8 @@ from padfree.errors import UserError, shown_error
 from padfree.sample import Sample
 
 MARKERS = ("boi_token", "image_token")
-"""The names of the attributes of a processor that can hold the text that a chat template writes for an image.
-
-The first attribute that the processor has is used.
+"""Names of attributes of a processor. The first one that exists holds the marker: the text that a chat template writes
+for an image.
 """
 
 
@@ -212,7 +212,10 @@ def _checked_part(self: Any, name: str, part: Any) -> Any:
 
 
 def _identity(processor: Any) -> dict[str, Any]:
-    """Return everything that a processor's output for an image depends on: its class, settings and library version."""
+    """Return the class, the settings and the transformers version of a processor.
+
+    Processors for which they are equal give the same output for the same image.
+    """
     from transformers import __version__
 
     plain = {

@@ -22,11 +22,14 @@ from padfree.data.image_store import BadFile, ReadImage
 from padfree.data.records import RowError
 
 MOST_REMEMBERED = 4096
-"""The maximum number of images whose placeholder tokens are cached, because several rows can show the same image."""
+"""The maximum number of images whose placeholder text is cached, for rows that show the same image again."""
 
 
 class ImageReader:
-    """Reads the images of rows, and replaces their markers in the text. Each tokenising process has one reader."""
+    """Reads the images of rows, and replaces each image marker in the rendered text by an image's placeholder tokens.
+
+    Each process that tokenises rows has one reader.
+    """
 
     def __init__(self, settings: ImageSettings) -> None:
         self.settings = settings.for_rows()

@@ -27,9 +27,9 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 """The types of content parts that hold an image."""
 OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 CONTENT_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
-"""The keys under which a content part, or an object, can hold an image.
+"""The keys under which a content part of a message, such as `{"type": "image", "image": "a.png"}`, can hold its image.
 
-A part has at most one of these keys. An object can have both `bytes` and `path`; then `bytes` is used.
+A part has at most one of these keys, or both `bytes` and `path`. In this case, `bytes` is used.
 """
 IGNORED_KEYS = ("detail", "text", "id", "index", "format", "mime_type", "media_type")
 MOST_PATH = 4096

@@ -133,9 +133,10 @@ class StoredImages:
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def of_sample(self, stored: int, tokens: NDArray[np.int32]) -> tuple[Image, ...]:
-        """Return the images that sample number `stored` shows, except images that truncation cuts off.
+        """Return the images that a sample shows, except images that truncation cuts off.
 
-        `tokens` [n]: all tokens of the sample, or its first tokens if it is truncated.
+        `stored`: the index of the sample in the folder. `tokens` [n]: all tokens of the sample, or its first tokens if
+        it is truncated.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         if not numbers:
@@ -155,9 +156,9 @@ class StoredImages:
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
-        """Return whether truncation of a sample after `length` tokens keeps or drops each of its images as a whole.
+        """Return False if truncating a sample to `length` tokens cuts off only a part of an image's tokens, else True.
 
-        `stored`: the number of the sample in the folder. `tokens` [n]: all tokens of the sample.
+        `stored`: the index of the sample in the folder. `tokens` [n]: all tokens of the sample.
         """
         numbers = self._index[self._offsets[stored] : self._offsets[stored + 1]].tolist()
         kept = int(np.count_nonzero(tokens[:length] == self.settings.placeholder))

@@ -61,7 +61,10 @@ class RecordSource(ABC):
         return Chunk(source=self.name, unit=self.unit, numbers=numbers, records=records, size=size, folder=self.folder)
 
     def _numbered(self, parts: Iterable[list[Any]], num_rows: int) -> Iterator[Chunk]:
-        """Convert lists of rows to chunks with row numbers and sizes. `num_rows`: the number of rows in all lists."""
+        """Convert each list of rows to a chunk with row numbers (from 1 on) and an estimate of its size in bytes.
+
+        `num_rows`: the number of rows in all lists together.
+        """
         first = 0
         for records in parts:
             end = first + len(records)

@@ -62,8 +62,8 @@ class SkippedRow:
 class DataReport:
     """Counts of the rows of data files: used, skipped and dropped rows, whose sum is `num_rows`.
 
-    Truncated rows count as used. `used`: the number of used rows; None if every used row gives exactly one sample, so
-    that this number equals the number of samples.
+    Truncated rows count as used. `used`: the number of used rows. None: it equals `num_samples`, because every used row
+    gives exactly one sample.
     """
 
     num_rows: int

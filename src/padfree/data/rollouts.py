@@ -1,9 +1,14 @@
-"""Read rollout files into samples: token ids or text, a reward, a group, and per-token arrays such as logprobs.
+"""Read rollout files. Each row becomes one sample: a prompt, a response, a reward, and arrays such as logprobs.
+
+For example, the row
 
     {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "reward": 1.0, "logprobs": [-0.1, -0.2, -0.3]}
-     tokens     5    6    7    8    9         entry j of every array belongs to token j
-     loss_mask  0    0    1    1    1
-     logprobs   0    0  -.1  -.2  -.3         the row has one number per token of the response; the prompt gets 0
+
+becomes a sample with the arrays
+
+    tokens       5     6     7     8     9
+    loss_mask    0     0     1     1     1
+    logprobs     0     0  -0.1  -0.2  -0.3
 
 A row has the prompt and the response in one of three sets of columns. If a row has both token ids and text, the token
 ids are used, because they were sampled.
@@ -17,17 +22,18 @@ A row must also have a number in `reward`. These columns are optional:
 
 - `loss_mask`: 0 or 1 for each token. In multi-turn rollouts, the output of tools has 0.
 - `logprobs`, `ref_logprobs`, `advantages`, `returns`, `values`: a number for each token, or null for untrained tokens.
-- `routes`: the experts that the sampler chose for each token of the sample, with `rollout.routing = "replay"`. Nested
-  lists [tokens, layers with experts, experts per token] with -1 for unknown routes, or as padfree writes them:
-  {"dtype": "uint8", "shape": [...], "base64": "..."}.
+- `routes`: the experts that the sampler chose for each token of the sample, for `rollout.routing = "replay"`. The
+  format is nested lists [tokens, layers with experts, experts per token], in which -1 marks an unknown route, or the
+  format that padfree writes: {"dtype": "uint8", "shape": [...], "base64": "..."}.
 - `kept`: for each token, the list of the token ids among which it was sampled (`padfree.kept_sets`), for samplers with
   top-p, top-k or min-p. An empty list or null stands for the whole vocabulary.
-- `group`: a string or an integer, in every row or in none. Without it, rows with the same prompt form a group.
-- `uid`, `raw_reward`
+- `group`: a string or an integer, in every row or in none. Rows with the same value form a group, even if they are in
+  different files. Without this column, rows with the same prompt form a group.
+- `uid`: a name of the sample (default: file and line). `raw_reward` is stored with the sample.
 
-`loss_mask` and the arrays have one entry per token of the sample, or one per token of the response. The response
-consists of the last `response_length` tokens. If a row has a loss mask but no `response_length`, the response begins
-with the first trained token. Rows of different files with the same `group` are in the same group.
+`loss_mask`, `kept` and the columns with a number for each token have one entry for each token of the sample, or one for
+each token of the response. The response consists of the last `response_length` tokens. If a row has a loss mask but no
+`response_length`, the response begins with the first trained token.
 
 A rollout without trained tokens is kept, because its reward counts in its group. Truncation at `max_length` keeps the
 first tokens.
@@ -84,7 +90,7 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RolloutData:
-    """The samples of rollout files in the order of their rows, and a report about all rows."""
+    """The samples of rollout files in the order of their rows, and a report that also counts rows without a sample."""
 
     samples: Sequence[Sample]
     lines: Sequence[int]  # the line number of each sample in its file; `Sample.source` names the file

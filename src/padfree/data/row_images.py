@@ -1,16 +1,16 @@
 """Put the images of a row into the messages of its conversation.
 
-A row can hold images in the parts of its messages, in a column `images` (or `image`), or in both. An image of the
-column is shown at
+A row can hold images in the content parts of its messages, in a column `images` (or `image`), or in both. The first of
+these rules that fits decides where the images of the column are shown:
 
-    {"type": "image"}      each part without an image of its own (TRL, Hugging Face), else at
-    <image>                each of these texts in the messages (ms-swift, LLaVA), else at
-                           the beginning of the first user message
+1. If the messages have image parts without an image, `{"type": "image"}`, they are filled in order (TRL, Hugging Face).
+2. If the messages contain the text `<image>`, each `<image>` is replaced by an image, in order (ms-swift, LLaVA).
+3. All images are put at the beginning of the first user message.
 
-    messages  user: "<image>Who is older, <image> or he?"      images  ["a.png", "b.png"]
-    -> user: [image] "Who is older, " [image] " or he?"        Conversation.images  (a.png, b.png)
+In rules 1 and 2, the column must have as many images as there are such parts or texts. An example of rule 2:
 
-The column must have as many images as the messages have places.
+    messages and column    user: "<image>Who is older, <image> or he?"     images: ["a.png", "b.png"]
+    result                 user: [image] "Who is older, " [image] " or he?"     Conversation.images: (a.png, b.png)
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _without_images(message: Message) -> Message:
 
 
 def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Message, ...]:
-    """Return the messages with `count` image parts, to which the caller adds the images.
+    """Add `count` image parts to the messages. The caller puts the images into them.
 
     Each text `<image>` becomes an image part. Without such texts, all image parts are put at the beginning of the first
     user message.

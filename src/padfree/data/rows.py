@@ -360,9 +360,10 @@ def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Mes
 def _conversation(
     messages: tuple[Message, ...], start: int, context: Conversation, answer: Conversation | None = None
 ) -> Conversation:
-    """Return a conversation in which only assistant messages from index `start` on are trained.
+    """Return a conversation with the tools of `context`. Assistant messages before index `start` are untrained.
 
-    Messages that are untrained in `answer` (OpenAI's `weight: 0`) stay untrained.
+    `answer`: the conversation from which the last messages were taken. Its untrained messages (OpenAI's `weight: 0`)
+    stay untrained.
     """
     untrained = {index for index in range(start) if messages[index]["role"] == "assistant"}
     if answer is not None:

@@ -202,7 +202,9 @@ def optional_package(module: str, setting: str, reason: str, *, install: str) ->
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        raise UserError(setting, f"{reason}, which needs {install}", f"pip install {install}") from None
+        raise UserError(
+            setting, f"{reason}, but the package {install} is not installed", f"pip install {install}"
+        ) from None
 
 
 def record_of(record: Record) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def default_cache_folder() -> Path:
 
 
 def content_digest(source: RecordSource, cache: Path) -> str:
-    """Return a hash of a source's content. If the file has not changed, the hash is read from the cache."""
+    """Return a hash of the content of a data file or Hub data set. For a file, the hash is cached until it changes."""
     if not isinstance(source, FileSource):
         return source.digest()
     now = time.time_ns()
@@ -104,7 +104,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Context manager that turns an `OSError` into a `UserError` that names the file or, without one, `folder`."""
+    """Context manager that turns an `OSError` into a `UserError`, which names the file that could not be written.
+
+    If the `OSError` names no file, the `UserError` names `folder`.
+    """
     try:
         yield
     except OSError as error:

@@ -184,9 +184,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Insert filters that enforce limits into the syntax tree of a template.
+    """Add checks to the syntax tree of a Jinja template, so that rendering stays within the limits on memory and time.
 
-    The inserted filters check the results of `~`, the iterables of loops, and list, tuple and object literals.
+    A check is a filter around the iterable of a loop, a string concatenation (`~`), or a list, tuple or dict literal.
     """
 
     def checked(node: Any, name: str) -> nodes.Filter:
@@ -326,7 +326,7 @@ def compiled(source: str, day: datetime.date) -> Any:
 
 @lru_cache(maxsize=64)
 def compared_texts(source: str) -> frozenset[str]:
-    """Return the strings with which a template compares values. They include the roles that the template knows."""
+    """Return the string literals in a template's comparisons and filter arguments, e.g. `user` in `role == 'user'`."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     comparisons = _compile_jinja_template("").environment.parse(source).find_all((nodes.Compare, nodes.Filter))

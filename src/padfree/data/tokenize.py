@@ -151,9 +151,10 @@ class RowTokenizer:
         return None
 
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
-        """Return the number that the cache stores with a row: its margin (`padfree reward`) or label (`padfree kto`).
+        """Return the number that is stored with the samples of a row, or 0 if the task needs no number.
 
-        Other tasks store 0.
+        The number is the margin of a preference pair (`padfree reward`), or the label of an answer, 1 for desirable and
+        0 for undesirable (`padfree kto`).
         """
         return 0.0
 
@@ -185,7 +186,7 @@ _WithImages = tuple[Passage | Encoded, tuple[ReadImage, ...]]
 
 
 def passage_of(conversation: Conversation, sample: RenderedSample) -> Passage:
-    """Return the text of a rendered sample as a passage, with the images that the messages of the sample show."""
+    """Return a rendered sample as a `Passage` (trained and untrained texts), with the images of its messages."""
     shown = conversation.images[: num_images(conversation.messages[: sample.stop])]
     return Passage.of_spans(sample.text, sample.spans, shown)
 

@@ -108,7 +108,10 @@ def _died() -> UserError:
 
 
 def _serve(connection: Connection[Any, Any], tokenize: RowTokenizer) -> None:
-    """Run the main loop of a worker process: receive chunks and send their tokens until the connection closes."""
+    """Run the main loop of a worker process: receive chunks of rows, tokenise each chunk and send back the result.
+
+    The loop ends when the connection closes.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already use all cores
     with contextlib.suppress(EOFError, ConnectionError):
         while True:

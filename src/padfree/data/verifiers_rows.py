@@ -134,10 +134,11 @@ def _load(name: str) -> Any:
 
 
 def check_verifiers_module(own: str, name: str, setting: str) -> None:
-    """Raise a `UserError` if the module of an environment does not exist or is in Python's standard library.
+    """Raise a `UserError` if a verifiers environment has no module, or if its module is in Python's standard library.
 
-    `own`: the environment's name without the prefix `verifiers:`, from which the package derives the module's name.
-    `name`: the full name in the recipe. `setting`: the setting that has this name. Both are for error messages.
+    `own`: the name of the environment without the prefix `verifiers:`. It gives the name of the module. `name`: the
+    full name, such as `verifiers:wordle`. `setting`: the setting whose value is `name`. The last two are for error
+    messages.
     """
     module = own.replace("-", "_").split("/")[-1]
     if not module.isidentifier():

@@ -89,8 +89,8 @@ class Mesh:
     Empty, unless the run chooses the number of context ranks for each pack.
     """
     experts: DeviceMesh | None = None
-    """The mesh of the weights of experts, which are divided over its dimension `expert`. None if experts are sharded
-    like all other weights.
+    """The mesh for the weights of experts. The mesh dimension `expert` divides the experts among ranks. None if the
+    weights of experts are sharded like all other weights.
     """
     groups: Groups
 
@@ -250,8 +250,10 @@ class Groups:
     """Creates process groups over dimensions of the mesh, each group on first use. Every rank must call the methods."""
 
     def __init__(self, ranks: NDArray[np.int64], timeout: float) -> None:
-        """Store the array `ranks` of all ranks, with the dimensions [replicate, shard, context], and the time limit in
-        seconds.
+        """Arrange the ranks as a mesh.
+
+        `ranks` [replicate, shard, context]: the rank at each position of the mesh. `timeout`: the time limit of one
+        collective in the groups, in seconds.
         """
         self.ranks, self._timeout = ranks, timedelta(seconds=timeout)
         self._made: dict[tuple[int, bytes], Axis] = {}
@@ -333,13 +335,12 @@ def make_mesh(
 ) -> Mesh:
     """Make the process groups of a run.
 
-    If `expert` is above 1, each group of `expert` neighbouring processes divides the experts of a model among its
-    processes.
-
-    `contexts` lists further sizes of context groups (ranks that share a pack). Each size must divide the number of
-    processes.
-
-    `timeout` is the time limit of one collective in these groups, in seconds.
+    - `context`: the size of a context group, which is a group of ranks that share a pack (a sequence of packed
+      samples).
+    - `replicate`: the number of copies of the weights.
+    - `expert`: the number of neighbouring ranks over which the experts of a model are divided.
+    - `contexts`: more sizes, for which context groups are also made. Each size must divide the number of processes.
+    - `timeout`: the time limit of one collective in these groups, in seconds.
     """
     world = dist.get_world_size()
     for name, size in (("context", context), ("replicate", replicate), ("expert", expert)):

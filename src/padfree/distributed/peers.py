@@ -37,9 +37,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Times in seconds, which the docstring of this module explains. For example, a thread reads the store every POLL s.
+"""Times in seconds:
 
-With very many ranks, a process increments its heartbeat counter less often than every POLL seconds.
+- POLL: between two reads of the key-value store that all ranks share.
+- LINGER: how long a failed rank stays alive, so that the other ranks can read its error message.
+- PATIENCE: how long a rank may continue after it has read the error message of another rank.
+- SILENCE: at least how long a heartbeat counter must stand still before its rank counts as lost.
 """
 _BLOCKS = itertools.count()  # numbers the blocks; the number is part of store keys, because the store outlives a block
 _LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
@@ -51,14 +54,15 @@ class PeerLostError(RuntimeError):
     """Raised if another process of the group has exited, or does not respond within the timeout."""
 
     searched = False
-    """Whether the raising code has already looked for the lost ranks. If it found them, the message names them."""
+    """True if the lost ranks have already been searched for, so that an enclosing block does not search again."""
 
 
 @contextmanager
 def watching(what: str, group: ProcessGroup) -> Iterator[None]:
-    """Context manager around one collective that raises `PeerLostError` if the backend gives up waiting for a peer.
+    """Context manager around one collective. It raises a `PeerLostError` if the backend gives up waiting for another
+    rank.
 
-    The message contains `what`, the name of the collective, and the ranks of the group.
+    `what`: the name of the collective, for the error message. The message also contains the ranks of `group`.
     """
     begin = time.monotonic()
     try:
@@ -123,7 +127,11 @@ def failing_together() -> Iterator[None]:
 
 
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
-    """Describe which processes are gone: the ranks in `silent` or, if it is None, the host of the rendezvous store."""
+    """Return a text that says which processes are gone.
+
+    `silent`: the ranks whose heartbeat counters stand still. If it is None, the rendezvous store does not answer, and
+    the text names the ranks on the host of the store. `hosts`: the host name of each rank.
+    """
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
         return f"{_rank_names(theirs, hosts)}, where the rendezvous store is, cannot be reached; read the logs there"
@@ -158,10 +166,10 @@ def sigterm_ignored() -> Iterator[None]:
 
 
 class _Listener(threading.Thread):
-    """A thread that increments this rank's heartbeat counter and waits for the message of a failed rank.
+    """A thread that increments this rank's heartbeat counter and waits for the error message of a failed rank.
 
-    The thread ends the process if the main thread is still inside the `failing_together` block PATIENCE seconds after
-    the thread has read the message.
+    After such a message, the main thread has PATIENCE seconds to leave the `failing_together` block. If the main thread
+    is still inside the block then, this thread ends the process.
     """
 
     def __init__(self, store: Any, key: str) -> None:

@@ -1,19 +1,21 @@
-"""Count the bytes per token of the activations that the forward pass keeps for the backward pass, from the model's
-sizes.
+"""Compute the bytes of activations that the forward pass keeps for the backward pass, from the sizes of the model.
 
-The table shows the bytes per token that a typical decoder layer keeps. Elements have e bytes (4 or 2). D is the hidden
-size, and I the width of the MLP. q, k, v, g and o are the widths of queries, keys, values, attention gates and
-attention outputs, summed over the heads.
+The table shows the bytes per token that a typical decoder layer keeps. An element has e bytes (4 or 2). D is the hidden
+size, and I the width of the MLP or of one expert. q, k, v and o are the widths of queries, keys, values and attention
+outputs, summed over the heads. A mixer is a layer that mixes tokens without attention, such as Mamba.
 
-    each norm over w elements   (4 + e) w                          float32 input, and scaled result; LayerNorm: e w
-    inputs of projections       2 e D
-    attention                   e (q + k + v + o) + 4 heads        with the log-sum-exp; a gate adds e (g + o)
-    MLP                         4 e I                              gate, activation, up, product; 2 e I without a gate
-    experts, k per token        k e (2 D + 4 I)                    input and output of each expert, and its MLP
-    adapters of experts         k e r                              for each adapted weight; r is the adapter's rank
-    mixer, such as Mamba        e s                                instead of attention; s depends on the kind of mixer
-    compiled, without experts   e (4 D + 2 (q + k) + v + o + 3 I)  norms are recomputed; q and k before and after RoPE;
-                                                                   gate, up and their product
+    each norm over w elements    (4 + e) w                   float32 input and scaled result; a LayerNorm keeps e w
+    inputs of projections        2 e D
+    attention with h heads       e (q + k + v + o) + 4 h     4 h is the log-sum-exp
+    output gate of attention     e (g + o)                   for a gate of width g, if there is one
+    MLP, with a gate             4 e I                       gate, activation, up, product
+    MLP, without a gate          2 e I
+    n active experts             n e (2 D + 4 I)             input, output and MLP of each expert
+    adapters of n experts        n e r                       for each adapted weight, if the adapter has rank r
+    mixer                        e s                         s is the number of saved elements of this kind of mixer
+
+A compiled layer without experts and mixers keeps only e (4 D + 2 (q + k + g) + v + o + 3 I) + 4 h bytes in total,
+because its backward pass recomputes cheap operations such as norms.
 
 A vision tower keeps the inputs and results of its matmuls, for each patch of an image (`feature_bytes`).
 """
@@ -46,8 +48,8 @@ FLOAT32 = 4
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> int:
     """Return the bytes of activations per token that the forward pass keeps on the device for the backward pass.
 
-    The embeddings and the last norm are included. Activations that are offloaded to host memory are not counted. `size`
-    is the number of bytes per element, and `checkpointing` the setting `parallel.checkpointing`.
+    The last norm, and the cosines and sines of RoPE are included. Activations that are offloaded to host memory are not
+    counted. `size` is the number of bytes per element, and `checkpointing` the setting `parallel.checkpointing`.
     """
     return outside_bytes(model, size) + sum(layer_token_bytes(model, size, checkpointing, compiled=compiled))
 
@@ -109,7 +111,10 @@ def _linear_bytes(module: Any, size: int) -> int:
 
 
 def outside_bytes(model: PreTrainedModel, size: int) -> int:
-    """Return the bytes of activations per token that are kept for the backward pass outside of the decoder layers."""
+    """Return the bytes per token of the kept activations that belong to no decoder layer.
+
+    These are the activations of the last norm, and the cosines and sines of RoPE.
+    """
     sizes = ModelSizes.of(model.config)
     return _norm_bytes(sizes.hidden, size) + 2 * sizes.head * size
 
@@ -124,7 +129,8 @@ def layer_token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, 
 def levels_by_layer(checkpointing: str, num_layers: int) -> tuple[LayerLevel, ...]:
     """Return the checkpointing level of each layer.
 
-    If `checkpointing` is "host" for all layers, the last layers get "attention": they keep their tensors on the device.
+    If `checkpointing` is "host", only the first layers (the fraction `OFFLOADED_FRACTION`) get the level "host". The
+    other layers get "attention": they keep the same tensors, but on the device.
     """
     if is_by_layer(checkpointing):
         return levels_of(checkpointing, num_layers)

@@ -1,14 +1,15 @@
-"""How well a step uses the hardware: the model's FLOPs per second, and their fraction of the devices' peak (MFU).
+"""Compute how well a step uses the hardware: the FLOP/s of a device, and their fraction of the device's peak (MFU).
 
-    FLOPs of a step = forward and backward of all samples (`CostModel.from_config`), but of the head only for the scored
-                      tokens
-    tflops_per_device = FLOPs / seconds / devices / 1e12
-    mfu = tflops_per_device / peak of the device        only if the peak is known and the model computes in bfloat16
+    FLOPs of a step      forward and backward pass of all samples (`CostModel.from_config`)
+    tflops_per_device    FLOPs of a step / seconds / devices / 1e12
+    mfu                  tflops_per_device / peak of the device in TFLOP/s
 
-Only FLOPs that training requires are counted, not all FLOPs that are executed. Not counted are recomputation
-(activation checkpointing), old and reference log-probabilities, and padding. A prefix that samples share counts once.
-An image that occurs several times in a pack counts once. A matmul with a frozen weight needs two thirds of the FLOPs,
-because it has no weight gradient. With adapters, all of the model's own weights are frozen.
+`mfu` exists only if the peak is known and the model computes in bfloat16.
+
+Only FLOPs that training requires are counted. The output head counts only for scored tokens. Recomputation (activation
+checkpointing), old and reference log-probabilities, and padding are not counted. A prefix that samples share counts
+once. An image that occurs several times in a pack counts once. A matmul with a frozen weight counts two thirds of the
+FLOPs of a trained one, because it has no weight gradient. With adapters, all of the model's own weights are frozen.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ def frozen_flops(flops: float) -> float:
 class Shared:
     """The work that a step saves because samples share prefixes.
 
-    `tokens`: the number of tokens that are not computed again. `pairs`: the reduction of the sum of squared sample
-    lengths, on which the cost of attention depends.
+    `tokens`: the number of tokens that are not computed again. `pairs`: the number of (query, key) pairs that attention
+    does not compute again, if a sample of n tokens has n² pairs.
     """
 
     tokens: float

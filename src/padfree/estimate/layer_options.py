@@ -1,21 +1,21 @@
 """For each layer of a model and each checkpointing level: the bytes kept for the backward pass, and the cost.
 
-`padfree.estimate.levels` uses these tables to choose a level for each layer.
+`padfree.estimate.levels` uses these figures to choose a level for each layer.
 
-The cost of a level is the work that the backward pass repeats, in FLOPs per token. Memory bandwidth limits the kernels
-between matmuls. Such a kernel costs as many FLOPs as matmuls would compute in its time (`FLOPS_PER_BYTE`).
+The cost of a level is the work that the backward pass repeats, in FLOPs per token. Kernels between matmuls, such as
+norms, are limited by memory bandwidth. Their cost is the FLOPs that matmuls would compute in the same time
+(`FLOPS_PER_BYTE`). The levels `attention` and `host` exist only for compiled layers.
 
-    level        repeated in compiled layers                                   repeated in layers that are not compiled
-    none         nothing                                                       nothing
-    attention    the MLP up to its last matmul, norms, RoPE
-    host         as for attention; the copies to host memory overlap with the
-                 forward pass
-    selective    as for attention, and the projections around attention        kernels between matmuls, and attention
-    full         everything but the last matmul                                everything
+    level        repeated in compiled layers                                repeated in layers that are not compiled
+    none         nothing                                                    nothing
+    attention    the MLP up to its last matmul, norms, RoPE                 -
+    host         the same as with `attention`                               -
+    selective    the same, and the projections around attention             kernels between matmuls, and attention
+    full         everything but the last matmul                             everything
 
-The costs are computed and not measured, so that every run of the same settings chooses the same levels. The choice
-depends only on the ratios of these costs, and on how fast copies to the host are compared with computation
-(`FLOPS_PER_COPIED_BYTE`).
+With `host`, the kept tensors are also copied to host memory during the forward pass, at no cost.
+
+The costs are computed and not measured, so that every run with the same settings chooses the same levels.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ ATTENDED_KEYS = 1024
 """The mean number of keys per query that is assumed for the cost of attention."""
 
 COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
-"""The checkpointing levels of compiled layers. If the cost is equal, levels that come first in this list go to the
-first layers of the model.
+"""The checkpointing levels of compiled layers.
+
+The order of the levels decides between choices of equal cost: levels that come first go to the first layers of a model.
 """
 
 PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")
@@ -115,9 +116,10 @@ def repeated_share(model: PreTrainedModel, memory: MemoryEstimate, size: int, le
 
 
 def level_flops(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, size: int, compiled: bool) -> int:
-    """Return the cost per token of what the backward pass of `layer` recomputes at the checkpointing level `level`.
+    """Return the cost of what the backward pass of `layer` recomputes at the checkpointing level `level`.
 
-    The unit is FLOPs. Kernels that memory bandwidth limits count as the FLOPs of matmuls that take as long.
+    The unit is FLOPs per token. A kernel that is limited by memory bandwidth costs the FLOPs that matmuls would compute
+    in the same time.
     """
     if level == "none":
         return 0
@@ -147,10 +149,7 @@ def forward_flops(model: PreTrainedModel, layer: nn.Module) -> int:
 
 
 def matmul_flops(model: PreTrainedModel, layer: nn.Module) -> int:
-    """Return the FLOPs per token of the matmuls of `layer`.
-
-    If the layer has experts, only the experts that process a token count.
-    """
+    """Return the FLOPs per token of the matmuls of `layer`. Of its experts, only the active ones are included."""
     sizes, found = ModelSizes.of(model.config), 0
     for name, parameter in layer.named_parameters():
         if parameter.ndim == 2 and ".experts." not in f".{name}":

@@ -1,20 +1,21 @@
-"""Choose the activations that each layer keeps, so that a step fits the memory and recomputes as little as possible.
+"""Choose the checkpointing level of each layer, so that a step fits the memory and recomputes as little as possible.
 
-    forward     layer 0     1     2     3     head        every layer adds what it keeps
-    memory      |#          ##    ###   ####  ####+head
-    backward    layer 3     2     1     0                 a layer needs temporary memory (w), and frees what it kept
-    memory      |####+w     ###+w ##+w  #+w
+The levels of compiled layers, from the most device memory to the least, are:
 
-    levels, device bytes per token from least to most:  full, host < selective < attention < none
+    none         keep everything
+    attention    keep attention and the projections around it, recompute the MLP, norms and RoPE
+    selective    keep attention, recompute the projections around it too
+    full         keep only the layer's input
+    host         like `attention`, but keep the tensors in host memory
 
-A layer has one option per level. An option has the bytes kept on the device and in host memory, the further bytes that
-the backward pass needs, and the cost of recomputing the rest. A tensor occupies device memory until its copy to host
-memory has ended. The copies cost nothing if all of them together take no longer than the forward pass.
+In the forward pass, every layer adds what it keeps. In the backward pass, a layer needs temporary memory and then frees
+what it kept. A tensor occupies device memory until its copy to host memory has ended. At most as many bytes are copied
+as the forward pass has time for, so that no step waits for copies.
 
 `choose_levels` finds the cheapest choice within the limits. It goes through the layers in order. After each layer, it
-drops every choice for which another choice is at least as good in device bytes, host bytes and cost. Levels that keep
-less go to the first layers: their activations are needed last, so their copies have most time. For 36 equal layers this
-takes 0.3 s.
+drops every choice for which another choice is at least as good in device bytes, host bytes and cost. Between equal
+choices, levels that keep less go to the first layers. The backward pass reaches these layers last, so copies to host
+memory have the most time, and later layers have already freed memory. For 36 equal layers the search takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -54,9 +55,8 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""Limits the comparisons of `_States.best`, which groups choices of checkpointing levels by their host bytes.
-
-With at most this many groups, each choice is compared with all others, otherwise only with those of its group.
+"""If the choices of checkpointing levels have at most this many different values of host bytes, `_States.best` compares
+each choice with all others. With more values, it compares only choices with the same host bytes, which is faster.
 """
 
 
@@ -123,10 +123,9 @@ class _States:
     def best(self) -> Indices:
         """Return the indices of the choices of checkpointing levels that are worth keeping.
 
-        A choice is dropped if another one needs no more device bytes, no more host bytes and no more recomputation.
-
-        If the choices have more than FEW_GROUPS different numbers of host bytes, a choice is compared only with those
-        that have the same number of host bytes.
+        A choice is dropped if another one needs no more device bytes, no more host bytes and no more recomputation. If
+        the choices have more than FEW_GROUPS different values of host bytes, only choices with the same host bytes are
+        compared.
         """
         order = np.lexsort((np.arange(len(self.kept)), self.cost, self.kept, self.offloaded))
         sorted_ = self.at(order)
@@ -143,10 +142,11 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Drop the choices of checkpointing levels that are worse than another one. Return the remaining indices.
+        """Drop choices of checkpointing levels for which a better choice exists. Return the indices of the other
+        choices.
 
-        A choice is worse if the other one has fewer host bytes, and neither more device bytes nor a higher cost.
-        `order` are the indices of the choices, sorted by host bytes. `ends` divides it where the host bytes change.
+        A choice is better than another if it has fewer host bytes, no more device bytes and no higher cost. `order`:
+        the indices of the choices, sorted by host bytes. `ends`: the positions in `order` where the host bytes change.
         """
         remaining = []
         front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall

@@ -1,28 +1,29 @@
 """Estimate the memory that a run needs on each device, before any weight is loaded.
 
-    weights, gradients, optimizer   the exact size of the largest shard, in float32. If a run computes in bfloat16, its
-                                    frozen weights are in bfloat16. With parallel.offload, all three are in host memory.
-                                    Split weights (`padfree.model.split_weight`) take 4 1/8 bytes per element. With
-                                    parallel.expert, experts are divided evenly over all shards.
-    gathered                        while FSDP2 computes: the unsharded weights of the root unit and of two layers (of
-                                    all layers without parallel.reshard), and unsharded gradients. With parallel.expert,
-                                    only the experts of this rank count. Split weights are not gathered; only the
-                                    gradients of one layer and of the embeddings exist a second time, in bfloat16.
+    weights, gradients, optimizer   the exact size of the largest shard, in float32. Frozen weights have the dtype in
+                                    which the run computes. Split weights (a bfloat16 weight and the difference from
+                                    the float32 weight, `padfree.model.split_weight`) take 4 1/8 bytes per element.
+                                    With parallel.offload, weights, gradients and optimizer state are in host memory.
+                                    With parallel.expert, experts are divided evenly over all shards.
+    gathered                        unsharded tensors that exist while FSDP2 computes: the weights of the root unit
+                                    (those outside the layers) and of two layers (of all layers without
+                                    parallel.reshard), and the gradients of one layer and of the embeddings. With
+                                    parallel.expert, only the experts of this rank count. Split weights are not
+                                    gathered, so only bfloat16 copies of these gradients count.
     activations                     what the forward pass of one micro-batch keeps for its backward pass, also in a
                                     vision tower
     working                         the memory of the phase that needs most. One phase is the head, with its logits and
                                     gradients. The other phases are the backward passes of the layers: the gradients of
                                     a layer, and its activations if they are recomputed, minus the activations that
                                     later layers have already freed.
-    reference, sampler              frozen copies of the model; none if the sampler can use the trained weights
-    sent weights                    the weights of the last weight sync, in host memory, if weight syncs send
-                                    differences
-    cache                           the KV cache of the sampler; it exists all the time on a GPU, but only during
-                                    sampling on the CPU
-    sampling                        the logits of one token of every response, and with rollout.top_p, top_k or min_p
-                                    the tensors that truncate them; on a GPU, the sampler's CUDA graphs keep this memory
-
-`padfree.estimate.activations` counts the activations.
+    reference                       the weights of frozen models: reference, teacher and reward model
+    sampler                         the sampler's copy of the weights; 0 if the sampler can use the trained weights
+    sent weights                    a copy of the weights at the last weight sync, in host memory. It exists if weight
+                                    syncs send only the differences from the last sync.
+    cache                           the KV cache of the sampler. On a GPU, the cache also exists during training.
+    sampling                        the logits of one token of every response and, with rollout.top_p, top_k or min_p,
+                                    the tensors that truncate the distribution. On a GPU, the sampler's CUDA graphs
+                                    keep this memory during training.
 
 Not included: memory fragmentation, buffers of collectives, and the CUDA context. With `parallel.expert`, a rank whose
 experts are chosen more often than the mean needs more memory than estimated.
@@ -118,7 +119,7 @@ class MemoryEstimate:
 
     @property
     def device(self) -> int:
-        """Return the peak of the device memory in bytes, either in a training step or while the sampler generates."""
+        """Return the peak of the device memory over a whole step (sampling and training), in bytes."""
         standing = self.between_steps + (0 if self.offloaded else self.gradients)
         training = self.gathered + self.activations + self.working
         sampler = self.cache + self.sampling
@@ -305,7 +306,9 @@ class _Counts:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """How weights are sharded: over `ranks` ranks. Experts are divided over `expert` of these ranks."""
+    """How weights are sharded. `ranks`: the number of ranks over which weights are sharded. `expert`: the number of
+    neighbouring ranks over which experts are divided (expert parallelism).
+    """
 
     ranks: int
     expert: int = 1
@@ -346,10 +349,13 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
     """Return the bytes of unsharded weights and gradients that exist on a device while FSDP2 computes.
 
-    The unsharded weights are those of the root unit and of two layers: the current one and the next. Without `reshard`,
-    they are those of the root unit and of all layers. The unsharded gradients are those of the embeddings and of one
-    layer, in float32 for the reduction. `split` is True for a single process that stores float32 weights in two parts.
-    Such weights are not gathered, so only gradients count.
+    The unsharded weights are those of the root unit (all weights outside the layers) and of two layers, the current one
+    and the next. Without `reshard`, the weights of all layers are unsharded. The unsharded gradients are those of one
+    layer and of the embeddings. In bfloat16 runs, the gradients of the layer also have a float32 copy for the
+    reduction.
+
+    `split`: whether a single process stores split weights (`padfree.model.split_weight`). Split weights are not
+    gathered and their gradients are not reduced, so only the gradients count.
     """
     divided = shards.divided(model)
 
@@ -375,13 +381,15 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
 
 
 def key_copies(config: Config, prompt_tokens: int) -> float:
-    """Return the number of keys per token that attention copies, if samples share prefixes of `prompt_tokens` tokens.
+    """Return how many keys attention copies per computed token, if samples share prefixes of `prompt_tokens` tokens.
 
-    If the run generates G responses of R tokens to a prompt of P tokens, the result is (P + G (P + R)) / (P + G R). For
-    other data, the estimate assumes groups of eight samples that share the first half of each sample.
+    Attention copies the keys of a shared prefix for each sample. For G responses of R tokens to a prompt of P tokens,
+    the result is (P + G (P + R)) / (P + G R). If the run generates no responses, the estimate assumes groups of eight
+    samples that share the first half of each sample.
 
-    For SFT without `batch.share_prefixes=true` the result is 0, because only samples of one data row share prefixes.
-    The caller counts the copied keys of such data itself, and passes them to `estimate_memory` as `copied_keys`.
+    The result is 0 with `batch.share_prefixes=false`, and for SFT with `batch.share_prefixes=auto`. Such an SFT run
+    shares prefixes only among samples of one data row. The caller counts the keys that are copied for these samples,
+    and passes the number to `estimate_memory` as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
@@ -393,12 +401,15 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
-    """Return the most bytes that a phase of a micro-batch (the head, or the backward pass of a layer) needs in addition
-    to the activations of all layers.
+    """Return the most bytes that a phase of a micro-batch needs in addition to the activations of all layers.
 
-    `kept`: the bytes of activations that each layer keeps on the device. `offloaded`: the bytes of activations that an
-    offloaded layer copies to the host. In the backward pass of an offloaded layer, its copied activations and those of
-    the layer before it are on the device again.
+    A phase is the head, or the backward pass of one layer. Activations that later layers have already freed are
+    subtracted.
+
+    `kept`: the bytes of activations that each layer keeps on the device, 0 for an offloaded layer. `offloaded`: the
+    bytes of activations that an offloaded layer copies to host memory. During the backward pass of an offloaded layer,
+    the activations of two layers are on the device again: those of this layer, and the prefetched ones of the layer
+    that precedes it in the model.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):

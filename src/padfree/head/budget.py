@@ -1,4 +1,4 @@
-"""Sizes of tiles and chunks of logits: pure arithmetic, no tensors.
+"""Choose the sizes of tiles and chunks of logits for a memory budget.
 
 M is the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes the gradients of
 `width` vocabulary columns at a time for all M tokens.
@@ -9,8 +9,9 @@ M is the number of labelled tokens, D the hidden size and V the vocabulary size.
     weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
 
 Each chunk reads and writes all sums of the weight gradient, so fewer and larger chunks are faster. If the memory budget
-is too small for all sums, only the vocabulary columns [0, kept) have sums. The logits of the other columns are computed
-twice. Two plans for (M, D, V) = (16384, 4096, 151936) are:
+is too small, logits and sums are stored only for the vocabulary columns [0, kept). The logits of the other columns are
+discarded after the softmax. They are computed a second time after the last chunk, for their gradients. Two plans for
+(M, D, V) = (16384, 4096, 151936) are:
 
     4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
     1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
@@ -88,9 +89,7 @@ class Tile:
 
 
 def choose_tile(num_rows: int, vocabulary: int, *, itemsize: int, device_type: str, budget: int) -> Tile:
-    """Return a tile of logits [tokens, columns] that is as square as possible and takes at most an eighth of the
-    budget.
-    """
+    """Return the size of a tile of logits: as square as possible, and at most an eighth of the memory budget."""
     elements = max(1, min(TILE_BYTES.get(device_type, TILE_BYTES["cuda"]), budget // 8) // itemsize)
     block = block_columns(vocabulary)
     columns = elements / min(max(1, num_rows), elements**0.5)
@@ -132,17 +131,18 @@ def plan_fused(
     twice_bytes: int = TWICE_BYTES,
     keep_all: bool = False,
 ) -> FusedPlan:
-    """Return the fastest plan of `fused_loss` within the memory budget, or chunks of one token if none fits.
+    """Return the fastest plan of `fused_loss` within the memory budget. If no plan fits, the chunks have one token.
 
-    The arguments in bytes:
+    Arguments in bytes:
 
-    - `logit_bytes`: the memory of one logit that is stored until its gradient is computed.
-    - `row_bytes`: all other memory for one token of a chunk.
-    - `sum_bytes`: one element of a gradient while chunks are added to it.
-    - `gradient_bytes`: one element of the gradient that is returned.
-    - `twice_bytes`: the extra memory traffic of one logit that is computed twice.
+    - `logit_bytes`: the size of a logit that is stored until its gradient is computed.
+    - `row_bytes`: all other memory per token of a chunk.
+    - `sum_bytes`: the size of an element of a gradient that is summed over chunks.
+    - `gradient_bytes`: the size of an element of a gradient that is returned.
+    - `budget`: the memory budget.
+    - `twice_bytes`: the extra memory traffic for a logit that is computed twice.
 
-    If `keep_all` is True, all logits of a chunk are stored and none is computed twice; chunks are then smaller.
+    If `keep_all` is True, all logits of a chunk are stored and none is computed twice. Chunks are then smaller.
     """
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64

@@ -1,11 +1,14 @@
 """The loop of `fused_loss` over chunks of tokens. The loop records no autograd graph.
 
-    logits of a chunk [C, kept]  ->  softmax [C]  ->  gradient of the loss w.r.t. log-probabilities and entropies [C]
-    ->  gradient of the logits, in the same memory  ->  gradient of hidden [C, D], and a term of the gradient of weight
-
 C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. Only the logits of the vocabulary
-columns [0, kept) are stored. The other columns take part in the softmax; `tiles.tiled_gradients` computes their
-gradients after the last chunk.
+columns [0, kept) are stored. The steps for a chunk are:
+
+    1. logits of all columns, of which [C, kept] are stored, and their softmax: log-probabilities and entropies [C]
+    2. gradient of the loss with respect to the log-probabilities and entropies [C]
+    3. gradient of the stored logits [C, kept], in the same memory
+    4. gradient of the hidden states [C, D], and a term of the weight gradient [kept, D]
+
+After the last chunk, `tiles.tiled_gradients` computes the gradients of the columns [kept, V).
 """
 
 from __future__ import annotations
@@ -157,7 +160,8 @@ class WeightSums:
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
         """Add the weight gradient of one chunk of tokens.
 
-        `gradient` [C, kept] is the gradient of the chunk's logits, and `hidden` [C, D] are the chunk's hidden states.
+        `gradient` [C, kept]: the gradient of the chunk's logits in the vocabulary columns [0, kept). `hidden` [C, D]:
+        the hidden states of the chunk.
         """
         if self.is_single:
             rounded_matmul(gradient.T, hidden, self.grad_weight)

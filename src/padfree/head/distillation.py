@@ -1,16 +1,18 @@
 """Distillation: the divergence between the student's and the teacher's distribution over the vocabulary.
 
-    for each chunk of C tokens  the student's logits [C, V], then the teacher's logits [C, V], both in 16 bits
-                                -> softmax of both [C], which includes the log-probabilities of the labels
-                                -> divergence of each token [C]
-                                -> gradient of the student's logits, in the same memory
-                                -> gradients of the student's hidden states and weight
+Tokens are processed in chunks, so that only the logits of one chunk are stored at a time. The steps for a chunk of C
+tokens, with V vocabulary entries, are:
 
-There are four matmuls, the minimum: the logits of each model, and two gradients of the student. Only the logits of one
-chunk of tokens are stored at a time. Teacher and student may differ in hidden size, but they share a vocabulary of V
-entries.
+    1. logits [C, V] of the student and of the teacher, in 16 bits in bfloat16 training
+    2. log-sum-exp of each token and log-probability of its label [C], for student and teacher
+    3. divergence of each token [C]
+    4. gradient of the student's logits, in the memory of these logits
+    5. gradients of the student's hidden states and weight
 
-The gradients are computed together with the loss, and `backward()` returns them.
+This takes four matmuls, the minimum: the logits of each model, and two gradients of the student. Teacher and student
+may differ in hidden size, but must have the same vocabulary.
+
+The gradients are computed together with the loss. `backward()` only multiplies them by the gradient of the loss.
 """
 
 from __future__ import annotations

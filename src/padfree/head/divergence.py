@@ -1,20 +1,21 @@
 """The divergence between the student's and the teacher's softmax for each token, and its gradient, in plain torch.
 
-    student   s = softmax(x)  [R, V]        x and y are the logits of R tokens, with bias, scale, cap and temperature
-    teacher   t = softmax(y)  [R, V]        applied. `elementwise.reduce_tile` stores them minus the peak of their block
+s = softmax(x) is the student's distribution and t = softmax(y) the teacher's, both [R, V] for R tokens and V vocabulary
+entries. The logits x and y include bias, scale, soft cap and temperature. The sums are over the V entries. The right
+column is the derivative with respect to x_j, the student's logit of entry j.
 
-    forward-kl   KL(t | s) = Σ t log(t/s)                        gradient  s_j − t_j
-    reverse-kl   KL(s | t) = Σ s log(s/t)                                  s_j (log(s_j/t_j) − KL(s | t))
-    jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s            (1−β) s_j (log(s_j/m_j) − KL(s | m))
-
-The sums of these three formulas are over the V entries of the vocabulary. The right column is the derivative with
-respect to x_j, the student's logit of entry j.
+    divergence                                                   gradient
+    forward-kl   KL(t | s) = Σ t log(t/s)                        s_j − t_j
+    reverse-kl   KL(s | t) = Σ s log(s/t)                        s_j (log(s_j/t_j) − KL(s | t))
+    jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s  (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
 With top-k, the teacher's k most probable entries keep their probabilities, and all others are merged into one outcome,
-"the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries.
+"the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries. An example with k = 2:
 
-    teacher   .5 .3 | .1 .1          k = 2     .5 .3 .2         an entry j of the rest has the gradient s_j · c, with
-    student   .4 .2 | .3 .1                    .4 .2 .4         the same c for all entries of the rest
+    teacher   .5 .3 .1 .1   becomes   .5 .3 .2
+    student   .4 .2 .3 .1   becomes   .4 .2 .4
+
+An entry j of the rest has the gradient s_j · c. The factor c is the same for all entries of the rest.
 
 If several entries tie for rank k, all of them keep their probabilities, so that the result does not depend on the order
 of the vocabulary.
@@ -146,11 +147,14 @@ def token_divergence(sums: Tensor, settings: Divergence, threshold: Tensor | Non
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """Return sums over the vocabulary for each of R tokens, as [4, R].
+    """Return four sums over the vocabulary for each of R tokens, as [4, R].
 
-    The distributions of the student and the teacher are s and t. Sum 0 is their divergence. For jsd with the mixture m
-    of s and t, sum 0 is KL(s | m) and sum 1 is KL(t | m). With top-k, these sums cover only the teacher's top k
-    entries, and sums 2 and 3 are the total probability of all other entries under s and t.
+    s and t are the distributions of the student and the teacher, and m is the mixture of both for jsd.
+
+    - Sum 0: the divergence; for jsd KL(s | m).
+    - Sum 1: KL(t | m) for jsd, otherwise 0.
+    - Sums 2 and 3: with top-k, the total probability under s and under t of all entries outside the teacher's top k,
+      otherwise 0. With top-k, sums 0 and 1 cover only the top k entries.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))

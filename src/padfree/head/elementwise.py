@@ -32,7 +32,9 @@ and no NaN can arise. Ids that truncated sampling (top-p, top-k, min-p) excludes
 """
 
 LOWEST_TANH = -2.0
-"""A lower bound of tanh(y / softcap), so that the slope of the lowest logit is finite."""
+"""A lower bound of tanh(y / softcap), where it is computed back from a logit. Without the bound, the square of tanh
+would overflow for excluded logits (`FLOOR`), and their gradient would be NaN instead of 0.
+"""
 
 FLOAT16_FLOOR = -65504.0
 """The lowest finite float16 number. Its exp() is 0."""
@@ -49,8 +51,8 @@ class BlockedHead(LmHead):
         return -(-len(self.weight) // self.block)
 
     def sums_bytes(self, *, entropy: bool, itemsize: int) -> int:
-        """Return the size in bytes of the `BlockSums` of one token: its largest logit and sums in each vocabulary
-        block.
+        """Return the size in bytes of the `BlockSums` of one token: per vocabulary block two numbers, or three with the
+        entropy.
         """
         return self.num_blocks * (3 if entropy else 2) * itemsize
 
@@ -111,8 +113,9 @@ class BlockSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Softmax:
-    """The softmax of each token, as two numbers: an entry with logit x has the log-probability (x − peak) −
-    log_total.
+    """The softmax of each of R tokens, and the log-probability of each token's label.
+
+    A vocabulary entry with logit x has the log-probability (x − peak) − log_total.
     """
 
     peak: Tensor  # [R]
@@ -206,7 +209,7 @@ class Elementwise(Protocol):
 
 
 class LogitMatmuls(Protocol):
-    """The interface of a matmul that computes logits and at once does the elementwise work on them (softmax sums,
+    """The interface for computing logits by matmuls, together with the elementwise work on the logits (softmax sums or
     gradients).
     """
 
@@ -230,11 +233,11 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Reduce raw logits [R, W] (hidden @ weight.T) to the largest logit and the sums of each vocabulary block.
+    """Compute softmax statistics from a tile of raw logits [R, W] (hidden @ weight.T) and write them into `sums`.
 
-    The logits begin at column `first` of the vocabulary, a multiple of the block size. The results are written into
-    `sums`. If `stored` [R, W] is given, each logit minus the largest logit of its token and block is written into it.
-    Overwrites `raw_logits`.
+    The statistics are the largest logit and the sums of exponentials, for each token and vocabulary block. The tile
+    begins at column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given, each logit
+    minus the largest logit of its token and block is written into it. Overwrites `raw_logits`.
     """
     num_columns = raw_logits.shape[1]
     logits = _logits_(raw_logits, first, head, rows)
@@ -333,11 +336,12 @@ def _gradient(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient with respect to the raw logits into `out`.
+    """Write the gradient of the loss with respect to the raw logits (hidden @ weight.T) into `out`.
 
-    The gradient of logit x_j is g·[j = label] − p_j·(g + h·(log p_j + entropy)). Here p_j is the probability of entry
-    j, g the gradient of the log-probability and h that of the entropy. [j = label] is 1 for the label, else 0. The
-    result is multiplied by the derivative of x_j with respect to the raw logit.
+    The gradient with respect to logit x_j is g·[j = label] − p_j·(g + h·(log p_j + entropy)). Here p_j is the
+    probability of entry j. g and h are the gradients of the loss with respect to the token's log-probability and
+    entropy. [j = label] is 1 for the label, else 0. This gradient is multiplied by the derivative of x_j with respect
+    to its raw logit.
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:

@@ -1,16 +1,21 @@
 """A loss and its gradient in one pass over the logits, with three matmuls.
 
-    for each chunk of C tokens    logits [C, V]  ->  logprobs, entropy [C]
-                                                 ->  token_loss  ->  its gradient w.r.t. logprobs and entropy [C]
-                                  gradient of the logits, in the same memory  ->  gradients of hidden and weight
+The steps for a chunk of C tokens, with V vocabulary entries, are:
+
+    1. logits [C, V]
+    2. log-probabilities and entropies [C]
+    3. `token_loss` [C], and its gradient with respect to log-probabilities and entropies [C]
+    4. gradient of the logits, in the memory of the logits
+    5. gradient of the hidden states, and a term of the gradient of the weight
 
 `fused_loss` is for losses in which the term of a token depends only on the token's own log-probability and entropy,
-such as SFT and policy losses with a ratio per token. The gradient is computed while the logits of a chunk are in
-memory, so logits are computed only once. A loss over whole sequences (GSPO) needs `score`. C is the number of tokens of
-a chunk, and V the vocabulary size.
+such as SFT and policy losses with an importance ratio per token. The gradient is computed while the logits of a chunk
+are in memory, so logits are computed only once. A loss that needs whole sequences, such as GSPO, uses `score`, which
+computes the logits twice.
 
-The gradients are ready when `fused_loss` returns. `backward()` multiplies them by the gradient of the loss. Apply
-factors inside `token_loss`, because a factor that is not a power of two rounds a bfloat16 gradient a second time.
+The gradients are ready when `fused_loss` returns. `backward()` only multiplies them by the gradient of the loss. Scale
+the loss inside `token_loss` and not afterwards: a later factor that is not a power of two rounds a bfloat16 gradient a
+second time.
 """
 
 from __future__ import annotations

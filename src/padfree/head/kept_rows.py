@@ -1,11 +1,15 @@
 """The kept sets of the scored tokens, on the device, and the mask of a tile of logits.
 
-    sets of 3 tokens     {0 3}   whole   all but 4          of a vocabulary of 6 entries
-    columns 2 to 5       . 3 . .    2 3 4 5    2 3 . 5      `tile(2, 4)`: True for the kept entries
+The kept set of a token is the set of vocabulary ids that sampling could choose, for example with top-p. Logits outside
+a token's kept set are set to a number so low that their probability and their gradient are 0.
 
-The kept set of a token is the set of vocabulary ids that sampling could choose from. A tile has R tokens and W columns
-of the vocabulary. Logits outside a token's kept set are set to a number so low that their probability and their
-gradient are 0. The mask takes 1 byte per logit of the tile.
+A mask has 1 byte per logit: True for the ids in the token's kept set. For three tokens and a vocabulary of 6 ids, the
+mask of the four columns from column 2 on, `tile(2, 4)`, is:
+
+    kept set         column 2    3        4        5
+    0 and 3          False       True     False    False
+    all ids          True        True     True     True
+    all but 4        True        True     False    True
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from padfree.kept_sets import KeptSets
 class KeptRows:
     """The kept sets of R scored tokens: the vocabulary ids that the softmax of each token covers.
 
-    K is the number of ids in the lists of all tokens. A list holds the kept ids of its token, or the excluded ones.
+    Each token has a list of either its kept ids or its excluded ids. K is the total number of ids in the R lists.
     """
 
     ids: Tensor  # [K] int32, 0 or greater: the kept ids of a token, or its excluded ids
@@ -79,7 +83,7 @@ class KeptRows:
         return is_listed[:-1].view(num_rows, num_columns) != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
-        """Return bools [R] that say whether the softmax of each token covers the token's label."""
+        """Return bools [R] that say whether the label of each token is in the token's kept set."""
         row = (self.row - self.first).long()
         is_label = (self.ids == labels[row]).to(torch.int32)
         is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0

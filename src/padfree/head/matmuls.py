@@ -1,22 +1,21 @@
 """Matmuls that are fused with the elementwise work on their result.
 
-    hidden [R, D] --.                       tile [rows, columns] of one program, in registers
-                     >--  matmul  -------->  peak, total, moment of each token  -> one of each per token and block
-    weight [V, D] --'                       the label's logit                   -> one per token
-                                            x - peak as float16                 -> 2 bytes per logit, if it is stored
-                                            or: gradient of the raw logits      -> 2 bytes per logit
+The matmuls compute tiles of the logits x from hidden states [R, D] and a weight [V, D]. R is the number of tokens, D
+the hidden size and V the vocabulary size. A tile stays in registers, so that float32 logits are never written to
+memory. There are two functions:
 
-R is the number of tokens, D the hidden size and V the vocabulary size. x are the logits, and `peak` is the largest
-logit of a token in a block. The elementwise work reads a tile of logits from registers, so that float32 logits are
-never written to memory. A block has 128 or 256 columns.
+    reduce_rows         writes, for each token and block of 128 or 256 columns, the largest logit (peak) and the sums
+                        of exponentials. It also writes the logit of each label and, if asked, x - peak as float16.
+    gradient_columns    writes the gradient of the raw logits, 2 bytes per logit
 
 As many programs run as the GPU can run at once, and each processes several tiles. Tensor descriptors (TMA) load the
 next tile while the program finishes the current one. Tiles are processed in an order that keeps `hidden` and the
-weights in use in the L2 cache. In this picture of the tiles, the numbers are this order:
+weights in use in the L2 cache. The order for 4 x 4 tiles, in bands of two rows of tiles, is:
 
-    band of 2 row tiles       0  2  4  6
-                              1  3  5  7
-                              8 10 12 14  ...
+    0  2  4  6
+    1  3  5  7
+    8 10 12 14
+    9 11 13 15
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class MatmulConfiguration(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Return the block size: the number of vocabulary columns that the kernel reduces to one set of sums."""
+        """Return the block size: the number of vocabulary columns that share a maximum and sums of exponentials."""
         return self.columns // self.parts
 
 
@@ -54,9 +53,7 @@ OTHER = MatmulConfiguration(stages=4, parts=2)
 
 
 def choose(head: BlockedHead) -> MatmulConfiguration:
-    """Return the tile sizes that were fastest on an H200: one set for heads without bias and soft cap, one for all
-    others.
-    """
+    """Return the tile sizes that were fastest on an H200. Output heads with bias or soft cap have their own sizes."""
     return PLAIN if head.bias is None and head.softcap is None else OTHER
 
 
@@ -84,12 +81,12 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Compute the logits of `hidden` [R, D], and write the largest logit and the sums of each vocabulary block into
-    `sums`.
+    """Compute the logits of `hidden` [R, D], and write softmax statistics into `sums`.
 
-    If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it as float16, each
-    minus the largest logit of its token and block. Values below the range of float16 become -inf. The matrix rows of
-    `stored` must be aligned to 16 bytes.
+    The statistics are the largest logit and the sums of exponentials, for each token and vocabulary block. If `stored`
+    [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it as float16, each minus the
+    largest logit of its token and block. Values below the range of float16 become -inf. The matrix rows of `stored`
+    must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -181,10 +178,9 @@ def gradient_columns(
 
 
 def _fitting(configuration: MatmulConfiguration, written: Tensor | None) -> MatmulConfiguration:
-    """Return the tile sizes and pipeline stages for a kernel that writes to `written`.
+    """Return `configuration`, adapted to a kernel that writes to `written`.
 
-    This is `configuration`, with one pipeline stage less if the matrix rows of `written` do not end at a multiple of 16
-    bytes.
+    If the size of a matrix row of `written` is not a multiple of 16 bytes, the result has one pipeline stage fewer.
     """
     return (
         configuration

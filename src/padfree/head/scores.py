@@ -109,7 +109,8 @@ def score(
 def as_head(weight: Tensor | LmHead, *, bias: Tensor | None, softcap: float | None, logit_scale: float) -> LmHead:
     """Return `weight` if it is an `LmHead`. Otherwise make an `LmHead` from weight, bias, softcap and logit_scale.
 
-    An `LmHead` has its own bias, softcap and logit_scale. If `weight` is one, these arguments must have their defaults.
+    An `LmHead` has its own bias, softcap and logit_scale. If `weight` is an `LmHead`, the other arguments must be None,
+    None and 1.0.
     """
     if not isinstance(weight, LmHead):
         return LmHead(weight=weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
@@ -166,8 +167,9 @@ class Call:
 
 
 def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
-    """Return the scoring task with fused matmuls (`matmuls.py`) if these support the task, otherwise the unchanged
-    task.
+    """Return a copy of `task` that computes logits with the fused matmuls (`matmuls.py`).
+
+    If the fused matmuls do not support `task`, return `task` itself.
     """
     if task.rows.kept is not None:  # the fused matmuls do not read the mask of a tile
         return task
@@ -389,7 +391,8 @@ def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledR
         row = int((~is_kept).nonzero()[0, 0])
         raise UserError(
             "kept",
-            f"set {row} does not contain the label of its token, {int(rows.labels[row])}",
+            f"the kept set (allowed token ids) of labelled token {row} does not contain the token's label, "
+            f"{int(rows.labels[row])}",
             "give the sets from which the labels were sampled, in the order of the labelled tokens",
         )
     return replace(rows, labels=torch.where(is_kept, rows.labels, vocabulary), kept=found)

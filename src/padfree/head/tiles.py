@@ -1,15 +1,15 @@
 """The loops of `score` and `fused_loss` over tiles of logits. The loops record no autograd graph.
 
-    tiled_softmax      every tile of [M, V], discarded at once          -> the softmax of each token
-    tiled_gradients    every tile again, [M, width] gradients at a time -> the gradients
+A tile is a block of the logits [M, V] of M labelled tokens and V vocabulary entries. `tiled_softmax` computes each
+tile, sums the exponentials of its logits for the softmax, and discards the tile. `tiled_gradients` computes each tile
+again, and from it the gradients.
 
-A tile is computed by a matmul and then reduced by elementwise work. `TiledMatmuls` does one after the other, on any
-device. The fused matmuls (`matmuls.py`) never write a tile of logits to memory. There are M labelled tokens and V
-vocabulary entries.
+`TiledMatmuls` computes the matmul of a tile first, and then the softmax sums or gradients from the result in memory. It
+works on any device. The fused matmuls (`matmuls.py`) never write a tile of logits to memory.
 
-Logits, sums and softmax are float32, or float64 for float64 inputs. In bfloat16 training, the gradients of logits are
-bfloat16, and matmuls of them accumulate in float32 and round once. Outside CUDA, bfloat16 operands are converted to
-float32.
+Logits, sums and softmax are float32, or float64 for float64 inputs. In bfloat16 training on CUDA, the gradients of
+logits are bfloat16, and the matmuls that read these gradients accumulate in float32 and round their result once. On
+other devices, bfloat16 operands are converted to float32.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class ScoringTask:
 
     @property
     def row_bytes(self) -> int:
-        """Return the bytes of temporary memory for one token: the token's softmax sums, and the copy of its hidden
-        state if `hidden_rows` makes one.
+        """Return the bytes of temporary memory per token: the softmax sums of all vocabulary blocks, and the copy of
+        the hidden state if `hidden_rows` copies hidden states.
         """
         copied = self.hidden.shape[1] * self.operand_dtype.itemsize if self.copies_rows else 0
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
@@ -119,11 +119,12 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile, and write the largest logit and the sums of each
-        vocabulary block into `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile. For each token and each block of the vocabulary, write
+        the largest logit and the sums of exponentials into `sums`.
 
-        If `stored` [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it, each minus
-        the largest logit of its token and block. `kept` is a multiple of the block size, or the vocabulary size.
+        If `stored` [R, kept] is given, also write the logits of the vocabulary columns [0, kept) into `stored`, each
+        minus the largest logit of the same token and block. `kept` is a multiple of the block size, or the vocabulary
+        size.
         """
         tile_rows, tile_columns = self.memory.shape
         kept = 0 if stored is None else stored.shape[1]
@@ -173,7 +174,9 @@ class TiledMatmuls:
 
 
 def tiled_softmax(task: ScoringTask) -> Softmax:
-    """Return the softmax of each labelled token. Each tile of logits is computed, reduced and discarded."""
+    """Return for each labelled token the log-probability of the label, the log-sum-exp of the logits and, if
+    `task.entropy` is True, the entropy. The logits are not kept.
+    """
     num_rows = task.num_rows
     matmuls = task.matmuls(num_rows)
     # The running sums of the tokens that are processed at once fit into half of the memory budget: usually all do.

@@ -1,11 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The functions of `divergence.py` as two Triton kernels: one for the sums, one for the gradient.
+"""The divergence of student and teacher for each token, and its gradient, as two Triton kernels.
 
-    grid (R tokens, column ranges): a program holds `BLOCKS` blocks of `BLOCK` columns, for one token and both models
+The functions are those of `divergence.py`. One kernel computes sums over the vocabulary, the other one computes the
+gradient with respect to the student's logits. Each Triton program reads the logits of both models for one token and for
+`BLOCKS` blocks of `BLOCK` vocabulary columns. The partial sums of a token's programs are added afterwards, in a fixed
+order.
 
-Both kernels read the stored logits of student and teacher. Each program processes a range of columns, and the partial
-sums of the ranges are added in order. `BLOCK` is the smaller of the two models' block sizes, so each block of a program
-lies inside one stored block of each model.
+The logits of each model are stored minus the largest logit of their block. Block sizes are powers of two. `BLOCK` is
+the smaller of the two models' block sizes, so that `BLOCK` columns always lie inside one block of each model.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ PER_ROW = (
     "student_block_peaks", "student_peaks", "student_log_totals", "teacher_block_peaks", "teacher_peaks",
     "teacher_log_totals", "thresholds", "means", "rests", "factors", "inverse_temperature", "sums",
 )  # fmt: skip
-"""Pointer arguments whose alignment may change from call to call. Triton must not specialise on it, because it would
-compile the kernel again.
+"""Pointer arguments whose alignment may change from call to call. Triton must not specialise a kernel on the alignment,
+because it would then compile the kernel again after each change.
 """
 
 
@@ -166,7 +168,7 @@ def _gradient_kernel(
 def divergence_sums(
     student: StoredLogits, teacher: StoredLogits, settings: Divergence, threshold: Tensor | None
 ) -> Tensor:
-    """Return the sums over the vocabulary from which the divergence of each token is computed, as [4, R].
+    """Return the four sums over the vocabulary that determine a token's divergence, for each of R tokens: [4, R].
 
     This is `divergence.divergence_sums` as a Triton kernel. That function describes the four sums.
     """

@@ -45,8 +45,8 @@ PER_ROW = (
     "labels", "inverse_temperature", "block_peaks", "totals", "moments", "targets", "peaks", "log_totals", "logprobs",
     "entropies", "pull_logprobs", "pull_entropies",
 )  # fmt: skip
-"""Pointer arguments whose alignment changes with the number of tokens. Triton must not specialise on it, because it
-would compile the kernel again.
+"""Pointer arguments whose alignment changes with the number of tokens. Triton must not specialise a kernel on the
+alignment, because it would then compile the kernel again after each change.
 """
 
 
@@ -246,9 +246,10 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Reduce raw logits [R, W] (hidden @ weight.T) to the largest logit and the sums of each vocabulary block.
+    """Compute the largest logit and the sums of exponentials for each of R tokens and each block of the vocabulary.
 
-    The result equals that of `elementwise.reduce_tile`, but the raw logits are not overwritten.
+    `raw_logits` [R, W] (hidden @ weight.T) are those of W vocabulary columns. The result equals that of
+    `elementwise.reduce_tile`, but the raw logits are not overwritten.
     """
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
@@ -359,9 +360,12 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, V], computed from `stored` logits.
+    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, W].
 
-    This is `elementwise.gradient_from_stored` as a Triton kernel. `out` may be the memory of `stored`.
+    The input `stored` [R, W] has the logits after bias, soft cap and temperature, each minus the largest logit of its
+    token and vocabulary block. `peak` has these largest logits. `out` may be the memory of `stored`.
+
+    This is `elementwise.gradient_from_stored` as a Triton kernel.
     """
     num_rows, num_columns = stored.shape
     absent = rows.labels

@@ -72,9 +72,10 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Reduce raw logits [ROWS, BLOCK] (hidden @ weight.T) to the largest logit and the sums in `BlockSums` per token.
+    """Compute the largest logit and the sums of exponentials (`BlockSums`) of each token in a part of a tile.
 
-    The logits are a part of a tile. The part begins at token `first_row` and vocabulary column `first`.
+    `raw_logits` [ROWS, BLOCK] (hidden @ weight.T) are the part. It begins at token `first_row` and vocabulary column
+    `first`.
     """
     row = first_row + tl.arange(0, ROWS)
     # one half of the last tile may lie outside the vocabulary
@@ -115,10 +116,10 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of raw logits [ROWS, BLOCK] (hidden @ weight.T), which are a part of a tile, into `out`.
+    """Write the gradient of `raw_logits` [ROWS, BLOCK] (hidden @ weight.T) into `out`, from row `first_row` and column
+    `first` on.
 
-    This part of the tile begins at column `first` of `out`. Column 0 of `out` is column `first_column` of the
-    vocabulary.
+    Column `first` of `out` is column `first_column + first` of the vocabulary.
     """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
@@ -184,10 +185,10 @@ def _multiply(
     hidden, weight, raw_logits, step, tile, row_tile, column_tile, steps, row_tiles, column_tiles,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BAND: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Do one step of the loop that multiplies hidden states and weights. It covers a part of the hidden size.
+    """Do one step of the matmul for a tile of logits: add the products of DEPTH hidden dimensions to `raw_logits`.
 
-    After the last part, the next call begins the next tile of logits. Returns the state of the loop: the partial sums
-    of the tile's logits, the number of the step and the tile.
+    After the last step of a tile, the next call begins the next tile. Returns the updated `raw_logits`, `step`, `tile`,
+    `row_tile` and `column_tile`.
     """
     step = tl.where(step == steps - 1, 0, step + 1)
     if step == 0:

@@ -1,20 +1,27 @@
-"""Compile each layer separately with `torch.compile`, once for all lengths.
+"""Compile each layer separately with `torch.compile`, once for all sequence lengths.
 
-    a layer's graph -> passes before autograd -> marks of what is saved -> autograd -> passes after it -> Inductor
-                       `padfree.layers.passes`   `layers.recompute`                  `padfree.layers.passes`
+The compilation of a layer's graph has these steps:
 
-Attention is one operator in the graph, or a graph break if context ranks share a pack. Wide layers on a GPU also use
-padfree's own operators for RMSNorm, QK-norm with RoPE, and SwiGLU. `parallel.kernels = "none"` leaves these to the
-compiler. The numbers of tokens and samples are dynamic; all other sizes are static.
+    1. graph passes (`padfree.layers.passes`)
+    2. the choice of the activations that are saved for backward (`padfree.layers.recompute`)
+    3. autograd, which makes a forward and a backward graph
+    4. Inductor, with more graph passes (`padfree.layers.passes`)
 
-With the argument `exact`, a token gets the same bits in every graph of a layer, for any number of tokens and any mode
-of recomputation (`rollout.exact`):
+Attention is one operator in the graph, or a graph break if the sequence is divided among context-parallel ranks. Wide
+layers on a GPU also use padfree's own operators for RMSNorm, QK-norm with RoPE, and SwiGLU. With `parallel.kernels =
+"none"`, the compiler makes the kernels for these functions. The numbers of tokens and samples are dynamic sizes; all
+other sizes are static.
 
-    reductions      RMSNorm and QK-norm are custom operators in every layer, whose order of sums depends on the width;
-                    PyTorch's own kernels compute other sums of forward graphs, such as those of routers
-    elementwise     the compiler rounds after each operation, as PyTorch without the compiler does, and fuses no
-                    multiplication with an addition, so that it does not matter which operations share a kernel
-    matmuls         have no epilogues in forward graphs, where an epilogue would omit a rounding
+With the argument `exact` (from the setting `rollout.exact`), the hidden state of a token has the same bits in every
+graph of a layer. The bits do not depend on the number of tokens, nor on which activations are recomputed:
+
+    reductions      On a GPU, RMSNorm and QK-norm are custom operators in layers of all widths. The order of their sums
+                    depends only on the width. Other sums in forward graphs, such as those of routers, are computed by
+                    PyTorch's own kernels.
+    elementwise     The compiler rounds after each operation, as PyTorch without the compiler does. It fuses no
+                    multiplication with an addition. So it does not matter which operations share a kernel.
+    matmuls         Matmuls in forward graphs are not fused with the operation that follows (an epilogue), because
+                    fusion would omit the rounding of the matmul's result.
 """
 
 from __future__ import annotations
@@ -39,12 +46,12 @@ from padfree.layers.passes.rms_norm import rms_norm_pass
 from padfree.layers.recompute import KEPT_BY_LEVEL, Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""With `kept="host"`, this fraction of the layers saves only the input of each layer, because the link to the host is
-too slow to offload more. These are the first layers, which backward reaches last.
+"""With `kept="host"`, the first layers save only their inputs: this fraction of all layers. The link to the host is too
+slow to offload more tensors.
 """
 
 LONG_PACK = 8192
-"""For packs with at least this many tokens, the compiler generates kernels for norms in which each program handles
+"""If a layer is compiled for at least this many tokens, each Triton program of the compiler's kernels for norms handles
 `REDUCED_TOKENS` tokens.
 """
 
@@ -53,9 +60,10 @@ REDUCED_TOKENS = 32
 RECOMPILE_LIMIT = 64
 """The number of graphs that torch.compile may make for the layers of a process.
 
-The layers of all models count together, because torch.compile compiles `nn.Module._call_impl`, which they share: the
-policy with and without gradients, the sampler's prefill and decode steps, a reference, a critic. At its limit, 8 by
-default, torch.compile runs further layers without compiling them. They are then slow, and round differently.
+The limit counts the graphs of all models together (policy, reference, critic, and the sampler's prefill and decode
+steps), because torch.compile compiles the function `nn.Module._call_impl`, which is the same for all layers. When
+torch.compile reaches the limit (8 by default), it runs further layers uncompiled. These layers are slow, and round
+differently.
 """
 
 WIDE_ROW = 2048

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 OFFLOADED_FRACTION = 0.62
-"""The fraction of layers whose saved tensors are offloaded: as many as a link of 50 GB/s to the host can copy before
-backward begins.
+"""The fraction of layers whose saved tensors are offloaded. A link of 50 GB/s to the host can copy the tensors of this
+fraction, but of no more layers, before backward begins.
 """
 
 LAYERS_PER_COPY = 1.6
-"""The number of layers that are computed in the time of copying the saved tensors of one layer to the host, measured
-with a 4B model on an H200.
+"""The number of layers that the forward pass computes while the saved tensors of one layer are copied to the host. It
+was measured with a 4B model on an H200.
 """
 
 MIN_OFFLOADED_BYTES = 8 << 20
@@ -149,7 +149,7 @@ class _LayerCall:
         return _SavedTensor(self, None, offloaded, tuple(tensor.shape), tensor.stride())
 
     def free(self) -> None:
-        """Free the device memory of this layer's offloaded tensors after their copies to the host end."""
+        """Free the device memory of this layer's offloaded tensors when they have been copied to the host."""
         if self.copied:
             self._wait()
             self.on_host = list(self.copied.values())

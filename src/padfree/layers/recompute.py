@@ -1,21 +1,17 @@
-"""Choose which activations a layer saves for backward. All other activations are recomputed. x is the input of the
-layer.
+"""Choose which activations a layer saves for backward. Backward recomputes all other activations.
 
-    x -> norm -> q k v -> QK-norm, RoPE -> attention -> o -> (+ x) -> norm -> gate, up -> SwiGLU -> down -> (+)
+Compiled layers and other layers have different modes. Layers that are not compiled use PyTorch's activation
+checkpointing (`recompute_layers`):
 
-Layers that are not compiled use PyTorch's activation checkpointing (`recompute_layers`):
+    full        saves the layer's input
+    selective   saves the layer's input and the results of matmuls
 
-    full        saves x
-    selective   saves x and the results of matmuls
+For compiled layers, `mark_saved` marks the nodes of the layer's graph whose results are saved:
 
-Compiled layers are marked in their graph before autograd (`mark_saved`):
-
-    input       saves x; every matmul except the last is recomputed
-    selective   saves x and the result of attention
-    host        saves what `selective` saves, and the results of the matmuls q k v o; most of these tensors are kept in
-                host memory (`padfree.layers.offload`)
-
-Each of these modes recomputes the activations that free the most memory for the least time.
+    input       saves the layer's input
+    selective   saves the layer's input and the result of attention
+    host        saves what `selective` saves, and the results of the projections q, k, v and o; the saved tensors may
+                be moved to host memory (`padfree.layers.offload`)
 """
 
 from __future__ import annotations
@@ -43,7 +39,10 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
     "attention": "host",
     "none": "none",
 }
-"""The mode of a compiled layer (`Kept`) for each level in a list of layers, such as the setting `6 host, 30 none`."""
+"""The mode of a compiled layer for each checkpointing level that `parallel.checkpointing` can give to single layers.
+
+For example, `6 host, 30 none` gives the level `host` to the first 6 layers and `none` to the other 30.
+"""
 
 
 def recompute_layers(layers: Iterable[nn.Module], mode: Checkpointing | LayerLevel) -> None:

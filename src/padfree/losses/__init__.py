@@ -1,13 +1,15 @@
-"""Losses: pure functions of the tokens of a pack. Each returns a weighted sum, with one weight per token.
+"""Losses: pure functions of the tokens of a pack. Each returns a weighted sum over tokens or over pairs of samples.
 
-segment_sums                        sums, means and scans over samples
-aggregation                         ways of averaging a loss, each given as one weight per token
-types                               LossInputs, LossOutput
-nll, policy_loss, value, preference the losses
-chunk_loss                          which losses can be fused with the head
-objectives, corrections, kl         parts of policy losses; one file per objective, also for user-defined ones
-advantages                          rewards to advantages
-logits                              scores from existing logits
+segment_sums                           sums, means and scans over samples
+aggregation                            ways of averaging a loss, each given as one weight per token
+types                                  LossInputs, LossOutput
+nll, policy_loss, value, preference    the losses
+chunk_loss                             losses that can be computed together with the output projection
+objectives                             objectives of policy losses: one file per built-in objective (clip, GSPO, ...),
+                                       and one file, `custom`, that calls user-defined objectives
+corrections, kl                        other parts of policy losses
+advantages                             compute advantages from rewards
+logits                                 compute log-probabilities and entropies from existing logits
 
 The settings of the losses are plain data in `padfree.config.loss_settings`, which does not import torch.
 """

@@ -209,7 +209,8 @@ class _PackTokens:
     def discounted(self, values: Tensor, factor: float) -> Tensor:
         """Return, for each action (scored token), the discounted sum of the values up to the end of its sample: [T].
 
-        Each action discounts by `factor`. Positions that are not actions get 0 and do not discount.
+        The discount from one action to the next is `factor`, however many other tokens lie between the two actions.
+        Tokens that are not actions get 0.
         """
         steps = torch.where(self.mask, self.mask.new_full((), factor, dtype=torch.float64), 1.0)
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)

@@ -1,10 +1,13 @@
-"""Compute one weight per token for every way of averaging a loss. The loss is then `(weights * losses).sum()`.
+"""Ways of averaging a loss. Each way gives every token a weight, and the loss is `(weights * losses).sum()`.
 
-    mask       [n] per sample   1 1 1 0 | 0 1 1 | 0 0      which tokens are trained
-    weights    [n] per sample   ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0      token-mean; sum-of-sample-mean gives ½ instead of ¼
+A *scored* token is a trained token that is not the first token of its sample. The weight of a scored token is stored at
+the position before the token, where the token is predicted. This example takes the mean over the tokens of three
+samples with 4 scored tokens in total:
 
-Element t of the weights belongs to the prediction of token t + 1, as with labels. A *scored* token is a trained token
-that is not the first token of its sample. A scored token of sample i in group g has this weight:
+    mask        1 1 1 0 | 0 1 1 | 0 0      1: the token is trained
+    weights     ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0
+
+A scored token of sample i in group g has this weight:
 
     token-mean            1 / N            every token counts the same
     sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean
@@ -17,8 +20,7 @@ Here nᵢ is the number of scored tokens of sample i, n_g that of group g, and N
 numbers of samples and groups with scored tokens. All counts are over the global batch, so the loss is the same however
 the batch is split into packs.
 
-Several samples may form one unit, such as the turns of a conversation. A unit then takes the place of a sample above,
-so the conversation has the same weight as one sample.
+With the argument `units`, several samples, such as the turns of a conversation, count as one sample in these formulas.
 
 A sample without scored tokens has weight 0 and is not counted. To divide by a number that includes such samples, use
 `constant`.
@@ -93,7 +95,7 @@ def batch_weights(
         if group_counts is None:
             raise UserError(
                 "group_counts",
-                "is missing for weights 'group-mean'",
+                "is missing, but the mode 'group-mean' needs it",
                 "give the number of scored tokens of each sample's group",
             )
         sizes = checks.wide("group_counts", group_counts)
@@ -133,8 +135,8 @@ def weight_divisor(
     if constant is not None:
         raise UserError(
             "constant",
-            f"{constant} has no effect with weights {mode!r}",
-            "leave it out, or use weights 'constant'",
+            f"{constant} has no effect in the mode {mode!r}",
+            "leave it out, or use the mode 'constant'",
         )
     if mode == "sum-of-sample-mean":
         return 1.0
@@ -162,7 +164,10 @@ def group_token_counts(counts: NDArray[np.integer[Any]], groups: Sequence[Hashab
 
 
 def _scored(masks: Sequence[NDArray[np.bool_]]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-    """Return a bool for each position of the samples, whether it predicts a trained token, and the lengths [B]."""
+    """Return bools for the positions of all samples, concatenated, and the lengths [B] of the samples.
+
+    A bool says whether the position predicts a trained token.
+    """
     lengths = np.fromiter((len(mask) for mask in masks), dtype=np.int64, count=len(masks))
     flat = np.concatenate([np.empty(0, np.bool_), *(_checked_mask(mask, index) for index, mask in enumerate(masks))])
     return at_predictions(flat, np.concatenate([[0], np.cumsum(lengths)])), lengths
@@ -224,13 +229,13 @@ def _group_index(groups: Sequence[Hashable] | None, num_samples: int) -> NDArray
     if groups is None or len(groups) != num_samples:
         given = "is None" if groups is None else f"has {len(groups)} entries"
         raise UserError(
-            "groups", f"{given} for {num_samples} samples", "give the group of each sample for weights 'group-mean'"
+            "groups", f"{given} for {num_samples} samples", "give the group of each sample, for the mode 'group-mean'"
         )
     numbers: dict[Hashable, int] = {}
     for index, group in enumerate(groups):
         if group is None:
             raise UserError(
-                "groups", f"is None at index {index}", "give the group of each sample for weights 'group-mean'"
+                "groups", f"is None at index {index}", "give the group of each sample, for the mode 'group-mean'"
             )
         numbers.setdefault(group, len(numbers))
     return np.fromiter((numbers[group] for group in groups), dtype=np.int64, count=num_samples)
@@ -243,7 +248,9 @@ def _unit_index(units: Sequence[Hashable | None], num_samples: int) -> NDArray[n
     """
     if len(units) != num_samples:
         raise UserError(
-            "units", f"has {len(units)} entries for {num_samples} samples", "give the unit of each sample, or None"
+            "units",
+            f"has {len(units)} entries for {num_samples} samples",
+            "give one entry per sample: the same name for samples that count as one, or None",
         )
     numbers: dict[Hashable, int] = {}
     keys = [("alone", index) if unit is None else ("unit", unit) for index, unit in enumerate(units)]

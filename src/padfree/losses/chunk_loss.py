@@ -2,14 +2,14 @@
 
 `head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for each chunk of c labelled
 tokens, and gets c weighted losses. `positions` are the indices of the tokens in the pack. The loss must be elementwise:
-the loss of a token depends only on the token's own values.
+the loss of a token must not depend on the current log-probabilities and entropies of other tokens.
 
-    settings                                is the loss elementwise?
-    SFT, clip, CISPO, REINFORCE             yes
-    + KL, entropy                           yes
-    + token TIS, IcePop                     yes
-    + sequence TIS, sequence mask           yes, unless old_policy is "current"
-    GSPO, OPSM                              no: call `head.score` and then `compute_loss`
+- SFT and the policy objectives clip, CISPO and REINFORCE are elementwise, also with KL and entropy terms.
+- The corrections token TIS and IcePop are elementwise.
+- The corrections sequence TIS and sequence mask are elementwise unless `old_policy` is "current". In that case, their
+  factors depend on the current log-probabilities of the whole sequence.
+- The objective GSPO and the correction OPSM (off-policy sequence masking) are not elementwise. Call `head.score` and
+  then `compute_loss` instead.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 """Corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
 
-    trainer   log π_old(token)         as the trainer computes it with the weights that generated the rollout
+    trainer   log π_old(token)         as the trainer computes it before it updates the weights on the batch
     sampler   log μ(token)             as the sampler reported it
-    d         trainer - sampler        0 if both computed the same numbers
+    d         trainer - sampler        0 if both computed the same log-probability
 
 A correction is one factor per token, which multiplies the policy objective but not the KL and entropy terms. Factors of
-several corrections are multiplied. The token weights stay as they are, so a token with factor 0 still counts in the
-denominator.
+several corrections are multiplied. The token weights stay as they are, so a token with factor 0 still counts when the
+loss is averaged.
 
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
     sequence TIS    clamp(exp(Σ d), low, high); with `geometric`, mean d replaces Σ d
     IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
     sequence mask   1 if the sequence's ratio is in [low, high], else 0. The ratio is exp(mean d) with `mean` and
                     exp(Σ d) with `sum`; with `token`, every single exp(d) must be in the range
-    OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1. In off-policy sequence masking, π is
-                    the policy being trained, so the mean also grows if earlier updates on the batch moved the policy
+    OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1 (off-policy sequence masking)
 
-Means and sums are over the scored tokens of a sequence. `reduce` sums over the context ranks that share the sequence.
+In OPSM, π is the policy being trained. Means and sums are over the scored tokens of a sequence. `reduce` sums over the
+context ranks that share the sequence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from padfree.losses.types import LossInputs
 
 
 def token_factor(corrections: tuple[Correction, ...], trainer: Tensor, sampler: Tensor) -> Tensor:
-    """Return, for each token, the product of the factors of all corrections that depend on single tokens, [T].
+    """Return, for each token, the product of the factors of the token-level corrections (token TIS, IcePop), [T].
 
     `trainer`, `sampler` [T]: the log-probabilities that the trainer computed and the sampler reported.
     """
@@ -62,7 +62,8 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """Return, for each token, the product of the factors of all corrections that depend on whole sequences, [T].
+    """Return, for each token, the product of the factors of the sequence-level corrections (sequence TIS, sequence
+    mask, OPSM), [T].
 
     Three arguments are log-probabilities [T] without gradient:
 

@@ -1,13 +1,15 @@
 """Policy losses: the loss of each token of a pack, from an objective, corrections, KL and entropy.
 
-    loss of a token =   its objective           `objectives/`: clip, gspo, cispo, reinforce, or a user-defined one
-                      · the corrections         `corrections.py`
-                      + kl_coefficient · KL(π ‖ reference)       times π / π_old if `kl_weighting` is "ratio"
-                      - entropy_coefficient · entropy
+    loss of a token = objective · corrections + kl_coefficient · KL(π ‖ reference) - entropy_coefficient · entropy
 
-A loss is *elementwise* if the loss of a token depends only on its own log π and entropy. An elementwise loss and its
-gradient can be computed chunk by chunk (`PolicyTerms.token_loss`). Other losses need the scores of all tokens first:
-GSPO, the correction OPSM, and sequence corrections if the current policy is also the old one.
+The objective is clip, gspo, cispo, reinforce or a user-defined function (`objectives/`). The corrections are factors
+for log-probabilities that differ between sampler and trainer (`corrections.py`). If `kl_weighting` is "ratio", the KL
+estimate is multiplied by π / π_old.
+
+A loss is *elementwise* if the loss of a token does not depend on log π or the entropy of other tokens, where π is the
+policy being trained. An elementwise loss and its gradient can be computed chunk by chunk (`PolicyTerms.token_loss`).
+These losses are not elementwise, because they need log π of all tokens of a sequence: GSPO, losses with the correction
+OPSM (off-policy sequence masking), and, if `old_policy` is "current", losses with a sequence-level correction.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def policy_terms(
 ) -> PolicyTerms:
     """Return the values that the policy loss needs besides log-probabilities and entropies, e.g. advantages.
 
-    `current` [T] are the current log-probabilities without gradient. None for an elementwise loss.
+    `current` [T] are the log-probabilities under the policy being trained, without gradient. `current` may be None if
+    the loss is elementwise.
     """
     assert current is not None or is_elementwise(settings), (
         "a loss that is not elementwise needs the log-probabilities of all tokens first"

@@ -49,8 +49,8 @@ def dpo_loss(
 ) -> LossOutput:
     """Return the loss of direct preference optimisation (DPO): the weighted sum of the losses of all pairs.
 
-    `pairs` [P, 2] are the sample indices (chosen, rejected), and `pair_weights` [P] the weights of the pairs. A context
-    rank returns its share of the loss.
+    `pairs` [P, 2] are the sample indices (chosen, rejected), and `pair_weights` [P] the weights of the pairs. If ranks
+    share the pack (context parallelism), each returns its share of the loss, and the shares add up to the loss.
     """
     logprobs = inputs.need("logprobs", "the DPO loss")
     values = logprobs
@@ -113,7 +113,8 @@ def reward_model_loss(
     one.
 
     `scores` [T] has a score per token. The score of an answer is that of its last token, which `ends` [T] marks.
-    `margins` [P] are added to the margin of the settings. A context rank returns its share of the loss.
+    `margins` [P] are added to the margin of the settings. If ranks share the pack (context parallelism), each returns
+    its share of the loss, and the shares add up to the loss.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -180,11 +181,14 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """Return the weighted sum of the losses of the pairs of answers, or a context rank's share of this sum.
+    """Return the weighted sum of the losses of the pairs of answers. If ranks share the pack, return this rank's share.
 
-    Each sample has a number x, which the loss compares within a pair. `local` [B] is this rank's part of x, and `held`
-    [B] the number of the sample's tokens on this rank. `loss` computes losses and derivatives with respect to x. The
-    statistics report x multiplied by `shown`.
+    The loss of a pair compares a number x of the chosen answer with that of the rejected answer, e.g. the answer's
+    log-probability. x is a sum over tokens of the answer, or the mean if `means` is True. For each sample, `local` [B]
+    is the sum over this rank's tokens, and `held` [B] the number of tokens in this sum.
+
+    `loss` maps the x of the chosen and of the rejected answers to the losses and their two derivatives. The statistics
+    report x multiplied by `shown`.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):

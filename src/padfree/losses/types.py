@@ -97,8 +97,8 @@ class LossInputs:
     def need(self, name: str, why: str) -> Tensor:
         """Return the field `name` [T]. Raise a `UserError` if the field is None.
 
-        `why` names the part of the loss that needs the field, for the error message. Values at tokens without a label
-        become 0, because they may even be NaN.
+        `why` names the part of the loss that needs the field, for the error message. Values at positions without a
+        label have no meaning and can be NaN, so they are replaced by 0.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:

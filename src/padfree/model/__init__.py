@@ -1,7 +1,7 @@
 """Run stock Hugging Face models on packs of samples.
 
 adapter            attach: use padfree's attention in a stock model, or raise an error if the model is not supported
-interface          the attention function that an attached model calls
+interface          the attention function that a model calls after `attach`
 probe              test on a small copy whether an architecture can be packed
 shrink             make a config of the same architecture with small sizes, for the small copy
 mixers             layers that mix tokens without attention: recurrences, convolutions
@@ -18,8 +18,8 @@ broadcast_weights  weights that rank 0 takes from transformers and broadcasts
 load               load weights; each rank reads only its part
 lora               low-rank adapters (LoRA)
 expert_adapters    low-rank adapters on experts and routers
-block_matmuls      experts whose bits for a token do not depend on the other tokens, on a CPU
-grouped_matmuls    experts whose bits for a token do not depend on the other tokens, on a GPU
+block_matmuls      on a CPU: experts whose result for a token is bitwise the same whatever the other tokens are
+grouped_matmuls    on a GPU: experts whose result for a token is bitwise the same whatever the other tokens are
 wrapper            extract the language model of a multimodal checkpoint, and put it back for an export
 nonfinite_tensors  find NaN and infinity in weights
 export             write a Hugging Face folder

@@ -115,7 +115,7 @@ sample at a time.
 """
 
 PADDED_CURE = "train it with padding, using transformers.Trainer and DataCollatorForSeq2Seq(tokenizer)"
-"""The fix in error messages about a model that cannot be packed."""
+"""What error messages advise if a model cannot be trained on packs."""
 
 LAYER_TYPES = (
     "full_attention",
@@ -145,10 +145,11 @@ HARMLESS_FIELDS = (
     "chunk_size_feed_forward",  # only saves memory
     "mamba_chunk_size",  # the chunks in which a recurrence is computed; its state passes from chunk to chunk
     "chunk_size",
-    "block_size",
     "attention_chunk_size",  # for layers of the type chunked_attention
 )
-"""Integer config fields about windows and chunks that padfree supports, or that do not change the mask."""
+"""Integer config fields about windows and chunks that are no reason to refuse a model. padfree supports the field, or
+the field does not change the attention mask.
+"""
 
 
 def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:
@@ -182,9 +183,10 @@ def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool =
 
 
 def attach_variant(model: PreTrainedModel, attached: PreTrainedModel) -> PreTrainedModel:
-    """Attach a model without testing its architecture, because `attached`, a model of the same class, passed the tests.
+    """Attach padfree's attention to a model without testing its architecture, because `attached` passed the tests.
 
-    The two configs may differ only in numbers, such as sizes.
+    `attached` must be a model of the same class. The configs of the two models may differ only in numbers, such as
+    sizes.
     """
     assert type(model) is type(attached)
     if mixers := probe(_probed(attached)).mixers:

@@ -25,14 +25,14 @@ from torch.nn import functional
 from padfree.model.stacked_experts import stacked_experts
 
 BLOCK_ROWS = 16
-"""The number of tokens in each matmul of an expert, and the number of outputs to which a linear layer with a single
-output is padded.
+"""The number of tokens in each matmul of an expert. A linear layer that has a single output is padded to this number of
+outputs.
 """
 
 
 def use_block_matmuls(model: nn.Module) -> None:
-    """Replace the forward of all stacked experts and of all linear layers with a single output, so that the result for
-    a token does not depend on the other tokens of the call.
+    """Make the result for a token independent of the other tokens of the call, in stacked experts and in linear layers
+    that have a single output. The forward of these modules is replaced.
     """
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))

@@ -1,4 +1,4 @@
-"""The linear layers of a model's decoder layers that multiply hidden states of all tokens.
+"""The linear layers in a model's decoder layers through which every token passes.
 
     {"model.layers.0.self_attn.q_proj": Linear, ...}
 
@@ -20,9 +20,10 @@ from padfree.model.structure import layers_of
 
 
 def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers that multiply hidden states of all tokens in the decoder layers, by name.
+    """Return the linear layers in the model's decoder layers through which every token passes, as a dict by name.
 
-    They are in the order of the model's modules. The model may be on the meta device.
+    The module docstring lists the linear layers that are left out, such as routers and experts. The dict is in the
+    order of the model's modules. The model may be on the meta device.
     """
     roles = roles_of(model)
     modules = dict(model.named_modules())

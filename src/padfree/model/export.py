@@ -154,9 +154,9 @@ def export_adapters(
 
 
 def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the expert adapters among the tensors `found` with PEFT's names and shapes.
+    """Return the adapters of experts, converted to PEFT's names and shapes. `found` maps names to tensors of adapters.
 
-        lora_A  [E, rank, in]  -> [E * rank, in]
+        lora_A  [E, rank, in]  -> [E * rank, in]             E is the number of experts
         lora_B  [E, out, rank] -> [out, rank * E]
 
     PEFT wraps the module of experts once for each adapted weight. The wrapper of the first weight is the innermost.

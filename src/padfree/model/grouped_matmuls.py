@@ -26,7 +26,11 @@ from padfree.model.stacked_experts import stacked_experts
 
 
 def use_exact_matmuls(model: nn.Module, device: torch.device) -> None:
-    """Let the model use the matmuls of `rollout.exact` on `device`, in place: on a CPU those of `block_matmuls`."""
+    """Make the result for a token independent of the other tokens of the call, in stacked experts and in linear layers
+    that have a single output. The model is changed in place.
+
+    If `device` is a CPU, the experts use the matmuls of `padfree.model.block_matmuls`, otherwise those of this module.
+    """
     if device.type == "cpu":
         use_block_matmuls(model)
         return

@@ -127,7 +127,11 @@ def attention(
         )
     for argument, content in others.items():
         if content is not None and argument not in UNRELATED_ARGUMENTS:
-            raise UserError(argument, f"reached {name}, but padfree does not support it", "remove it from the call")
+            raise UserError(
+                argument,
+                f"was passed to {name}, but padfree's attention does not support this argument",
+                "remove the argument from the call",
+            )
     if query.shape[0] != 1:
         raise UserError(
             "input_ids", f"has a batch size of {query.shape[0]}, not 1", "pack the samples with padfree.pack"
@@ -208,10 +212,10 @@ def chunk_of(module: nn.Module) -> int | None:
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """Return a context for the same pack in which samples are cut into segments of at most `chunk` tokens.
+    """Return a copy of `context` (the samples of a pack) in which each sample is cut into segments of `chunk` tokens.
 
-    Each sample starts a new chunk, because its positions start at 0. `name` is the name of the layer's class, for error
-    messages.
+    Tokens attend only within their segment. The last segment of a sample may be shorter. `name` is the name of the
+    layer's class, for error messages.
     """
     if context.layout is not None:
         raise UserError(
@@ -351,8 +355,9 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the number of tokens in a sample above which the rotary frequencies of the whole pack would change, as in
-    dynamic RoPE and longrope. None means that there is no such limit.
+    """Return the maximum length of a sample in tokens, or None if there is no limit.
+
+    With dynamic RoPE and longrope, a longer sample would change the rotary frequencies of the whole pack.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):

@@ -11,17 +11,17 @@ The tensors are filled from one of three sources:
 
 - Files with the model's own tensor names, or with experts stored one by one (`padfree.model.stored_experts`): every
   rank reads its slices.
-- Files whose tensors transformers changes on loading in another way: rank 0 loads them with transformers on the CPU and
-  broadcasts each tensor.
+- All other files: rank 0 loads them on the CPU with transformers, which converts the tensors, and broadcasts each
+  tensor.
 - Random weights, if requested: on a GPU, every rank draws each tensor on its device from `seed`
-  (`padfree.model.random_weights`). On a CPU, and for a few architectures, rank 0 initialises them on the CPU, as
+  (`padfree.model.random_weights`). On a CPU, and for a few architectures, rank 0 initialises the weights on the CPU, as
   transformers would, and broadcasts each tensor. The values do not depend on the number of ranks.
 
 Tied parameters stay one object under two names after `to_empty`.
 
-Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. padfree runs
-`_init_weights` twice, first with these buffers filled with 0, then with 1. If a buffer differs between the two runs,
-the model's code does not restore it, and loading raises an error.
+Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. To check that
+`_init_weights` sets every such buffer, padfree fills the buffers with 0 and runs it, then fills them with 1 and runs it
+again. If a buffer differs between the two runs, loading raises an error.
 
 Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
 `shard` changes the dtype of a parameter, the values are cast while they are read.
@@ -204,9 +204,10 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Return the config and the file of each tensor from `open_model`, which every rank calls.
+    """Call `open_model`, and return its result: the config, and a dict from tensor names to files.
 
-    If the call fails on any rank (for example, because a file is missing), all ranks raise the error.
+    The dict is None if the weights are to be random. Every rank must call this function. If `open_model` fails on any
+    rank (for example, because a file is missing), all ranks raise the error.
     """
     found, error = None, None
     try:

@@ -18,17 +18,18 @@ targets raises an error:
 - the tower and the projector of a vision-language model get no adapter;
 - a linear layer whose weight a mixer reads directly (Mamba's time step) gets no adapter.
 
-Experts that transformers keeps in one tensor, and routers that are more than a linear layer, also stay frozen with
-"all-linear". They get adapters (`padfree.model.expert_adapters`) if they are named as targets. A longer name selects
-some of the modules, or one of the weights of experts:
+Experts that transformers keeps in one tensor, and routers that are more than a linear layer, also get no adapter with
+"all-linear". They get adapters (`padfree.model.expert_adapters`) if they are named as targets. A target selects all
+modules whose names end with it, or, as in the last example, one of the weights of the experts:
 
     lora.targets = ["all-linear", "experts"]
-    lora.targets = ["all-linear", "experts", "mlp.gate"]             also the routers of Qwen3-MoE
+    lora.targets = ["all-linear", "experts", "mlp.gate"]             mlp.gate: the routers of Qwen3-MoE
     lora.targets = ["q_proj", "v_proj", "experts.down_proj"]
 
 The attribute `peft_config` of the model holds what PEFT needs to load the adapters. In some mixtures of experts, PEFT
-treats every layer that is named like an expert's projection (`gate_proj`) as experts, even a layer of the shared
-expert. Such layers are written as `target_parameters`, which PEFT takes literally.
+takes every linear layer in `target_modules` whose name is also that of an expert's projection, such as `gate_proj`, for
+a part of the stacked experts, even if it belongs to the shared expert. In such a model, all targets are listed in
+`target_parameters`, whose names PEFT does not reinterpret.
 
 A scalar head (`padfree.model.scalar_head`) has no adapter: it is new, and its own weight is trained.
 """
@@ -248,14 +249,15 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
             if name not in fit and name not in named:
                 raise UserError(
                     "lora.targets",
-                    f"{name} ({type(modules[name]).__name__}) is not a linear layer below the head",
+                    f"{name} ({type(modules[name]).__name__}) cannot have an adapter, because it is the output head or "
+                    "not a linear layer",
                     f"choose from {', '.join(last)}",
                 )
         if ALL_LINEAR in targets and not chosen:
             raise UserError(
                 "lora.targets",
-                f"{list(targets)} names layers besides {ALL_LINEAR!r}, which already includes them",
-                f"remove these layers, or {ALL_LINEAR!r} (only experts and routers can be added to {ALL_LINEAR!r})",
+                f"{list(targets)} names both {ALL_LINEAR!r} and single linear layers, which {ALL_LINEAR!r} includes",
+                f"remove either the single layers or {ALL_LINEAR!r} (only experts and routers can be added to it)",
             )
         layers.update(name for name in found if name in fit)
     return sorted(layers), sorted(weights)
@@ -286,8 +288,9 @@ def _endings(names: Collection[str], everything: Iterable[str], *, least: int = 
 
 
 def _takes_for_experts(config: Any, model: PreTrainedModel) -> bool:
-    """Return whether PEFT would treat some linear layers among the targets as experts, because their names are names of
-    experts in old checkpoints.
+    """Return whether PEFT would take some of the targeted linear layers for experts.
+
+    PEFT decides by name: some linear layers have the names that the experts' projections have in old checkpoints.
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 

@@ -28,8 +28,8 @@ from padfree.config.model_folder import INDEX, SHARD, WEIGHTS, check_config_file
 from padfree.errors import UserError
 
 PARTIAL = "padfree_partial"
-"""A key in the metadata of an index file. It says that the files can hold tensors that the index omits, such as the
-later layers of a model.
+"""A key in the metadata of model.safetensors.index.json. If its value is true, the safetensors files may hold tensors
+that the index does not list, such as the later layers of a model. These tensors are ignored.
 """
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".safetensors")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

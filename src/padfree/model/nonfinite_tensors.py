@@ -1,7 +1,7 @@
 """Find tensors of a model that hold NaN or infinity.
 
-    weights   w0 w1 w2 ...      n tensors; minimum and maximum of each on its device, without copies. Both propagate NaN
-              -> [n] flags      one flag per tensor; one synchronisation for all tensors of a device
+The minimum and the maximum of each tensor are computed on its device. Both are NaN if any value of the tensor is NaN,
+so they show whether all values are finite. The results for all tensors of a device are read in one synchronisation.
 
 A finite loss does not prove finite weights: an attention kernel can return 0 for a query whose scores are NaN, and a
 batch does not use every embedding. Weights are therefore checked when they are loaded and before they are saved.

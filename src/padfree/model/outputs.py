@@ -1,12 +1,13 @@
-"""The outputs of an attached model that a loss needs: the last hidden states, and the head that scores them.
+"""What a loss needs from a model with padfree's attention: its last hidden states, and its output head.
 
-    hidden_states(model, local)   [T/cp, D]                    the base model only; logits [T, V] are never computed
-    lm_head_of(model)             LmHead                       weight [V, D], bias, soft cap and scale
+    hidden_states(model, batch)   [T/cp, D]   the output of the base model; logits [T, V] are never computed
+    lm_head_of(model)             LmHead      the head's weight [V, D], bias, soft cap and scale
 
-A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary. Some
-models scale their logits in ways that only their code shows. padfree therefore computes the logits of a small copy of
-the model with the `LmHead`, and compares them with the logits that the copy itself returns (`padfree.model.probe`). If
-they differ, `lm_head_of` raises an error.
+A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary.
+
+Some models scale their logits in ways that only their code shows. padfree therefore tests the `LmHead` on a small copy
+of the model (few layers, random weights): the logits that the `LmHead` computes must equal the logits that the copy
+itself returns (`padfree.model.probe`). If they differ, `lm_head_of` raises an error.
 """
 
 from __future__ import annotations

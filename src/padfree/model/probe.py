@@ -1,26 +1,27 @@
-"""Test on a small copy of a model, on the CPU, whether its architecture can be trained on packs of samples.
+"""Test whether an architecture can be trained on packs (several samples in one sequence).
 
-    single   | sample of 13 |  | 1 |  | 9 |  | 9 |            four calls of the model with HF's own eager attention
-    packed   | sample of 13 | 1 | 9 | 9 | pad of 3 |          one pack with padfree's attention. Its tokens are
-                                                              shuffled; only attention and mixers know the order
-    state    | 9 | another 13    | 1 | 9 | pad of 3 |         last sample first, other tokens in the sample of 13
+The test runs a small copy of the model on the CPU. The copy has the same architecture, but small sizes (`shrink`) and
+large random weights, so that a leak between samples changes the first digits of the results. The copy runs on four
+random samples of 13, 1, 9 and 9 tokens in three ways:
 
-The runs `packed` and `single` must give the same logits and the same gradient of every parameter. They differ if the
-model
-- has a recurrent state or a convolution,
+1. One sample at a time, with transformers' eager attention.
+2. In one pack, with padfree's attention. The tokens of the pack are shuffled, as in context parallelism. Only attention
+   and mixers (modules that mix tokens without attention) know the original order.
+3. Like 2, but with the last sample first, and with other tokens in the sample of 13.
+
+Ways 1 and 2 must give the same logits and the same gradient of every parameter. They do not if the model
+- mixes tokens of different samples in a recurrence or a convolution,
 - needs a mask that transformers would have created,
 - does not pass its sliding window to the attention function,
 - derives positions from the index in the pack.
 
-Tokens are shuffled because a context-parallel layout shuffles them. Weights are large and random, so that a leak
-between samples is visible in the first digits. In the run `state`, outputs and gradients of the unchanged samples must
-stay the same, which shows that a sample depends neither on earlier samples nor on the previous pack.
+In way 3, the logits and gradients of the three unchanged samples must stay the same. This shows that a sample depends
+neither on earlier samples of the pack nor on a pack that the model computed before.
 
-Modules that mix tokens without attention are found first (`padfree.model.mixers`) and run on whole samples.
+Mixers are found before the test (`padfree.model.mixers`), and run on one whole sample at a time.
 
-The copy has the architecture of the model with small sizes (`shrink`). Layers can differ in ways that the config does
-not show, so the copy must contain every module class of the real model. Layers are added to the copy until it does. If
-it never does, the model does not pass the test.
+Layers can differ in ways that the config does not show, so the copy must contain every module class of the real model.
+Layers are added to the copy until it does. If it never does, the model does not pass the test.
 
 `stock_leak` tests a model with transformers' own attention. That attention gets the sample boundaries in one of two
 ways: from the mask that transformers creates where position ids restart (sdpa, eager, flex), or from cumulative lengths
@@ -69,8 +70,8 @@ differences by a leak between samples are above 1e-2.
 """
 
 MAX_PARAMETERS = 5_000_000
-"""The maximum number of parameters of the small copy. A larger copy means that `shrink` does not know the size fields
-of the config.
+"""The maximum number of parameters of the small model that is tested in place of the real one. If it has more, `shrink`
+has not reduced all sizes in the config.
 """
 
 NUM_LAYERS = (2, 4, 8)
@@ -157,10 +158,10 @@ _VERDICTS: dict[tuple[type[PreTrainedModel], str, frozenset[str], str], tuple[Ve
 def _probe(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, required: frozenset[str], compare: Compare
 ) -> tuple[Verdict, bool]:
-    """Run the test `compare` on one small copy. Returns the verdict, and whether the caller should retry with more
-    layers.
+    """Build a small model from a shrunken config, and run the test `compare` on it.
 
-    A copy with more layers can help if this copy lacks a module class in `required` or cannot be built.
+    Returns the result of the test, and whether the caller should retry with more layers. More layers can help if the
+    small model lacks a module class in `required` or cannot be built.
     """
     try:
         with torch.device("meta"):
@@ -344,10 +345,11 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 
 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
-    """Compare the results for one sample at a time with those for a pack in the form that data collators build.
+    """Test whether a model with transformers' own attention gives the same results for a pack as for one sample at a
+    time.
 
-    `implementation` is the attention implementation of transformers under test, or `LENGTHS_PROBE`, a substitute for
-    flash attention.
+    `implementation` is the attention implementation of transformers. `LENGTHS_PROBE` stands for flash attention, which
+    needs a GPU and is replaced by `_by_lengths` here.
     """
     _randomise(model)
     samples = _Samples(model)
@@ -404,7 +406,10 @@ def _register_permuted(order: Tensor) -> list[str]:
 
 
 def _in_order(values: Tensor, order: Tensor) -> Tensor:
-    """Undo the shuffle of a pack (index i holds token order[i]), and return the `values` of tokens without padding."""
+    """Restore the token order of a shuffled pack, and drop the padding tokens at the end.
+
+    `values` [T, ...] has one row per token of the shuffled pack. Row i belongs to token order[i] of the original pack.
+    """
     return values[torch.argsort(order)][: sum(LENGTHS)]
 
 

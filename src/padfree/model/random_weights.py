@@ -32,7 +32,9 @@ from padfree.model.named_tensors import local_part, local_region, named_tensors
 from padfree.model.structure import model_from_config
 
 DRAWN_ON = ("cuda",)
-"""The types of devices on which each rank draws weights. On a CPU, rank 0 draws the whole model with transformers."""
+"""The device types on which every rank draws the random initial weights itself. On other devices (the CPU), rank 0
+initialises the whole model with transformers, and broadcasts the weights.
+"""
 
 
 class InitialisingCall(NamedTuple):

@@ -75,10 +75,10 @@ class ReplayedTopK(TorchFunctionMode):
 
 
 class RouteReplay:
-    """Makes the R routers of an attached model choose given experts: `AttnContext.routes` [T, R, k], k experts for each
-    of T tokens.
+    """Makes the routers of a model choose the experts in `AttnContext.routes`.
 
-    The model is changed in place.
+    `routes` [T, R, k] holds the indices of k experts for each of T tokens and each of R routers. Without `routes`, the
+    routers choose the experts themselves.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -158,15 +158,17 @@ def need_replay(model: PreTrainedModel) -> None:
     """
     reason = replay_obstacle(model)
     if reason is not None:
-        raise UserError("rollout.routing", f", but {reason}", FIX, "replay")
+        raise UserError("rollout.routing", f"is not possible because {reason}", FIX, "replay")
 
 
 def replay_obstacle(model: PreTrainedModel) -> str | None:
-    """Return the reason why routes of this model cannot be replayed, or None if they can.
+    """Return the reason why the routers of this model cannot be made to choose given experts, or None if they can.
 
-    The route of a token is the list of experts that routers chose for it. A small copy of the model runs without given
-    routes, with its own routes, with unknown routes (which leave the choice to the routers), and with other routes. Its
-    own routes and unknown routes must reproduce the output without given routes to the bit, and other routes must not.
+    Routes are the experts chosen for each token. A small copy of the model (few layers, random weights) is tested:
+
+    - If the copy is given the routes that it chose itself, its output must be bit-identical to the output without given
+      routes. The same holds for unknown routes, which leave the choice to the routers.
+    - If the copy is given other routes, its output must change, and every router must get a gradient.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:

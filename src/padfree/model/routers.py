@@ -112,7 +112,7 @@ def _parts(module: nn.Module, output: Any, num_experts: int, *, own: bool) -> tu
     if not choices or not logits:
         raise UserError(
             "loss.load_balancing",
-            f"is not supported for {type(module).__name__}, which does not return its logits and choices",
+            f"is not supported for {type(module).__name__}, which does not return router logits and chosen experts",
             "remove loss.load_balancing and loss.router_bias",
         )
     chosen: Tensor = getattr(choices[0], "own_choices", choices[0]) if own else choices[0]

@@ -52,7 +52,7 @@ HEAD = "score"
 WEIGHT = f"{HEAD}.weight"
 
 OTHER_HEADS = r"(lm_head|embed_out|output)\.(weight|bias)"
-"""Names of the heads of causal language models in files."""
+"""A regular expression for the names of language-model heads in checkpoint files, such as lm_head.weight."""
 
 _PLAIN_HEADS: WeakSet[PreTrainedModel] = WeakSet()
 """The models whose head passed the check of `scalar_head_of`. The check runs only once per model, because
@@ -89,9 +89,10 @@ def scalar_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code
 
 
 def vision_class_with_head(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Make the class with a scalar head for the config of a vision-language model.
+    """Create the class with a scalar head (`...ForSequenceClassification`) of a vision-language model.
 
-    Returns None if transformers has such a class, or if padfree does not support the model.
+    Returns None if transformers already has this class, if the config does not belong to a vision-language model, or if
+    padfree does not support the model.
     """
     images: Any = AutoModelForImageTextToText._model_mapping
     if type(config) in AutoModelForSequenceClassification._model_mapping or type(config) not in images:
@@ -109,9 +110,9 @@ def vision_class_with_head(config: PreTrainedConfig) -> type[PreTrainedModel] | 
 
 
 def without_other_heads(model: PreTrainedModel, files: Mapping[str, Path]) -> dict[str, Path]:
-    """Return `files` (the file of each tensor) without the tensors of heads that `model` does not have.
+    """Return `files` (the checkpoint file of each tensor) without language-model heads that `model` does not have.
 
-    An example is the language-model head in the files of a model that gets a scalar head.
+    For example, a model with a scalar head does not use the language-model head in the checkpoint.
     """
     own = set(named_tensors(model))
     return {name: path for name, path in files.items() if name in own or not re.fullmatch(OTHER_HEADS, name)}

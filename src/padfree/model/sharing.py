@@ -1,8 +1,8 @@
-"""Determine whether the samples of a pack can share prefixes in a model.
+"""Determine for a model whether samples of a pack that begin with the same tokens can share these tokens.
 
-A shared token is computed once, together with the tokens before it. This is correct if tokens interact only through
-attention. It is wrong for layers with a recurrent state, which would have to branch with the samples, and for dropout,
-because each sample needs its own random mask.
+The shared tokens (the prefix) are computed once for all of these samples. The results are right if tokens interact
+only through attention. They are wrong with a recurrent state, which would have to be copied for each sample at the end
+of the prefix. They are also wrong with dropout, because each sample needs its own random mask.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DROPOUTS = ("pdrop", "dropout", "dropout_prob")
 """Suffixes of the names of dropout fields in configs."""
 
 OF_OTHER_HEADS = ("classifier", "summary")
-"""Prefixes of the names of dropout fields in configs that belong to other heads, such as a classifier. A language model
-does not have these heads.
+"""Prefixes of the names of config fields for the dropout of a classification head, such as `classifier_dropout`.
+Language models do not have this head.
 """
 
 

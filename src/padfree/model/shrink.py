@@ -5,10 +5,11 @@
 
 Sizes are replaced. Everything else (activations, norms, scaling factors, soft caps, rotary types) is kept, because it
 decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows
-become shorter than the probe's samples, so that a window that is ignored changes the results.
+become shorter than the samples of the test (`padfree.model.probe`), so that a window that is ignored changes the
+results.
 
-The small config can be wrong for a new architecture. `padfree.model.probe` builds a model from the config, and rejects
-this model if it is too large or lacks a module class of the real model.
+The small config can be wrong for a new architecture. The test builds a model from the config, and rejects this model if
+it is too large or lacks a module class of the real model.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 WINDOW = 4
-"""The size of a sliding window in the small copy: shorter than most of the probe's samples, so that it matters."""
+"""The size of sliding windows in the shrunken model. Most samples on which the model is tested are longer, so that a
+window that is ignored changes the results.
+"""
 
 CHUNK = 8
-"""The chunk size of recurrences in the small copy: shorter than the probe's longer samples, which span two chunks."""
+"""The chunk size of recurrent layers in the shrunken model. Most samples on which the model is tested are longer, so
+that a state passes from one chunk to the next.
+"""
 
 VOCABULARY = 64
 POSITIONS = 128
@@ -91,7 +96,7 @@ SIZES = {
     "linear_head_dim": ROPE_HEAD_DIM,
     "linear_key_head_dim": ROPE_HEAD_DIM,
     "linear_value_head_dim": ROPE_HEAD_DIM,
-    # chunk sizes of recurrences, shorter than the probe's samples, so that a state passes between chunks
+    # chunk sizes of recurrences, shorter than most test samples, so that a state passes between chunks
     "chunk_size": CHUNK,
     "mamba_chunk_size": CHUNK,
     "block_size": CHUNK,
@@ -110,7 +115,7 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""The entries of a config that describe a checkpoint, not the architecture. The config of the small copy omits them."""
+"""The fields of a config that describe a checkpoint, not the architecture. The shrunken config does not have them."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
 """The config fields that are lists of layer indices."""
@@ -200,9 +205,9 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
 
 
 def _key_heads(num_key_heads: int, num_heads: int) -> int:
-    """Return the number of key heads of the small copy.
+    """Return the number of key heads of the shrunken model, from the numbers of heads of the real model.
 
-    The copy has the same kind of attention as the model: multi-query (one key head), grouped-query or multi-head.
+    The kind of attention stays the same: multi-query (one key head), grouped-query or multi-head.
     """
     if num_key_heads == 1:
         return 1
@@ -210,9 +215,10 @@ def _key_heads(num_key_heads: int, num_heads: int) -> int:
 
 
 def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[int]:
-    """Return the indices of the layers that the copy keeps.
+    """Return the indices of the layers of the real model that the shrunken model keeps.
 
-    The layers are the first one of each kind, and further ones until there are `wanted` layers.
+    The shrunken model keeps the first layer of each kind. If these are fewer than `wanted` layers, it keeps further
+    layers from the start of the model.
     """
     lists = [value for name, value in values.items() if _is_per_layer(value, num_layers) and name not in LAYER_INDICES]
     indices = [value for name, value in values.items() if name in LAYER_INDICES and isinstance(value, (list, tuple))]
@@ -232,9 +238,10 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 
 
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
-    """Return the rotary parameters for the small copy.
+    """Return the rotary parameters of the shrunken model, from the `parameters` of the real model.
 
-    A list with one factor for each pair of channels of a head is cut to the number of pairs of the small head.
+    The heads of the shrunken model are smaller. A list with one factor for each pair of channels of a head is cut to
+    the number of pairs in a smaller head.
     """
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2

@@ -34,15 +34,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 ALIGNMENT = 128
-"""Every weight begins at a multiple of this number of elements: kernels read aligned memory, and two weights never
-share a byte of tie bits.
+"""Every weight begins at a multiple of this number of elements in a `SplitStorage`. Kernels therefore read aligned
+memory. In the array with one bit per element, two weights never share a byte.
 """
 
 TIE = 1 << 15
 
 
 class SplitStorage:
-    """Stores N float32 values as bfloat16 roundings [N], int16 rests [N] and one tie bit each [N / 8 bytes]."""
+    """Stores N float32 values without loss in three arrays.
+
+    - `rounded` [N], bfloat16: the values rounded to bfloat16.
+    - `rest` [N], int16: the float32 bits of each value minus those of its rounding, as integers.
+    - `ties` [N / 8], uint8: one bit per value, set if this difference is 2^15, which does not fit into int16.
+    """
 
     def __init__(self, numbers: int, device: torch.device | str) -> None:
         numbers = aligned(numbers)
@@ -80,7 +85,7 @@ def storage_bytes(numbers: int) -> int:
 
 
 def join_reference(rounded: Tensor, rest: Tensor, ties: Tensor) -> Tensor:
-    """Join `rounded` [n], `rest` [n] and `ties` [n / 8, rounded up] to float32 values [n]."""
+    """Return float32 values [n] from the three tensors in which `split_reference` stores them."""
     places = torch.arange(8, dtype=torch.uint8, device=ties.device)
     tie = (ties[:, None] >> places & 1).reshape(-1)[: rest.numel()]
     bits = (rounded.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32) + (tie.to(torch.int32) << 16)
@@ -88,7 +93,12 @@ def join_reference(rounded: Tensor, rest: Tensor, ties: Tensor) -> Tensor:
 
 
 def split_reference(values: Tensor, rounded: Tensor, rest: Tensor, ties: Tensor) -> None:
-    """Split float32 values [n] into `rounded` [n], `rest` [n] and `ties` [n / 8, rounded up]."""
+    """Store float32 values [n] in three tensors.
+
+    - `rounded` [n], bfloat16: the values rounded to bfloat16.
+    - `rest` [n], int16: the float32 bits of each value minus those of its rounding, as integers.
+    - `ties` [ceil(n / 8)], uint8: one bit per value, set if this difference is 2^15, which does not fit into int16.
+    """
     rounded.copy_(values)
     difference = values.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
     rest.copy_((difference & 0xFFFF).to(torch.int16))
@@ -248,7 +258,7 @@ def _view(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _compute(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation with plain float32 tensors in place of `SplitWeight` arguments.
 
-    Arguments that the operation has written to are split again into their storage.
+    If the operation writes to such a tensor, the new values are stored in the `SplitWeight`.
     """
     wholes: dict[tuple[int, int], tuple[SplitWeight, Tensor]] = {}  # several views of a weight share one joined tensor
     weights: dict[int, SplitWeight] = {}  # by the id of the plain tensor

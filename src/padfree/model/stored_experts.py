@@ -22,8 +22,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 StoredNames = dict[str, str | list[list[str]]]
-"""The names in the files of each tensor of a model: one name, or for stacked experts [E, ...] one list per expert. The
-list has the names of the parts that are concatenated."""
+"""Maps the name of each tensor of a model to the names of the tensors in the checkpoint files that hold its values.
+
+For most tensors this is one name. For stacked experts [E, ...] it is a list of E lists: for each expert, the names of
+the tensors that are concatenated.
+"""
 
 STACKED = [("MergeModulelist", 0)]
 CONCATENATED = [*STACKED, ("Concatenate", 1)]

@@ -75,15 +75,16 @@ def vision_class(config: PreTrainedConfig) -> str | None:
 def extracted_config(config: PreTrainedConfig, head: ModelHead) -> PreTrainedConfig | None:
     """Return the config of the language model in a multimodal config, or None for any other config.
 
-    Raises `UserError` for a scalar head, because an export could not put the language model back.
+    Raises `UserError` if the language model is to have a scalar head, because an export could not put such a language
+    model back into the multimodal checkpoint.
     """
     inner = language_config(config)
     if inner is not None and head == "scalar":
         raise UserError(
             "model",
-            f"{config.name_or_path or type(config).__name__} is multimodal, and its language model cannot have a "
-            "scalar head alone",
-            "set model.vision=true, or give a language model",
+            f"{config.name_or_path or type(config).__name__} is multimodal, and only the whole model, not its "
+            "language model alone, can have a scalar head (reward model, critic)",
+            "set model.vision=true, or give a model that is not multimodal",
         )
     return inner
 

@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Join and split float32 weights as Triton kernels: see `padfree.model.split_weight`.
+"""Triton kernels that split float32 weights into bfloat16 copies and the remaining bits, and join them again.
 
-A program handles 8 * `BYTES` weights and `BYTES` bytes of tie bits. The program works on integers only, so the results
-do not depend on a device's rounding.
+The format (`padfree.model.split_weight`) includes an array with one bit per weight. One instance of a kernel handles
+`BYTES` bytes of this array, for 8 * `BYTES` weights. The kernels use integer arithmetic only, so the results do not
+depend on a device's rounding.
 """
 
 from __future__ import annotations

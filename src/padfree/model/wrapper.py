@@ -1,13 +1,11 @@
-"""Extract the language model from a multimodal checkpoint, and put it back for an export.
+"""Extract the language model from a multimodal checkpoint for training, and put it back for an export.
 
-                config                           tensors
-    folder      text_config, vision_config       model.language_model.layers.0..., model.visual..., lm_head
-    trained     text_config                      model.layers.0..., lm_head
-    export      text_config, vision_config       those of the folder; the trained ones have new values
+During training, only the language model is in memory. It has its own config (`text_config`) and its own tensor names:
+`model.language_model.layers.0...` of the checkpoint is `model.layers.0...` in the language model. An export reads the
+whole checkpoint again, and replaces the tensors of the language model by the trained ones.
 
-On rank 0, transformers loads the whole folder, so that tensors have the names of transformers' classes, which can
-differ from those in the files. During training only the language model is in memory. An export reads the other parts
-from the folder again.
+transformers loads the whole checkpoint on rank 0, because the tensor names in files can differ from those in
+transformers' classes.
 """
 
 from __future__ import annotations
@@ -144,14 +142,14 @@ def save_whole(
 
 
 def remember_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Store in the model the folder of a whole vision-language model, from which an export copies the processor
+    """Store in a vision-language model the folder from which it was loaded, so that an export can copy the processor
     files.
     """
     object.__setattr__(model, PROCESSOR, folder)
 
 
 def copy_processor(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the processor files of a whole vision-language model to `folder`, if the model was loaded from files."""
+    """Copy the processor files of a vision-language model to `folder`, if the model was loaded from files."""
     found = model.__dict__.get(PROCESSOR)
     if isinstance(found, Path):
         _copy_processor(found, folder)

@@ -24,7 +24,8 @@ class AdamW:
     """The AdamW update rule. The options of its parameter groups are `betas`, `eps`, `weight_decay`, `state` and
     `fused`.
 
-    `fused` makes torch keep the step counter on the device when it loads the optimizer state.
+    `fused` does not select a kernel here. It makes torch's `load_state_dict` move step counters to the device of the
+    parameter.
     """
 
     remembers = "AdamW's two moments"

@@ -1,19 +1,19 @@
-"""Float32 master weights in a single process. Each is stored as a bfloat16 copy for computing and the remaining bits.
+"""Float32 master weights in a single process, with bfloat16 copies for the computation.
 
-    between steps        layer.weight   master, float32     a `SplitWeight`: 2 + 2 + 1/8 bytes per weight
-    during computation   layer.weight   copy, bfloat16      the master's own rounding, not a second tensor
-    in backward          copy.grad      bfloat16            added to master.grad (float32) as soon as a layer is done
+The copy of a master weight is the weight rounded to bfloat16. A `SplitWeight` (`padfree.model.split_weight`) stores the
+copy and the remaining bits of the float32 value. This takes 4.125 bytes per weight instead of 6 (float32 and bfloat16),
+and the copy is always up to date. Losses, gradients and updates are bit-identical to those of separate float32 weights
+and bfloat16 copies.
 
-A master weight and its copy share memory (`padfree.model.split_weight`), so the copy is always up to date. Losses,
-gradients and updates are bit-identical to those of separate float32 weights and bfloat16 copies.
+During forward and backward (`compute_copies`), the parameters of the modules are the copies. As soon as backward has
+computed the bfloat16 gradients of a layer's copies, these gradients are added to the float32 gradients of the master
+weights. At all other times, the parameters of the modules are the master weights, so that all other code sees a float32
+model. `compute_copies` must enclose backward as well as forward, because recomputation in backward reads the weights of
+the modules.
 
 FSDP2 would keep float32 weights and make bfloat16 copies too. In a single process, however, FSDP2 has nothing to gather
-or reduce, and for a small model its hooks take longer on the host than the computation on the device (28 layers of
-hidden size 1024, for example).
-
-Outside of forward and backward, the modules hold the master weights, so that all other code sees a float32 model.
-`compute_copies` must enclose backward as well as forward, because recomputation in backward reads the weights of the
-modules.
+or reduce, and for a small model (28 layers of hidden size 1024, for example) its hooks take longer on the host than the
+computation on the device.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class _Unit:
 def split_weights(parameters: Iterable[Tensor]) -> None:
     """Store float32 parameters as `SplitWeight`s in one `SplitStorage` per device. The parameter objects stay the same.
 
-    Matrices come before vectors, so that the weights of an AdamW group are one range of memory.
+    AdamW has one group for matrices and one for vectors. Matrices are stored before vectors, so that each group is one
+    contiguous range of memory.
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in sorted(parameters, key=lambda each: each.ndim < 2):
@@ -156,7 +157,8 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype, units: Iterable[nn
 
 @contextmanager
 def compute_copies(model: nn.Module) -> Iterator[MasterWeights | None]:
-    """Context manager around forward and backward: in its block the model computes with copies in the compute dtype.
+    """Context manager around forward and backward: in its block the model computes with bfloat16 copies of its float32
+    master weights.
 
     The block changes nothing for a model without master weights.
     """

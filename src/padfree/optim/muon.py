@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum for hidden matrices.
+"""Muon: orthogonalised momentum for hidden matrices. For a matrix [A, B], a step computes
 
     buffer  = lerp(buffer, gradient, 1 - momentum)
     update  = lerp(gradient, buffer, momentum)              without Nesterov: update = buffer
@@ -13,9 +13,10 @@ for AdamW therefore also suit Muon (Moonshot AI, "Muon is scalable for LLM train
 Momentum, coefficients and norms match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
 `padfree.optim.reference_muon` is a plain implementation for one matrix.
 
-A parameter [..., A, B] holds several matrices, e.g. one per expert. Matrices of the same shape form a batch [n, A, B].
-One rank computes a sharded matrix (`padfree.optim.matrices`). The Newton-Schulz iteration runs in bfloat16 on a GPU,
-and in the dtype of the weights on the CPU. The host never synchronises.
+A parameter [..., A, B] holds several matrices, e.g. one per expert. Matrices of the same shape are orthogonalised in
+batches [n, A, B]. If matrices are sharded, the shards of each matrix are gathered on one rank, which orthogonalises the
+matrix (`padfree.optim.matrices`). The Newton-Schulz iteration runs in bfloat16 on a GPU, and in the dtype of the
+weights on the CPU. Unless parameters are offloaded to the CPU, the host does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
 MOST_NUMBERS = 1 << 25
-"""The maximum number of elements of a batch of matrices on this rank. A batch has at least one matrix, or one per rank
-if matrices are sharded.
+"""The maximum number of elements of the matrices that this rank orthogonalises in one batch. If a single matrix has
+more elements, the rank orthogonalises one matrix at a time.
 """
 
 

@@ -55,8 +55,9 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """Return the current learning rates by metric name.
 
-        The rate of the first group is called `lr`. If another group has another update rule, such as adamw, its rate is
-        called `lr/adamw`. The rates of `optimizer.groups` are not returned.
+        With AdamW alone, there is one rate, `lr`. If Muon trains the hidden matrices, `lr` is the rate of Muon and
+        `lr/adamw` that of AdamW. These are the rates of parameters outside of the user's groups (`optimizer.groups`),
+        unless all parameters are in such groups.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}
@@ -105,10 +106,10 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """Return the bytes of the optimizer state of these groups, if all parameters are float32.
+    """Return the size of the optimizer state of these groups in bytes. All parameters are assumed to be float32.
 
-    The function `numbers` returns how many elements of a parameter are counted, by default all. To get the bytes on one
-    rank, pass a function that returns the number of elements on that rank.
+    By default this is the size for whole parameters. For the size on one rank, pass as `numbers` a function that
+    returns how many elements of a parameter that rank holds.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)

@@ -59,7 +59,7 @@ class ParameterGroup:
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of the group's matrices; if it is none, that of matrices outside all groups applies.",
+        about="Weight decay of the matrices in this parameter group; none means the same as for matrices in no group.",
         fix="give 0 or more, or leave it out",
     )
 
@@ -141,7 +141,7 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """Return the same settings without `groups`: a critic is trained without the groups of the model."""
+        """Return the settings for a critic: the same, but without the parameter groups, which are for the policy."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:

@@ -1,12 +1,12 @@
-"""Parameters as plain tensors, for an elementwise update rule. Each rank updates its own shards.
+"""Pass parameters to an elementwise update rule as plain tensors. Each rank updates its own shards.
 
-A split weight (`padfree.model.split_weight`) is stored in two parts. Split weights are updated in blocks of at most
-`BLOCK` elements: a block is joined to float32 weights in temporary memory, updated, and split again.
+A split weight is a float32 weight that is stored in two parts, a bfloat16 copy and the remaining bits
+(`padfree.model.split_weight`). For an update, split weights are joined to float32 in temporary memory, and split again
+afterwards. To limit this memory, a step updates blocks of at most `BLOCK` elements one after the other. A block
+consists of several small weights, or of some matrix rows of a large weight.
 
-    weights   | w0        | w1 | w2                     |
-    blocks    | w0        | w1 | w2[0:8] | | w2[8:16] ..|       the rule gets the pieces of one block
-
-A weight is only divided between matrix rows, so that a block of int8 state (`padfree.optim.state_format`) stays whole.
+A weight is only divided between matrix rows, so that weights that share a scale in int8 optimizer state
+(`padfree.optim.state_format`) stay together.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_sp
 from padfree.optim.rule import State, local
 
 BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""The number of elements of split weights that are joined to float32 at a time, by device type.
+"""The maximum number of elements of split weights that are updated at a time, by device type.
 
-A split weight is a float32 weight that is stored in two parts. On a GPU a block of this size takes 256 MiB, so that its
-kernels take longer than their launches.
+A split weight is a float32 weight that is stored in two parts. For an update, the parts are joined in temporary memory,
+which takes up to 256 MiB on a GPU. The number is large enough that an update takes the GPU longer than the host needs
+to launch it.
 """
 
 ROWS = 8
-"""Split weights are divided at multiples of this number of matrix rows.
+"""A large split weight (a float32 weight that is stored in two parts) is updated in several ranges of matrix rows. Each
+range begins at a multiple of this number.
 
-A split weight is a float32 weight that is stored in two parts and one more bit. The bits of 8 elements share a byte.
+In addition to the two parts, one bit per element is stored, 8 bits in a byte. The bits of 8 rows fill whole bytes.
 """
 
 
@@ -91,9 +93,10 @@ def _piece(parameter: Tensor, state: State) -> ParameterPiece:
 
 
 def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
-    """Divide split weights into blocks of at most `most` elements, but of at least `ROWS` matrix rows.
+    """Divide split weights (float32 weights that are stored in two parts) into blocks of at most `most` elements.
 
-    A block is one contiguous range of the memory that holds the split weights.
+    A block is contiguous in memory, and consists of several small weights or of some rows of a large one. It has more
+    than `most` elements only if `ROWS` matrix rows have more.
     """
     block: list[_SplitPiece] = []
     for parameter in sorted(parameters, key=lambda each: (id(each.storage_), each.start)):

@@ -1,14 +1,18 @@
-"""The reference implementation of AdamW with moments in bfloat16 or int8, and the arguments of all implementations.
+"""The reference implementation of AdamW with moments in bfloat16 or int8, in plain PyTorch.
 
-    m, v       = the moments in float32
+In step t, with m and v read from the state and converted to float32:
+
+    rate       = lr / (1 - beta1^t)
+    correction = 1 / sqrt(1 - beta2^t)
     m          = m + (1 - beta1) * (gradient - m)
     v          = beta2 * v + (1 - beta2) * gradient^2
     weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
     state      = m and v, rounded stochastically
 
-In the formula for the weight, `rate` and `correction` contain the bias corrections. Both are computed on the device in
-float64, from the step counter. The step counter is on the device, because only the device knows which steps are skipped
-and not counted.
+`rate` and `correction` are computed on the device in float64. The step counter t is on the device, because only the
+device knows which steps are skipped and not counted.
+
+All implementations take the same arguments, `ParameterRows` and `Step`.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 from padfree.optim.state_format import INT8, RowRange, decode_int8, encode_int8, random_bits, round_bfloat16
 
 CHUNK = 1 << 20
-"""The number of weights that are updated at a time."""
+"""The maximum number of elements of a parameter that are updated at a time, which limits the temporary memory."""
 
 
 class Step(NamedTuple):

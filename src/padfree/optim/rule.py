@@ -40,8 +40,9 @@ class UpdateRule(Protocol):
         ...
 
     def state_bytes(self, group: Group, numbers: int, columns: int) -> int:
-        """Return the bytes of optimizer state for `numbers` float32 weights in matrix rows of `columns` weights
-        each.
+        """Return the size in bytes of the optimizer state of float32 weights.
+
+        `numbers` is the number of weights, and `columns` is the number of weights in each matrix row.
         """
         ...
 

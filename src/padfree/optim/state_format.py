@@ -1,27 +1,27 @@
-"""Formats of AdamW's two moments: `optimizer.state`.
+"""The formats in which AdamW's two moments are stored (setting `optimizer.state`).
 
-                 bytes per weight    exp_avg            exp_avg_sq         scales
+    format       bytes per weight    exp_avg            exp_avg_sq         scales
     float32      8                   float32            float32            -
     bfloat16     4                   bfloat16           bfloat16           -
     int8         2 + 8 / 128         int8               uint8              float32, two for each block of 128 weights
 
 A step computes the new moments in float32, updates the weight with them, and only then rounds them. Rounding is
-stochastic: a value is rounded up or down at random, so that the mean is the value itself. Rounding to nearest would
-lose every small change: with `betas` of 0.999, exp_avg_sq would never decay.
+stochastic: a value is rounded up or down at random, so that the mean result is the value itself. Rounding to nearest
+would lose small changes: with the decay rate 0.999, for example, exp_avg_sq would never decay.
 
-In int8, up to `BLOCK` consecutive weights of a matrix row form a block. The scale of a block is the largest magnitude
-in the block. A code c stands for:
+In int8, the weights of a matrix row form blocks of up to `BLOCK` consecutive weights. For each moment, a block has a
+scale: the largest magnitude of this moment in the block. A code c stands for:
 
-    exp_avg       sign * (c / 127)^4 * scale      c = 0 .. 127     4.9, 15.5, 37.9 for c = 60, 80, 100 and scale 98.6
-    exp_avg_sq    (c / 255)^8 * scale             c = 0 .. 255     never 0 if the value is positive
+    exp_avg       sign(c) * (|c| / 127)^4 * scale     c = -127 .. 127
+    exp_avg_sq    (c / 255)^8 * scale                 c = 0 .. 255
 
-Small values are stored more finely than large ones: neighbouring levels differ by at most 3.2% of the scale, and by 18%
-of a value that is a thousandth of the scale. exp_avg_sq has twice as many levels, so that a small positive value does
-not become 0, which would make the update huge.
+The values that codes stand for are closer together near 0: neighbouring values of exp_avg differ by about 3% of the
+scale near the largest value, and by about 0.02% of the scale near a thousandth of the scale. A positive exp_avg_sq gets
+at least the code 1, because an exp_avg_sq of 0 would make the update huge.
 
-Rounding uses a hash of (step, number of the parameter, index of the element in the whole parameter), and every rank
-holds only whole matrix rows. The result therefore does not depend on the number of ranks, and a resumed run rounds as
-an uninterrupted one. Vectors (norms, biases) keep float32.
+The random bits are a hash of (step, index of the parameter in its group, index of the weight in the whole parameter).
+Every rank holds whole matrix rows, so no block is divided between ranks. The result therefore does not depend on the
+number of ranks, and a resumed run rounds exactly like an uninterrupted one. Vectors (norms, biases) keep float32.
 
 This file rounds in plain PyTorch. `padfree.optim.triton_adamw` rounds the same way in its kernel.
 """
@@ -41,8 +41,8 @@ BLOCK = 128
 """The largest number of weights that share a scale."""
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-120, 2.0**120
-"""The limits of a scale of int8 codes, within which its reciprocal is a finite, normal number. A smaller scale becomes
-0, and a larger one becomes LARGEST_SCALE.
+"""The smallest and the largest scale of int8 codes. Between these limits, 1 / scale is a finite, normal float32 number.
+A scale below SMALLEST_SCALE becomes 0, and a scale above LARGEST_SCALE becomes LARGEST_SCALE.
 """
 
 MASK = 0xFFFFFFFF
@@ -64,12 +64,13 @@ INT8 = {"exp_avg": Rounding(127, 2, torch.int8), "exp_avg_sq": Rounding(255, 3, 
 
 
 class RowRange(NamedTuple):
-    """The matrix rows of a parameter [..., C] that a rank holds. Row r of the rank is this row of the parameter:
+    """The matrix rows of a parameter [..., C] that a rank holds.
 
-    first + r // inner * outer + r % inner
+    From matrix row `first` on, the rank holds the first `inner` of every `outer` matrix rows. The rank's matrix row r
+    is therefore matrix row first + (r // inner) * outer + (r % inner) of the parameter.
 
-    If a matrix is sharded along its first dimension, the range has no gaps: `inner` equals `outer`. Experts [E, out,
-    in] that are sharded along `out` have gaps: the rank holds `inner` of the `outer` matrix rows of each expert.
+    For experts [E, out, in] that are sharded along `out`, the rank holds `inner` of the `outer` = out matrix rows of
+    each expert. If `inner` equals `outer`, the rank holds consecutive matrix rows.
     """
 
     first: int
@@ -77,9 +78,9 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """Return the range that is left without the first `rows` matrix rows.
+        """Return the matrix rows of this rank without the first `rows` of them.
 
-        If the range has gaps (`inner` < `outer`), `rows` must be 0.
+        `rows` must be 0 if the rank's matrix rows are not consecutive in the parameter (`inner` < `outer`).
         """
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
@@ -90,16 +91,19 @@ def num_blocks(columns: int) -> int:
 
 
 def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
-    """Return the size in bytes of both moments of a matrix with `numbers` weights, `columns` in each matrix row."""
+    """Return the size in bytes of AdamW's two moments for a matrix.
+
+    `numbers` is the number of weights of the matrix, and `columns` is the number of weights in each matrix row.
+    """
     if state != "int8":
         return 2 * numbers * (4 if state == "float32" else 2)
     return 2 * numbers + 2 * 4 * num_blocks(columns) * (numbers // max(1, columns))
 
 
 def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
-    """Return the state of a parameter before its first step: all moments are 0.
+    """Return the optimizer state of a parameter before its first step: the step counter and all moments are 0.
 
-    Moments in the format float32 have the dtype of the parameter, which is float64 in a float64 model.
+    If `state` is "float32", the moments have the dtype of the parameter, which is float64 in a float64 model.
     """
     made = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if state != "int8":
@@ -150,10 +154,11 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns: int) -> Tensor:
-    """Return 32 random bits for each element of some matrix rows of a parameter, as int64 [R, columns].
+    """Return 32 random bits for each weight in R matrix rows of a parameter, as int64 [R, columns].
 
-    `rows` are the matrix rows that this rank holds, and `part` selects R of them. `step` is the step counter (int64)
-    and `number` the number of the parameter.
+    `rows` describes the matrix rows that this rank holds, and `part` selects R of these matrix rows. The bits depend
+    only on `step` (the step counter, int64), `number` (the index of the parameter in its group) and the index of the
+    weight in the whole parameter.
     """
     key = mix(mix(step * STRIDE & MASK) + number * STRIDE & MASK)
     row = torch.arange(part.start, part.stop, device=step.device)

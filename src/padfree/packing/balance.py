@@ -10,8 +10,8 @@ The algorithm is deterministic and has two phases:
               until no move or swap helps
 
 The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
-costs. If that fails too, the initial assignment uses as few parts as possible (`padfree.packing.fill`). The exchange
-phase then evens out the costs. If no initial assignment fits, `balance` raises `UserError`.
+costs. If that fails too, the initial assignment uses few parts (best-fit decreasing, `padfree.packing.fill`). The
+exchange phase then evens out the costs. If no initial assignment fits, `balance` raises `UserError`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices, checked_lengths, fill
 
 TOLERANCE = 1e-4
-"""`balance` stops exchanging samples between parts when the costliest part exceeds the mean cost by at most this
-fraction of the mean.
+"""`balance` divides samples into parts of nearly equal cost. It stops exchanging samples between parts when the
+costliest part exceeds the mean cost of a part by at most this fraction of the mean.
 """
 
 ROUNDS = 64
@@ -40,8 +40,8 @@ paired with cheap ones, and every pair exchanges samples once.
 """
 
 SHIFTS = 8
-"""To exchange samples, `balance` pairs costly with cheap parts in up to this many ways. It stops if none of them brings
-an improvement.
+"""In each round, `balance` exchanges samples between pairs of a costly and a cheap part (group of samples). If a round
+brings no improvement, the next round forms other pairs. After at most this many such rounds in a row, `balance` stops.
 """
 
 
@@ -147,10 +147,10 @@ def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """Return an initial assignment of samples to parts in which no part exceeds the limit on its tokens.
+    """Return an initial assignment of samples to parts in which no part has more than `cap` tokens.
 
-    Three ways are tried: greedily by cost, then with nearly equal lengths, then into as few parts as possible (`fill`).
-    Returns None if no assignment fits.
+    Three methods are tried until one succeeds: assign the samples greedily by cost, give all parts nearly equal numbers
+    of tokens, or use few parts (`fill`). Returns None if all three fail.
     """
     parts = _greedy(problem)
     if parts is not None:
@@ -283,10 +283,11 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """Split each part into the samples that `_exchange` may move to other parts, and the samples that stay.
+    """Split each part (group of samples) into samples that `_exchange` may move to other parts, and samples that stay.
 
-    In a large part only every i-th sample is movable, so that a round of exchanges compares at most 2 million pairs of
-    samples. If `equal` is True, every part has the same number of movable samples.
+    At most 64 samples of a part are movable, and fewer if there are more than 1024 parts, so that a round of exchanges
+    compares at most about 2 million pairs of samples. If `equal` is True, every part has the same number of movable
+    samples.
     """
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]

@@ -50,7 +50,7 @@ def pack(
     cost: Cost | None = None,
     weights: Sequence[NDArray[Any]] | None = None,
 ) -> list[PackedBatch]:
-    """Lay samples end to end in as few packs as possible.
+    """Lay samples end to end in few packs.
 
     `num_packs`: if given, make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps
     sample lengths to costs; by default, the cost is the number of tokens. `max_tokens`: limit on the tokens of a pack
@@ -87,7 +87,9 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     given: tuple[object, object] = (batches, values)
     if not all(isinstance(part, Iterable) for part in given):
         raise UserError(
-            "batches", f"got a {type(batches).__name__}", "give the list from padfree.pack, and one tensor per batch"
+            "batches",
+            f"got a {type(batches).__name__}, but batches and values must both be lists",
+            "give the batches from padfree.pack, and one tensor of values per batch",
         )
     batches, values = list(batches), list(values)
     if not all(isinstance(batch, PackedBatch) for batch in batches):
@@ -374,8 +376,8 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
             if len(first.positions) != len(image.positions):
                 raise UserError(
                     "digest",
-                    f"{image.digest!r} has {len(first.positions)} placeholder tokens in one sample and "
-                    f"{len(image.positions)} in another",
+                    f"{image.digest!r} belongs to an image with {len(first.positions)} placeholder tokens in one "
+                    f"sample and to an image with {len(image.positions)} in another",
                     "give different images different digests",
                 )
             index.append(np.arange(start + low, start + high))

@@ -1,21 +1,26 @@
-"""Plan a step in which the cost of a pack decides how many ranks share it: one rank for short samples, more for long.
+"""Plan a step in which several ranks share an expensive pack, and each pack of short samples runs on one rank.
 
-    wave         rank  0    1    2    3    4    5    6    7        all ranks run wave j at the same time
-    0                  [ one sample of 60k    ][ 31k   ][ s ][ s ]   widths 4, 2, 1, 1
-    1                  [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]      s: short samples, packed
+A wave is one micro-batch on every rank; all ranks run it at the same time. The width of a pack is the number of
+neighbouring ranks that share it. In this example with 8 ranks and 2 waves, two packs hold a single sample of 60k or 31k
+tokens, and [s] is a pack of short samples:
 
-The width of a pack is the number of ranks that share it. In each wave every rank runs one micro-batch, alone or with
-its neighbours. Each possible width divides the next larger one, so that packs of different widths fit side by side.
+                rank   0    1    2    3    4    5    6    7
+    wave 0             [ one sample of 60k    ][ 31k   ][ s ][ s ]    widths 4, 2, 1, 1
+    wave 1             [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]       width 1
+
+Each possible width divides the next larger one, so that packs of different widths fit side by side.
 
 1. Start with as few waves as the tokens need. The *level* is the target cost of one rank in one wave: the total cost,
    divided by the number of ranks and the number of waves.
-2. A sample gets the smallest width at which each rank's part fits into `max_tokens` and costs at most the level.
-   A sample that fits on fewer ranks is not cut into parts of fewer than about `FEWEST_TOKENS` tokens.
-3. Short samples fill the free tokens of wide packs; the other short samples are spread evenly over the remaining ranks.
-4. Packs are assigned to waves by their cost per rank, the costliest first.
+2. Give each sample the smallest width at which the part of one rank has at most `max_tokens` tokens and costs at most
+   the level. If a sample is divided only because of its cost, each part has at least about `FEWEST_TOKENS` tokens.
+3. Fill the free tokens of wide packs with short samples, up to the level. Spread the other short samples evenly over
+   the ranks that wide packs leave free.
+4. Assign the packs to waves by falling cost per rank, so that packs of similar cost run at the same time.
 
-If the packs need too many ranks, the level is raised for wide packs. If the tokens do not fit, a wave is added. Of all
-plans found, the cheapest is used. Each wave has a fixed cost (`WAVE`), because the weights are gathered once per wave.
+Steps 2 to 4 are repeated with a higher level (`RAISED`), at which wide packs become narrower, and then with more waves,
+until a plan is nearly even (`EVEN`) or `MORE_WAVES` waves were added. Of all plans found, the cheapest is used. Each
+wave has a fixed cost (`WAVE`), because the weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -31,8 +36,8 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""For packs that several ranks share, the level (the target cost per rank and wave) is multiplied by one of these
-factors. They are tried in this order.
+"""The level (target cost of one rank in one micro-batch) is multiplied by these factors, one after the other, until a
+plan is nearly even (`EVEN`). A higher level lets fewer ranks share a pack.
 """
 
 MORE_WAVES = 6
@@ -53,9 +58,9 @@ EVEN = 1.02
 
 
 def context_sizes(largest: int) -> tuple[int, ...]:
-    """Return the possible widths of packs (numbers of ranks that share one pack) on `largest` ranks.
+    """Return the numbers of ranks that may share a pack, up to `largest`, in ascending order.
 
-    Each width divides the next: `largest` 8 gives 1 2 4 8, and 12 gives 1 3 6 12.
+    `largest` is divided by its smallest prime factor until 1 is left: 8 gives 1 2 4 8, and 12 gives 1 3 6 12.
     """
     found = [largest]
     while found[-1] > 1:
@@ -169,9 +174,9 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to packs that several ranks share, until the cost of a pack per rank is `level`.
+    """Add short samples to packs that several ranks share, up to `max_tokens` tokens and the cost `level` per rank.
 
-    The costliest short sample that fits is added first. `narrow` are the indices of the short samples. Returns the
+    The costliest short sample that fits is added first. `narrow` holds the indices of the short samples. Returns the
     indices of the short samples that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
@@ -192,11 +197,10 @@ def _fill_wide(
 
 
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Assign packs to ranks and to waves (micro-batches that all ranks run together). Packs that need the most ranks
-    come first.
+    """Assign packs to ranks and to waves (micro-batches that all ranks run together).
 
-    Because of this order, the number of free ranks in a wave is always a multiple of the ranks that the next pack
-    needs.
+    Packs that need the most ranks are placed first. The possible numbers of ranks divide each other, so that the number
+    of free ranks in a wave is always a multiple of the number that the next pack needs.
     """
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])

@@ -51,7 +51,9 @@ class CostModel:
             need_number(field, value, 0.0, sys.float_info.max, "give a finite number of 0 or more")
 
     def __call__(self, lengths: ArrayLike) -> Floats:
-        """Return the costs [n] of samples with these lengths [n], without the constants for micro-batches and steps."""
+        """Return the costs [n] of samples with these lengths [n]. The fixed costs `constant` (of a micro-batch) and
+        `step` (of a step) are not included.
+        """
         n = number_array(lengths, "lengths").astype(np.float64)
         return self.linear * n + self.quadratic * n * n
 

@@ -1,19 +1,19 @@
 """The order in which epochs show the samples of a source. The sample at any position can be computed directly.
 
     source       a b c d
-    position     0 1 2 3 | 4 5 6 7     counts samples over all epochs
+    position     0 1 2 3 | 4 5 6 7     counts samples over all epochs; | separates two epochs
     in order     a b c d | a b c d
-    shuffled     c a d b | b c a d     one order per epoch, which depends only on (seed, epoch)
+    shuffled     c a d b | b c a d     another order in each epoch, which depends only on (seed, epoch)
 
-A source may have parts with weights. The weight w is how many times, on average, an epoch shows each sample of the
-part. A part of n samples is repeated endlessly in one order, and each epoch takes the next w n items of this sequence.
-Epoch e takes the items from floor(e w n) up to, but not including, floor((e + 1) w n):
+A source may consist of parts with weights. The weight w of a part is how many times, on average, an epoch shows each of
+the n samples of the part. To choose samples, the part has a fixed sequence: its samples in one order, which may be
+random, repeated endlessly. Each epoch takes the next w n items of this sequence. More exactly, epoch e takes the
+items from floor(e w n) up to, but not including, floor((e + 1) w n):
 
     5 samples, weight 0.5, sequence 3 0 4 1 2 3 0 ...     epoch 0 takes 3 0, epoch 1 takes 4 1 2, epoch 2 takes 3 0, ...
-    2 samples, weight 2,   sequence 0 1 0 1 ...           each epoch takes 0 1 0 1
 
-An epoch shows its samples in the order of the source (0 0 1 1 in the second example), or shuffled. The counts of two
-samples of a part never differ by more than one. The order depends only on seed, epoch, sizes and weights.
+At any time, two samples of a part have been taken equally often, or one of them once more than the other. Within an
+epoch, the samples are in the order of the source, or shuffled. The order depends only on seed, epoch, sizes, weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from padfree.arrays import SPLITMIX64, splitmix64
 from padfree.packing.fill import Indices
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""A part of a source is shuffled with the seed XOR this number, so that its order differs from that of an epoch."""
+"""The samples of a part of a source are shuffled with the seed XOR this number. With the seed itself, their order could
+equal the order in which an epoch is shuffled.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class SourcePart:
     weight: Fraction
 
     def shown(self, epochs: int) -> int:
-        """Return the number of samples of this part that the first `epochs` epochs show, repetitions included."""
+        """Return how many samples of this part of the source the first `epochs` epochs show, repetitions included."""
         return math.floor(epochs * self.weight * self.size)
 
 
@@ -69,7 +71,7 @@ class EpochOrder:
         return low
 
     def __call__(self, epoch: int) -> Indices:
-        """Return the samples that `epoch` shows, in order, as indices [n] into the source."""
+        """Return the samples of an epoch in the order in which they are trained, as indices [n] into the source."""
         first, found = 0, []
         for number, part in enumerate(self.parts):
             items = np.arange(part.shown(epoch), part.shown(epoch + 1)) % max(part.size, 1)

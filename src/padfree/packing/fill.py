@@ -1,21 +1,20 @@
-"""Pack samples into as few bins as possible. No bin exceeds its capacity in tokens.
+"""Pack samples into few bins by best-fit decreasing. No bin exceeds its capacity in tokens.
 
     lengths   5 3 5 2 2 7     capacity 8
     histogram 7:1  5:2  3:1  2:2        length:number of samples
     bins      7 | 5 3 | 5 2 | 2          ->  sample indices [5] [0 1] [2 3] [4]
 
-The algorithm is best-fit decreasing: the longest sample first, each into the fullest bin where it fits. It works on the
-histogram of lengths: bins with the same number of free tokens are interchangeable, so "put 12,000 samples of length 300
-into bins with 650 free tokens, two each" is one step. The number of steps depends on the number of distinct lengths: 10
-million samples take hardly more steps than 1 million. Afterwards numpy assigns individual samples to individual bins:
+Best-fit decreasing places the longest sample first, and each sample into the fullest bin where it fits. Samples of
+equal length are interchangeable, and so are bins with the same number of free tokens. The algorithm therefore works on
+the histogram of lengths: "put 12,000 samples of length 300 into bins with 650 free tokens, two each" is one step. The
+number of steps depends on the number of distinct lengths: 10 million samples take hardly more steps than 1 million.
 
-    step      `num_bins` bins with `free_tokens` free tokens take `per_bin` samples of one length each
-    slot      bins wait in one queue per number of free tokens; a slot is an index in a queue. A step takes num_bins
-              slots from the front of its queue and appends them to the queue of the free tokens that remain.
-    bin       a bin moves from slot to slot. Following it back from step to step leads to the slot of the empty bin,
-              which identifies the bin
+Afterwards numpy finds the bin of each sample. Bins with the same number of free tokens wait in a queue. A step takes
+bins from the front of one queue, adds the same number of samples to each, and appends the bins to the queue for their
+remaining free tokens. Each sample's bin is followed back from queue to queue. The index that the bin had in the queue
+of empty bins is the number of the bin.
 
-The result is the same as that of best-fit decreasing on single samples: as many bins, with the same free tokens.
+The result has as many bins, with the same free tokens, as best-fit decreasing on single samples.
 """
 
 from __future__ import annotations
@@ -118,9 +117,9 @@ def _longest_first(lengths: Indices) -> tuple[Indices, list[int], list[int]]:
 
 
 class _Step(NamedTuple):
-    """One step of best-fit decreasing: `num_bins` bins with `free_tokens` free tokens take `per_bin` samples each.
+    """One step of best-fit decreasing: each of `num_bins` bins takes `per_bin` samples of one length.
 
-    After the step, each of these bins has `left` free tokens.
+    Each of these bins has `free_tokens` free tokens before the step and `left` free tokens after it.
     """
 
     free_tokens: int
@@ -132,14 +131,14 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """Return the steps of best-fit decreasing, and how many bins joined each queue in total.
+    """Return the steps of best-fit decreasing, and the total number of bins that joined each queue.
 
-    `values` are the distinct lengths, longest first, and `counts` the number of samples of each length. In a step,
-    several bins with equal free tokens take samples of one length. There is one queue for each number of free tokens,
-    in which the bins with this number wait.
+    Bins with the same number of free tokens wait in one queue. Empty bins wait in the queue of `capacity` free tokens.
+    In a step, several bins of one queue take samples of one length.
 
-    A bin takes as many samples of the current length as fit, because it is the fullest bin after each of them, and best
-    fit always chooses the fullest bin. Empty bins wait in the queue of `capacity` free tokens.
+    `values` holds the distinct lengths, longest first, and `counts` the number of samples of each length. A bin takes
+    as many samples of one length as fit, because best fit always chooses the fullest bin, and the bin that took the
+    last sample is the fullest.
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
@@ -168,11 +167,12 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 
 
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
-    """Return the bin of each sample, in the order of falling sample length.
+    """Return the bin number of each sample. The samples are in the order of falling length.
 
-    The `steps` of best-fit decreasing move bins between queues, one queue for each number of free tokens. `sizes` says
-    how many bins joined each queue. From the step in which a sample joined a bin, this function follows the bin back
-    through its earlier queues to the queue of empty bins. The number of the bin is its index in that queue.
+    There is one queue of bins for each number of free tokens. Each step moves bins from one queue to another. `sizes`
+    holds how many bins joined each queue. The number of a bin is its index in the queue of empty bins. To find this
+    index, the function follows the bin backwards: from the step in which the bin took the sample, through the earlier
+    queues of the bin.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)

@@ -31,20 +31,21 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharingCost:
-    """The cost of sharing prefixes: `key` per copied attention key, and `node` per node that is added to the prefix
-    tree.
+    """The cost of sharing prefixes, in units of the time to compute one token.
 
-    The unit is the time to compute one token. In a layer of a 4B model, copying one key takes about 0.5% of this time
-    (24 KiB moved, against 0.6 GFLOP). A node costs time because its last tile of queries is only half full on average.
+    `key` is the cost of copying one attention key. For a layer of a 4B model (24 KiB per copy, 0.6 GFLOP per token), an
+    estimate is 0.005; the default is twice this estimate. `node` is the cost of adding a node to the prefix tree. A
+    node costs time because its last tile of queries is only half full on average.
     """
 
     key: float = 0.01
     node: float = 32.0
 
     def pays(self, model: CostModel, *, num_samples: int, begin: int, end: int, num_keys: int) -> bool:
-        """Return whether sharing the tokens [begin, end) of `num_samples` samples saves time.
+        """Return whether it saves time to compute the tokens [begin, end), which `num_samples` samples have in common,
+        only once.
 
-        `num_keys` is the total number of tokens of these samples.
+        `num_keys`, the total number of tokens of these samples, is taken as the number of attention keys to copy.
         """
         pairs = float(end) ** 2 - float(begin) ** 2
         saved = (num_samples - 1) * (model.linear * (end - begin) + model.quadratic * pairs)
@@ -52,7 +53,7 @@ class SharingCost:
 
 
 FREE = SharingCost(key=0.0, node=0.0)
-"""The `SharingCost` with which every common prefix is shared, because sharing costs nothing."""
+"""A cost of 0: with this `SharingCost`, every common prefix is shared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -70,12 +71,12 @@ class PrefixTree:
 
     @property
     def lengths(self) -> Indices:
-        """Return the number of tokens of each of the N nodes, [N]."""
+        """Return the number of tokens of each of the N nodes of the prefix tree, [N]."""
         return self.end - self.begin
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens that are computed: the tokens of all nodes, each once."""
+        """Return the number of tokens of all nodes of the prefix tree. A token that samples share counts once."""
         return int(self.lengths.sum())
 
     @property
@@ -228,7 +229,11 @@ class _Growth:
 
 
 def _tree(nodes: list[tuple[int, int, int, int]], last: list[int]) -> PrefixTree:
-    """Make a `PrefixTree` from the (parent, sample, begin, end) of each node, and the node where each sample ends."""
+    """Make a `PrefixTree`.
+
+    `nodes` holds (parent, sample, begin, end) for each node, whose tokens are the tokens [begin, end) of the sample.
+    `last` holds, for each sample, the node where the sample ends.
+    """
     columns = np.array(nodes, dtype=np.int64).reshape(-1, 4).T
     parents, sample, begin, end = (np.ascontiguousarray(column) for column in columns)
     return PrefixTree(parents=parents, sample=sample, begin=begin, end=end, last=np.array(last, dtype=np.int64))

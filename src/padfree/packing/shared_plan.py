@@ -27,8 +27,8 @@ from padfree.packing.prefixes import PrefixTree
 from padfree.packing.step_plan import StepPlan, plan_step
 
 BALANCED = 1.02
-"""If the cost of a plan is at most this factor times that of a perfectly balanced plan, families are not divided
-further.
+"""If the cost of a plan is at most this factor times that of a perfectly balanced plan, families (sets of samples that
+share a prefix) are not divided into more parts.
 """
 
 
@@ -44,14 +44,15 @@ def plan_shared_step(
     added: NDArray[np.float64] | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """Plan one step over n samples with these `lengths` [n] that share `prefixes`.
+    """Plan one step over n samples, so that tokens that samples share are computed once where this is cheaper.
 
-    Returns the plan, as `plan_step` does. No micro-batch computes more than `max_tokens` tokens. `groups` [n]: samples
-    with equal entries stay in one pack. `added` [n]: further costs of samples, e.g. of images.
+    Returns the plan, as `plan_step` does. `prefixes` is the prefix tree of the samples, and `lengths` [n] holds their
+    numbers of tokens. `max_tokens` limits the tokens that one rank computes in a micro-batch. `groups` [n]: samples
+    with equal entries stay in one pack. `added` [n]: costs in addition to those of the cost model, e.g. of images.
 
-    `contexts`: the numbers of ranks that may share a pack. If there are several, samples that share a prefix are
-    divided into parts that fit on one rank. A sample longer than `max_tokens` shares no prefix and is divided over as
-    many ranks as it needs.
+    `contexts`: the numbers of ranks that may share a pack, e.g. (1, 2, 4). A sample longer than `max_tokens` shares no
+    prefix and is divided over as many ranks as it needs. Without `groups`, a set of shorter samples that share a prefix
+    is divided into smaller sets if it does not fit on one rank.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]
@@ -159,5 +160,5 @@ def _plan(
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """Return the numbers of parts to try for each family: 1, 2, 4, ... below `most`, and `most` itself."""
+    """Return the powers of two that are less than `most`, and `most` itself."""
     return [*(1 << bit for bit in range((most - 1).bit_length())), most]

@@ -41,8 +41,8 @@ from padfree.packing.prefixes import PrefixTree
 MicroBatches = tuple[tuple[Indices, ...], ...]
 
 GOOD_ENOUGH = 1.002
-"""A plan is accepted if it costs at most this factor times a plan in which no rank waits for another. Otherwise a plan
-with slots of uneven cost is tried too.
+"""A plan is accepted if its cost is at most this factor times the cost of a plan in which no rank waits for another.
+Otherwise, a plan whose micro-batches have different target costs is tried too.
 """
 
 
@@ -121,11 +121,11 @@ class StepPlan:
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """Return the number of tokens of all packs, including padding.
+        """Return the total number of tokens of all packs, including padding.
 
-        `context` is the number of ranks that share each pack; it is used if the plan has no `widths`.
-
-        A pack is padded so that all ranks that share it hold the same number of tokens, at least one.
+        A pack is padded so that all ranks that share the pack hold the same number of tokens, at least one. `context`
+        is the number of ranks that share each pack. It is ignored if the plan has `widths`, which give this number for
+        each pack.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
@@ -159,9 +159,9 @@ class StepPlan:
 
     @property
     def fill(self) -> float:
-        """Return the number of planned tokens divided by the number of tokens that the micro-batches could hold.
+        """Return the number of tokens that the micro-batches compute, divided by the number that they could hold.
 
-        A sample longer than `max_tokens` counts as at most `max_tokens` tokens per rank.
+        A micro-batch that exceeds `max_tokens` per rank, because it holds an overlong sample, counts as full.
         """
         held = np.minimum(self.computed_tokens, self.max_tokens * (1 if self.widths is None else self.widths))
         return float(held.sum() / (held.size * self.max_tokens)) if held.size else 0.0
@@ -312,10 +312,11 @@ def _plan(
 def _slots(
     length: Indices, cost: Floats, rest: Indices, alone: Indices, ranks: int, max_tokens: int
 ) -> tuple[MicroBatches, Floats]:
-    """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J].
+    """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J], where J is
+    the number of micro-batches of each rank.
 
-    `length`, `cost` [n] describe all samples. `alone`: the indices of samples that get a micro-batch of their own.
-    `rest`: the indices of the other samples.
+    `length` and `cost` [n] hold the number of tokens and the cost of each of n samples. `alone` holds the indices of
+    the samples that get a micro-batch of their own, and `rest` the indices of the samples that can share one.
     """
     problem = PartitionProblem(cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
@@ -335,8 +336,9 @@ def _slots(
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
     """Divide the samples of `problem` into as few slots as possible. A slot is one micro-batch of one rank.
 
-    The number of slots, together with `num_alone` slots of overlong samples, is a multiple of `ranks`. A binary search
-    finds the number of slots, between the number that holds all tokens and the number of bins that `fill` makes.
+    In addition, `num_alone` overlong samples need one slot each. The number of all slots is a multiple of `ranks`. It
+    is found by binary search. The lower limit is the number of tokens divided by the capacity of a slot, and the upper
+    limit is the number of bins that `fill` makes; both are rounded up to such a multiple.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
@@ -360,10 +362,11 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
 
 
 def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatches, Floats]:
-    """Assign slots to ranks and micro-batches: the `ranks` costliest slots get j = 0, the next get j = 1, and so on.
+    """Assign slots (lists of samples, each for one rank in one micro-batch) to ranks and micro-batches.
 
-    Returns the micro-batches and their costs [ranks, J]. For every second j the order of ranks is reversed, so that the
-    ranks' total costs are close.
+    The costliest slots, one per rank, form the first micro-batch, the next costliest form the second, and so on. In
+    every second micro-batch the order of the ranks is reversed, so that the total costs of the ranks are close. Returns
+    the micro-batches and their costs [ranks, J] for J micro-batches per rank.
     """
     cost = sums(sample_cost, slots) if slots else np.zeros(0)
     grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)

@@ -109,7 +109,7 @@ class EpochReader(Generic[T]):
         return self.position == begin + len(order)
 
     def index(self, position: int) -> int:
-        """Return the index in the source of the sample at `position`, which counts samples over all epochs."""
+        """Return the source index of the sample at `position`. Positions count samples over all epochs."""
         if self.length is None:
             return position
         begin, order = self._epoch_at(position)
@@ -169,8 +169,8 @@ class EpochReader(Generic[T]):
 class _Batcher(Generic[T]):
     """The base class of `TokenBudgetBatcher` and `FixedSizeBatcher`, which form batches from a stream of samples.
 
-    The class holds the source, the counters and the settings. A saved state can only be loaded if its settings are the
-    same.
+    The class holds the source, the counters and the settings. A saved state can only be loaded into a batcher that has
+    the settings with which the state was saved.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]]
@@ -315,9 +315,9 @@ class TokenBudgetBatcher(_Batcher[T]):
 class FixedSizeBatcher(_Batcher[T]):
     """Yields batches: lists of `batch_size` samples, in order or shuffled. The last batch of an epoch may be smaller.
 
-    `max_length` limits the tokens of a sample. A longer sample raises an error, or, if `overlong` is "truncate", is cut
-    and counted in `num_overlong`. `indices`, `step`, `shuffle`, `seed`, `epochs`, `length`, `parts` and the state work
-    as in `TokenBudgetBatcher`.
+    `max_length` limits the tokens of a sample. If `overlong` is "error", a longer sample raises an error. If it is
+    "truncate", a longer sample is cut, and `num_overlong` counts the samples that were cut. The other arguments and
+    attributes, and saving and loading the state, work as in `TokenBudgetBatcher`.
     """
 
     SETTINGS = ("batch_size", "max_length", "overlong")

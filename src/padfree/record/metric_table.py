@@ -22,7 +22,9 @@ class Metric:
     meaning: str
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is the name of this metric or, for a family, of a metric of this family."""
+        """Return whether `name` is the name of this metric. A part in capitals, as in `source/NAME/loss`, matches any
+        word.
+        """
         if not any(part.isupper() for part in self.name.split("/")):
             return name == self.name
         parts = ["[^/]+" if part.isupper() else re.escape(part) for part in self.name.split("/")]
@@ -46,7 +48,7 @@ STEP = MetricGroup(
         Metric("loss", "loss", "The minimised value: the weighted sum of the losses of all scored tokens."),
         Metric("gradient_norm", "norm", "Global gradient norm before clipping."),
         Metric("lr", "rate", "Learning rate of this step; with `optimizer.name=muon`, that of the hidden matrices."),
-        Metric("lr/adamw", "rate", "With `optimizer.name=muon`: learning rate of all other parameters."),
+        Metric("lr/adamw", "rate", "With `optimizer.name=muon`: learning rate of the parameters that AdamW updates."),
         Metric("samples", "samples", "Number of samples of the step."),
         Metric(
             "rows", "rows", "SFT and distillation: number of data rows of the step; a row may give several samples."
@@ -78,8 +80,8 @@ STEP = MetricGroup(
         Metric(
             "imbalance_measured",
             "ratio",
-            "Forward time of the slowest data rank divided by the mean over data ranks; not with `parallel.compile` or "
-            "`parallel.expert`.",
+            "Forward time of the slowest data rank divided by the mean over data ranks; not written with "
+            "`parallel.compile` or `parallel.expert`.",
         ),
         Metric(
             "tflops_per_device",
@@ -109,8 +111,12 @@ LOSS = MetricGroup(
     (
         Metric("loss/nll", "nats", "SFT: negative log-likelihood."),
         Metric("loss/divergence", "nats", "Distillation: divergence between teacher and student."),
-        Metric("loss/cross_entropy", "nats", "Distillation: negative log-likelihood of the student."),
-        Metric("loss/teacher_cross_entropy", "nats", "Distillation: negative log-likelihood of the teacher."),
+        Metric("loss/cross_entropy", "nats", "Distillation: negative log-likelihood of the tokens under the student."),
+        Metric(
+            "loss/teacher_cross_entropy",
+            "nats",
+            "Distillation: negative log-likelihood of the tokens under the teacher.",
+        ),
         Metric("loss/pair_loss", "loss", "DPO and reward models: loss of a pair."),
         Metric(
             "loss/accuracy",
@@ -128,11 +134,18 @@ LOSS = MetricGroup(
         Metric("loss/rejected", "reward", "DPO and reward models: score of the rejected answer."),
         Metric("loss/desirable", "reward", "KTO: reward of desirable answers."),
         Metric("loss/undesirable", "reward", "KTO: reward of undesirable answers."),
-        Metric("loss/advantage", "advantage", "RL: advantage; skipped samples count as 0."),
+        Metric(
+            "loss/advantage", "advantage", "RL: advantage. The mean includes skipped samples, whose advantage is 0."
+        ),
         Metric("loss/ratio", "ratio", "RL: probability ratio π / π_old of the policy to the old policy."),
         Metric("loss/approx_kl", "nats", "RL: log π_old - log π, an estimate of the KL divergence from π_old."),
         Metric("loss/clip_fraction", "share", "RL: share of tokens whose ratio is clipped."),
-        Metric("loss/importance_weight", "ratio", "RL with `loss.corrections`: product of the correction factors."),
+        Metric(
+            "loss/importance_weight",
+            "ratio",
+            "RL with `loss.corrections`: factor by which all corrections together multiply the policy objective of a "
+            "token.",
+        ),
         Metric(
             "loss/masked_fraction", "share", "RL with `loss.corrections`: share of tokens whose correction factor is 0."
         ),
@@ -208,7 +221,7 @@ TIMES = MetricGroup(
         Metric(
             "seconds/sampling",
             "s",
-            "Time of sampling responses, including all work of the rollout phase that has no time of its own below.",
+            "Time of sampling responses, and of all rollout work that no other `seconds/...` metric includes.",
         ),
         Metric("seconds/rewards", "s", "Time of computing rewards."),
         Metric("seconds/weight_sync", "s", "Time of sending weights to the sampler."),
@@ -239,7 +252,8 @@ TIMES = MetricGroup(
         Metric(
             "seconds/logging",
             "s",
-            "Time of writing the previous line of metrics to metrics.jsonl, the trackers and the progress output.",
+            "Time that it took to write the previous line of metrics to metrics.jsonl, the trackers and the progress "
+            "output.",
         ),
         Metric("seconds/evaluation", "s", "Time of evaluations since the previous line."),
         Metric(
@@ -271,11 +285,17 @@ CRITIC = MetricGroup(
         ),
         Metric("critic/value", "reward", "Mean value over scored tokens."),
         Metric("critic/return", "reward", "Mean return over scored tokens."),
-        Metric("critic/clip_fraction", "share", "Share of values that are clipped."),
+        Metric(
+            "critic/clip_fraction",
+            "share",
+            "With `critic.clip`: share of scored tokens whose loss is computed from the clipped value.",
+        ),
         Metric("critic/gradient_norm", "norm", "Gradient norm of the critic before clipping."),
         Metric("critic/lr", "rate", "Learning rate of the critic."),
         Metric(
-            "critic/lr/adamw", "rate", "With `optimizer.name=muon`: learning rate of the critic's other parameters."
+            "critic/lr/adamw",
+            "rate",
+            "With `optimizer.name=muon`: learning rate of the critic's parameters that AdamW updates.",
         ),
     ),
 )
@@ -322,12 +342,13 @@ COLLECTION = MetricGroup(
         Metric(
             "queue_finished",
             "groups",
-            "With `rollout.staleness`: number of finished groups in the queue of rollouts that are not trained yet.",
+            "With `rollout.staleness`: number of groups that are completely sampled and wait for training.",
         ),
         Metric(
             "queue_unfinished",
             "groups",
-            "With `rollout.staleness`: number of unfinished groups in the queue of rollouts that are not trained yet.",
+            "With `rollout.staleness`: number of groups that are requested for later batches, but are not completely "
+            "sampled.",
         ),
         Metric(
             "groups_dropped",
@@ -389,8 +410,8 @@ EPISODES = MetricGroup(
         Metric(
             "episodes_failed",
             "episodes",
-            "Number of episodes and rewards that raised an error or hung. With `rollout.on_failure=skip`, it is also "
-            "written without an environment or agent.",
+            "Number of episodes that failed: the episode or its reward raised an error or hung. Runs without an "
+            "environment or agent write this metric only with `rollout.on_failure=skip`.",
         ),
         Metric("groups_failed", "groups", "Number of groups that were left out because an episode or a reward failed."),
         Metric(
@@ -436,8 +457,8 @@ EVALUATION = MetricGroup(
         Metric(
             "eval/accuracy",
             "share",
-            "SFT and distillation: share of tokens to which the model gives the highest probability. Other tasks: "
-            "`loss/accuracy` of the held-out data.",
+            "SFT and distillation: share of scored tokens that are the model's most likely token at their position. "
+            "DPO, KTO and reward models: `loss/accuracy` of the held-out data.",
         ),
         Metric(
             "eval/margin",

@@ -57,7 +57,8 @@ class MlflowTracker:
         if urlsplit(get_tracking_uri()).scheme in ("", "file"):
             raise UserError(
                 "track.mlflow",
-                f"cannot use {get_tracking_uri()}, because a folder cannot hold both metrics loss and loss/entropy",
+                f"cannot be stored in the folder {get_tracking_uri()}, because the metrics loss and loss/entropy would "
+                "need a file and a folder of the same name",
                 "set MLFLOW_TRACKING_URI to a server or a database, e.g. sqlite:///mlflow.db",
                 value=experiment,
             )

@@ -45,8 +45,8 @@ from padfree.version import __version__
 
 LOG_SUFFIXES = (".log", ".out", ".err")
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
-"""Sections that `config.json` has in every version of padfree. Early versions wrote no `run.json`; these sections
-identify their folders."""
+"""Sections that `config.json` has in every version of padfree. A run folder of an early version, which has no
+`run.json`, is recognised by these sections."""
 
 SHOWN_SECONDS = 20.0
 """Maximum seconds until a host sees a file that another host has written to a shared folder."""
@@ -57,7 +57,7 @@ LOCK_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The content of `run.json`: the id of the run, and the version of padfree and the time at which it was created."""
+    """The content of `run.json`: the id of the run, the padfree version that created the run, and the creation time."""
 
     run: str
     padfree: str

@@ -1,13 +1,14 @@
-"""Forward metrics from rank 0 to TensorBoard, W&B, trackio and MLflow, as `[track]` configures.
+"""Send metrics from rank 0 to TensorBoard, W&B, trackio and MLflow, as the config section `[track]` says.
 
-    track.tensorboard = true        run folder/tensorboard       a resumed run hides the points that it will repeat
-    track.wandb = "project"         run folder/wandb             one W&B run, resumed with the id in trackers.json
-    track.trackio = "project"       trackio's own folder         one trackio run, resumed with the name in trackers.json
-    track.mlflow = "experiment"     MLflow's server or database  one MLflow run, resumed with the id in trackers.json
+    setting                         metrics are stored in        a resumed run
+    track.tensorboard = true        run folder/tensorboard       hides the points of the steps that it will repeat
+    track.wandb = "project"         W&B, run folder/wandb        continues the W&B run whose id is in trackers.json
+    track.trackio = "project"       trackio's own folder         continues the trackio run named in trackers.json
+    track.mlflow = "experiment"     MLflow's server or database  continues the MLflow run whose id is in trackers.json
 
 `metrics.jsonl` is always written and holds the same numbers. W&B reads its own environment variables: with
 WANDB_MODE=offline everything stays local. Steps that a resumed run repeats appear twice in W&B, trackio and MLflow,
-which cannot delete points. `step` is also logged as a metric, which is W&B's x-axis.
+because these trackers cannot delete points. The step number is also logged as the metric `step`, the x-axis in W&B.
 
 If a tracker cannot start, the run ends with an error before the first step. A tracker that fails later does not end the
 run: its first error becomes a warning, and later metrics are still sent to it.

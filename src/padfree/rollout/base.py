@@ -188,7 +188,10 @@ class AsyncSampler(Sampler, Protocol):
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait because no reachable server has the current weights. `renew` resends the weights."""
+        """Whether requests wait because no reachable server has the current weights.
+
+        If so, the caller has to send the weights again with `renew`.
+        """
 
     def begin(self, requests: Sequence[SamplingRequest], on_response: OnResponse) -> None:
         """Queue `requests` and return without waiting.

@@ -1,16 +1,17 @@
 """A rollout group: a prompt, the episodes that are played for it, and the samples made from them.
 
-Several modules fill in a group. In this example, a prompt has three episodes:
+In this example, a prompt p has three episodes:
 
-    batcher         RolloutGroup(prompt=p, size=3)                    batches are made of groups
-    queued_batch    first=6                                           its episodes have numbers 6 7 8 in the batch
-    collector       Play(number=7, group=...) -> Played(number=7)     one episode: to play, and played
-                    name="rows.jsonl:4 (time 2)", episodes=(...)      the second group of the prompt in line 4
-    samples         one for each leaf of each episode                 their `Sample.group` is the `name` of the group
+1. The batcher makes `RolloutGroup(prompt=p, size=3)`.
+2. `queued_batch` sets `first=6`: the episodes have the indices 6, 7 and 8 in the batch.
+3. `collector` makes a `Play` (an episode to play) for each index, and gets a `Played` (the result of the episode).
+4. `written_groups` stores the results in `episodes`. It also sets `name`, for example to "rows.jsonl:4 (time 2)" if the
+   batch has an earlier group with the same prompt, line 4 of rows.jsonl.
+5. `samples` returns one sample for each leaf of each episode. `Sample.group` is the `name` of the group.
 
-A leaf is a complete token sequence of an episode; an episode that branches has several. A `RolloutGroup` is a sequence
-that contains its prompt `size` times, so that plans and batchers count it as `size` samples. Advantages compare the
-samples of a group.
+A leaf is a complete token sequence of an episode. An episode that branches has several leaves. The length of a
+`RolloutGroup` is `size`, so that plans and batchers count the group as `size` samples. Advantages compare the samples
+of a group.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class LeafImages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Leaf:
-    """A token sequence of an episode that becomes a sample: a path from the root of the episode's tree of turns.
+    """A leaf of an episode: a complete token sequence, which becomes a sample. An episode that branches has several.
 
-    A leaf can be pickled, so that it can be sent to other ranks.
+    Leaves can be pickled, so that they can be sent to other ranks.
     """
 
     tokens: NDArray[np.int64]  # [n]
@@ -63,9 +64,9 @@ class Leaf:
 
 
 def kept_fields(sets: KeptSets | None) -> dict[str, Any]:
-    """Return the arguments `kept` and `num_kept` of `Leaf`: kept sets, and the number of ids in all of them.
+    """Return the arguments `kept` and `num_kept` of `Leaf`, or no arguments if truncation excluded no ids.
 
-    A kept set holds the ids from which a token was sampled.
+    `kept` holds, for each token, the ids from which it was sampled. `num_kept` is the total number of stored ids.
     """
     return {} if sets is None or not len(sets.ids) else {"kept": sets, "num_kept": len(sets.ids)}
 
@@ -97,7 +98,7 @@ class Played:
 
     @property
     def versions(self) -> NDArray[np.int64]:
-        """The policy version of each sampled token of the episode, with the tokens of all leaves concatenated."""
+        """The policy versions of the sampled tokens of all leaves (token sequences) of the episode, concatenated."""
         return np.concatenate([np.zeros(0, np.int64), *(leaf.versions[leaf.sampled] for leaf in self.leaves)])
 
     @property
@@ -107,7 +108,7 @@ class Played:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGroup(Sequence[Prompt]):
-    """A prompt with `size` episodes. `first`: the number that the first of them has in the batch.
+    """A prompt with `size` episodes. `first`: the index of the first episode in the batch.
 
     `episodes` holds the results of the played episodes, in order. It is empty until `written_groups` fills it.
     """
@@ -126,7 +127,7 @@ class RolloutGroup(Sequence[Prompt]):
 
     @property
     def numbers(self) -> range:
-        """The numbers that the group's episodes have in the batch."""
+        """The indices of the group's episodes in the batch."""
         return range(self.first, self.first + self.size)
 
     def samples(self, settings: RolloutConfig) -> list[Sample]:
@@ -164,7 +165,7 @@ class RolloutGroup(Sequence[Prompt]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Play:
-    """An episode to play: its number in the batch, its group and its random key."""
+    """An episode to play: its index in the batch (`number`), its group and its random key."""
 
     number: int
     group: RolloutGroup
@@ -184,9 +185,11 @@ class Watcher:
     """Called with the number of responses finished so far."""
 
     on_responses: Callable[[Sequence[tuple[int, Response]]], None] = lambda responses: None
-    """Called with (episode number, response) pairs. A response that a weight sync interrupted is partial.
+    """Called when responses have finished, or a weight sync has interrupted them, so that they can be stored.
 
-    Episodes of an environment do not call it, because a partial episode cannot be continued.
+    The argument is a list of (index of the episode in the batch, response) pairs. An interrupted response is partial,
+    and can be continued. Responses of an environment's episodes are not passed to this callback, because a partial
+    episode cannot be continued.
     """
 
     on_played: Callable[[Played], None] = lambda played: None
@@ -197,7 +200,7 @@ class Watcher:
 def written_groups(groups: Sequence[RolloutGroup], played: Mapping[int, Played]) -> list[RolloutGroup]:
     """Return copies of the groups, each with a unique `name`, and with the results of its episodes in `episodes`.
 
-    `played`: the results of all episodes, keyed by episode number.
+    `played`: the results of all episodes, keyed by the index of the episode in the batch.
     """
     times: Counter[str] = Counter()
     written = []

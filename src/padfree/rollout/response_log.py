@@ -1,21 +1,23 @@
-"""The response log: responses sampled since the last checkpoint, on disk. After a kill they are not sampled again.
+"""The response log: responses sampled since the last checkpoint, on disk, so that a resumed run can use them again.
 
-In this example, checkpoints are saved after steps 10 and 20:
+In this example, checkpoints are saved after steps 10 and 20, and each step trains on one batch:
 
     checkpoint       10                                20
     training         |  11   12   13 ...               |  21 ...
     response_log/    step-00000010.rank-00000.jsonl    step-00000020.rank-00000.jsonl
                      batches 11 12 13 ...              batches 21 ...
 
-A new part of the log starts with every checkpoint. When the checkpoint is complete, the parts that it replaces are
-removed. A part has one line per response, or per set of responses that finished together:
+A new part of the log (one file per rank) starts with every checkpoint. When the checkpoint is complete, the earlier
+parts are removed, except parts with responses for batches after the checkpoint. A part has one line per response, or
+per set of responses that finished together. The first line describes the run at the start of the part:
 
-    9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}       the first line: the origin of the part
+    9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
-Each line starts with its checksum, so that a line that a kill cut off is skipped. A resumed run reads the part whose
-origin (`Origin`) has the weights and settings of the run, and the parts before and after this part. The next steps then
-train on the same responses as before, and give the same weights.
+Each line starts with its checksum, so that a reader can skip a line that was cut off when the run was killed. A resumed
+run looks for the part whose first line has the step, weights and settings of the run. It reads this part, and the
+earlier and later parts of the same run. The next steps then train on the same responses as before, and give the same
+weights.
 
 Rewards are computed again, because they are not stored.
 """
@@ -52,7 +54,7 @@ _Key = tuple[int, int, int]  # batch, number, and a checksum of the prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Identifies the state of a run at the start of a part of the response log: its step, weights and settings."""
+    """The step, the weights and the settings of a run where a part of the response log begins."""
 
     step: int
     weights: str  # a fingerprint
@@ -118,10 +120,10 @@ class ResponseLog:
         return len(removed)
 
     def begin(self, origin: Origin, *, after: int) -> int:
-        """Start the part of the log that begins at `origin`, and find the stored responses that this run can use again.
+        """Start logging, and return the number of stored responses that this run can use again.
 
-        Only responses of batches after batch `after` count. Return their number. Call this on every rank, after
-        `purge`.
+        `origin`: the step, weights and settings with which the run starts or resumes. `after`: the last batch whose
+        responses the run does not need. Call this on every rank, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -134,10 +136,11 @@ class ResponseLog:
         return len(self._index)
 
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
-        """Start a new part of the log for a checkpoint, which covers all batches up to batch `after`.
+        """Start the part of the log that follows a checkpoint.
 
-        `origin`: step, weights and settings of the run at the checkpoint. `highest`: the newest requested batch. Call
-        this before the state of the checkpoint is collected.
+        `origin`: step, weights and settings of the run at the checkpoint. `after`: the last batch that a run resumed
+        from the checkpoint does not need. `highest`: the newest batch whose responses have been requested. Call this
+        before the state of the checkpoint is collected.
         """
         assert self._open is not None
         with self._lock:
@@ -147,7 +150,10 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """Remove the parts of the log that the complete checkpoint of step `step` replaces. Call this on one rank."""
+        """Remove the earlier log files that a run resumed from the complete checkpoint of step `step` does not need.
+
+        Call this on one rank only.
+        """
         covered = self._covered.get(step)
         if covered is None:
             return
@@ -184,7 +190,11 @@ class ResponseLog:
             self._create()
 
     def _create(self) -> None:
-        """Open this rank's file of the current part of the log. An existing file of the same origin is continued."""
+        """Open this rank's file of the current part of the log.
+
+        Append to an existing file if it begins at the same step, with the same weights and settings. Otherwise replace
+        the file.
+        """
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +214,7 @@ class ResponseLog:
             self._open.file = None
 
     def _files(self, step: int | None = None) -> list[Path]:
-        """Return the files of the part that begins at `step`, or of all parts if `step` is None."""
+        """Return the log files (of all ranks) that begin at step `step`, or all log files if `step` is None."""
         if not self.folder.is_dir():
             return []
         files = sorted(path for path in self.folder.iterdir() if NAME.fullmatch(path.name))
@@ -276,9 +286,15 @@ def _step_of(path: Path) -> int:
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
     """Return the log files that a run resumed at `origin` can use, each with its first line, in the order of `files`.
 
-    The first line of a file records the origin (step, weights, settings) of its part of the log, and step and weights
-    of the earlier parts of the same run. A file can be used if it has the same settings, and if its part begins at
-    `origin`, precedes `origin`, or follows from `origin`.
+    The first line has the step, weights and settings of the run where the file begins. Under `before`, it lists the
+    step and weights of earlier files of the same run. If a file begins at `origin`, the result has all files with the
+    settings of `origin` that
+
+    - begin at `origin`,
+    - or are listed in a file that begins at `origin`,
+    - or list `origin`.
+
+    Otherwise the result is empty.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

@@ -72,10 +72,10 @@ class RewardWorkers:
         return call_within(seconds, self._late(seconds, uid), self._reward, text, row, uid)
 
     async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
-        """Return the reward of a text, computed in a process or a thread.
+        """Compute the reward of a text in a worker process, or in a thread if there are no worker processes.
 
-        `row`: the data row of the prompt. `uid`: the name of the sample, for messages. `seconds`: the time limit in a
-        process. Waiting for a free process does not count.
+        `row`: the data row of the prompt. `uid`: the name of the sample, for messages. `seconds`: the time limit of the
+        computation in a worker process, without the wait for a free process. A thread has no time limit.
         """
         if not self.processes:
             return await asyncio.to_thread(self._reward, text, row, uid)
@@ -184,11 +184,11 @@ def score_by_model(
     *,
     skip_failures: bool,
 ) -> None:
-    """Let the reward model score each leaf (a sequence that becomes a sample) without a reward. Collective.
+    """Let the reward model score the episodes that have no reward yet. Collective.
 
-    `played`: the episodes of this rank, by number. The function replaces them in this dict by episodes with rewards.
-    `prompts`: the prompts of these episodes. With `skip_failures`, an episode fails if its text cannot be scored.
-    Otherwise, an error on one rank is raised on all ranks.
+    `played`: the episodes of this rank, by their index in the batch. The function replaces each scored episode in
+    this dict by a copy with rewards. `prompts`: the prompts of these episodes. With `skip_failures`, an episode whose
+    text cannot be scored becomes a failed episode. Otherwise, the error is raised on all ranks.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

@@ -1,14 +1,16 @@
-"""Counter-based random numbers for sampling: a pure function of seed, batch, response, position and token.
+"""Counter-based random numbers for sampling: a pure function of seed, training batch, response, position and token.
 
-    key      (seed, batch, response)           one 64-bit integer for each response of a run
+    key      (seed, training batch, response)  one 64-bit integer for each response of a run
     noise    (key, position, token) -> Gumbel  argmax(logits + noise) is a sample from softmax(logits)
 
-There is no generator state. A response gets the same noise in any batch, on the CPU and on a GPU, in the first run and
-in a resumed one. Logits that differ only by rounding almost always give the same token.
+There is no generator state. The noise of a response does not depend on the responses that are decoded together with it,
+on the device (CPU or GPU), or on whether the run was resumed. Logits that differ only by rounding almost always give
+the same token.
 
 `GREEDY` is the key of a response without noise: it takes the most likely token at every position.
 
-The hash is splitmix64 (`padfree.arrays`), also implemented here for tensors on the device.
+Keys and noise are computed with the hash function splitmix64 (`padfree.arrays`). This module implements it also for
+tensors on the device.
 """
 
 from __future__ import annotations
@@ -25,11 +27,16 @@ from torch import Tensor
 from padfree.arrays import SPLITMIX64, splitmix64
 
 GREEDY = 0
-"""The key that means greedy decoding. A random key has this value with probability 2**-64."""
+"""The random key of a response that is decoded greedily, i.e. without noise.
+
+The key of a sampled response has this value only with probability 2**-64.
+"""
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the random keys [R] of responses. `responses` [R]: the numbers of the responses in batch `batch`."""
+    """Return the random keys [R] of R responses. `responses` [R]: the indices of the responses in training batch
+    `batch`.
+    """
     values = np.zeros(len(responses), np.uint64)
     for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
         values = splitmix64(values ^ part)
@@ -71,7 +78,9 @@ def gumbel_noise(keys: Tensor, position: int | Tensor, vocabulary: int) -> Tenso
 
 
 LARGE = 4096
-"""On the CPU, `gumbel_argmax` computes noise only for candidate tokens if the vocabulary has at least this size."""
+"""Smallest vocabulary for which `gumbel_argmax` on a CPU computes noise only for candidates, i.e. tokens with a large
+score or a large random number.
+"""
 
 CANDIDATES = 20.0
 RARE = 2.0**-10
@@ -83,16 +92,19 @@ its uniform random number is above 1 - RARE.
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
     """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
 
-    The CPU would need longer for the noise of a large vocabulary than for the model. Therefore all tokens are hashed to
-    uniform numbers, but noise is computed only for candidates: tokens with a large uniform number or score. For all
-    other tokens, the sum of score and noise has a bound:
+    On a CPU, the noise of a large vocabulary would take longer than the model's forward pass. Therefore noise is
+    computed only for candidates, i.e. tokens with a large score or a large random number.
 
-        uniform <= 1 - RARE                  =>   noise <= -log(1 - uniform) <= -log(RARE)
-        and score <= log(RARE / CANDIDATES)  =>   sum <= -log(CANDIDATES)
+    Each token has a uniform random number from a hash, and its noise is -log(-log(uniform)). A token is a candidate if
+    its uniform number is above 1 - RARE, or its score is above log(RARE / CANDIDATES). Hence for every other token:
 
-    If the sum of some candidate is above this bound, the token with the largest sum is therefore a candidate. In about
-    one of exp(CANDIDATES) = 5e8 samples, no candidate has a sum above the bound. Then the noise of all V tokens is
-    computed. The result is always exact.
+        noise <= -log(1 - uniform) <= -log(RARE)
+        score <= log(RARE / CANDIDATES)
+        score + noise <= -log(CANDIDATES)
+
+    If the sum of a candidate is above -log(CANDIDATES), the token with the largest sum is therefore a candidate.
+    Otherwise, in about one of exp(CANDIDATES) = 5e8 samples, the noise of all V tokens is computed. The result is
+    always exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -145,9 +157,9 @@ def _largest(
 
 
 def _candidates(scores: NDArray[np.float32], at_position: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return for each response the tokens whose noise must be computed, because their sum with it may be the largest.
+    """Return the candidates of each of r responses: the tokens for which `gumbel_argmax` computes noise.
 
-    `scores` [r, V]: log-probabilities. `at_position` [r]: hashes of the response's random key and the position.
+    `scores` [r, V]: log-probabilities. `at_position` [r]: for each response, a hash of its random key and the position.
     """
     vocabulary = scores.shape[1]
     tokens = np.arange(vocabulary, dtype=np.uint64)

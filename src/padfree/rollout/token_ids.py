@@ -94,22 +94,34 @@ def checked_response(
     checked_ids(tokens, vocabulary, f"{what} returned")
     wrong = ~(np.isfinite(logprobs) & (logprobs < ROUNDING))
     if wrong.any():
-        need(False, f"{logprobs[wrong][0]} as a log-probability", "return finite numbers of 0 or less")
+        need(False, f"{logprobs[wrong][0]} as a log-probability", "return finite log-probabilities of 0 or less")
     if response.versions is not None:
         _need_array(what, "versions", response.versions, "iu", len(tokens))
     if response.routes is not None:
         routes = checked_routes(response.routes, len(request.tokens) + len(tokens), f"a response that {what} returned")
         response = replace(response, routes=routes)
     if truncated and len(tokens) and request.key != GREEDY:
-        need(response.kept is not None, "no kept sets", "return them (rollout.top_p, top_k or min_p is set)")
+        need(
+            response.kept is not None,
+            "no kept sets (the ids from which each token was sampled)",
+            "set Response.kept, because rollout.top_p, top_k or min_p is set",
+        )
     if response.kept is not None:
         right = isinstance(response.kept, KeptSets) and len(response.kept) == len(tokens)
-        need(right, "kept sets of a wrong type or length", f"return padfree.kept_sets.KeptSets of {len(tokens)} tokens")
+        need(
+            right,
+            "kept sets (the ids from which each token was sampled) of a wrong type or length",
+            f"return padfree.kept_sets.KeptSets of {len(tokens)} tokens",
+        )
         ids = response.kept.ids
         largest = int(np.where(ids < 0, -1 - ids, ids).max(initial=0))
         need(largest < vocabulary, f"the kept id {largest}", f"return ids from 0 to {vocabulary - 1}")
         right = bool(response.kept.contain(tokens).all())
-        need(right, "a token outside its kept set", "return the set from which each token was sampled")
+        need(
+            right,
+            "a token that is not in its kept set (the ids left by top-k, top-p and min-p)",
+            "return for each token the set of ids from which it was sampled",
+        )
     need(isinstance(response.ended, (bool, np.bool_)), f"ended={shown(response.ended)}", "return true or false")
     fix = f"return 1 to {request.max_new_tokens} tokens"
     need(
@@ -122,7 +134,7 @@ def checked_response(
         need(
             len(tokens) > 0 and response.is_whole(request.max_new_tokens),
             unfinished,
-            f"{fix}, the last one a stop token",
+            f"{fix}, with a stop token at the end unless the maximum is reached",
         )
     assert isinstance(response, Response)
     return response

@@ -119,10 +119,11 @@ def truncated_logits(
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return for each of R tokens the largest logit threshold, [R, 1], that keeps at least the weight `needed` [R, 1].
+    """Return for each of R tokens the largest logit threshold that keeps enough of the vocabulary, [R, 1].
 
-    A threshold keeps the ids whose logits are not below it. Its weight is the sum of their `weights` [R, V]. The
-    threshold is found by bisection over int32 numbers that have the same order as the float32 logits (`_ordered`).
+    A threshold keeps the ids whose logits are at or above the threshold. The `weights` [R, V] of the kept ids must add
+    up to at least `needed` [R, 1]. The threshold is found by bisection over int32 numbers that have the same order as
+    the float32 logits (`_ordered`).
     """
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
@@ -145,9 +146,10 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_of(mask: Tensor) -> KeptSets:
-    """Return the kept sets of R tokens on the host: the ids that are True in `mask` [R, V]. Synchronises.
+    """Return one kept set for each of R tokens (the ids from which the token may be sampled), on the host.
 
-    A set with more than half of the vocabulary is stored as its excluded ids.
+    The kept set of a token is the ids that are True in its row of `mask` [R, V]. A set of more than half of the
+    vocabulary is stored as the list of all other ids. The host synchronises with the device.
     """
     is_large = mask.sum(1) * 2 > mask.shape[1]
     rows, ids = (mask != is_large[:, None]).nonzero(as_tuple=True)

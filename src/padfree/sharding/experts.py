@@ -1,30 +1,31 @@
 """Expert parallelism: the ranks of a group hold different experts, and tokens travel to their experts and back.
 
-    4 experts on 2 ranks, top-2                  rank 0 holds experts 0 1, rank 1 holds experts 2 3
+In this example, rank 0 holds experts 0 and 1, and rank 1 holds experts 2 and 3. Each token chooses two experts. On rank
+0, token a chose experts 0 and 2, and token b chose experts 1 and 0. On rank 1, token c chose expert 0 and another one.
+a0 is the hidden state of token a on its way to expert 0. Rank 0 does the following:
 
-    rank 0   token a chose experts 0, 2 and b chose 1, 0     sorted by expert   a0 b0 b1 | a2
-    send     [a0 b0 b1] to rank 0, [a2] to rank 1     all-to-all; the message to itself is a copy
-    rank 0   receives a0 b0 b1 from itself and c0 from rank 1; computes experts 0 and 1 with the module's own forward
-    return   the same all-to-all backwards            rank 0 has the outputs of a0 b0 b1 a2
-    rank 0   output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2)
+    sort       a0 b0 b1 a2, by expert
+    send       a0 b0 b1 to rank 0 (itself, a copy), a2 to rank 1, in an all-to-all
+    receive    a0 b0 b1 from rank 0 (itself), c0 from rank 1
+    compute    experts 0 and 1, with the module's own forward
+    return     each output to the rank of its token, in an all-to-all; rank 0 gets the outputs of a0 b0 b1 a2
+    combine    output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2), and the same for b
 
-In the picture, a0 is the hidden state of token a on its way to expert 0; c is a token of rank 1. For each expert that a
-token chose, the token's rank sends a row (its hidden state) and receives a row (the expert's output). Nothing is padded
-or dropped.
+For each expert that a token chose, the token's rank sends a row (the hidden state) and receives a row (the expert's
+output). Nothing is padded or dropped. The ranks first exchange how many rows each expert gets. The host reads these
+numbers, so it synchronises with the device once per layer and forward pass.
 
-The ranks first exchange how many rows each expert gets. The host reads these numbers, so it synchronises once per layer
-and forward pass.
+The weights [E, ...] of E experts are divided along dimension 0 over the ranks of an expert group (the mesh dimension
+`expert`). FSDP2 shards each part along another dimension over the expert groups. For example, 4 ranks hold these parts
+of weights [8, 64, 32]:
 
-The weights [E, ...] of E experts are divided over the mesh dimension `expert`. FSDP2 shards each part over the
-remaining ranks along another dimension:
+    rank 0    expert group 0    experts 0:4    matrix rows  0:32
+    rank 1    expert group 0    experts 4:8    matrix rows  0:32
+    rank 2    expert group 1    experts 0:4    matrix rows 32:64
+    rank 3    expert group 1    experts 4:8    matrix rows 32:64
 
-    [8, 64, 32], 4 ranks, 2 per group  rank 0   experts 0:4, matrix rows  0:32        placements Shard(1), Shard(0)
-                                       rank 1   experts 4:8, matrix rows  0:32
-                                       rank 2   experts 0:4, matrix rows 32:64
-                                       rank 3   experts 4:8, matrix rows 32:64
-
-In this example, ranks 0 and 1 are one expert group, and ranks 2 and 3 another. FSDP2 sums the gradients of an expert
-over all expert groups. Routers and shared experts are sharded like all other weights.
+FSDP2 sums the gradients of an expert over all expert groups. Routers and shared experts are sharded like all other
+weights.
 
 All ranks of an expert group must call each layer the same number of times. A rank without samples therefore computes a
 filler pack of one token.
@@ -136,9 +137,10 @@ class Routes(NamedTuple):
 
 @torch.no_grad()
 def exchange_routes(choices: Tensor, local: int, group: ProcessGroup) -> Routes:
-    """Find which hidden states go to which rank, for the chosen experts [T, k].
+    """Find which hidden states go to which rank. All ranks must call this.
 
-    Every rank holds `local` experts. The host synchronises with the device once. Collective: all ranks must call this.
+    `choices` [T, k]: the experts that each token chose. `local`: the number of experts on each rank. The host
+    synchronises with the device once.
     """
     ranks, flat = group.size(), choices.reshape(-1)
     order = torch.argsort(flat, stable=True)

@@ -34,9 +34,10 @@ def shard_model(
 ) -> None:
     """Shard a model over all data and context ranks with FSDP2.
 
-    `rules` shard some parameters, such as those of experts, in another way. If `recompute_experts` is True, backward
-    recomputes experts that are divided over ranks. This is needed if compiled layers recompute activations, because the
-    graph of a compiled layer does not include divided experts.
+    `rules` shard some parameters, such as those of experts, in another way. `recompute_experts`: whether backward
+    recomputes the activations of experts that are divided over ranks (expert parallelism). It is meant for layers whose
+    activations torch.compile recomputes: these experts are not in the compiled graph, so torch.compile cannot recompute
+    their activations.
     """
     lower = dtype != torch.float32
     # Inputs keep their dtype. Otherwise FSDP2 would round the token weights and log-probabilities of the batch.

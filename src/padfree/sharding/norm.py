@@ -1,10 +1,12 @@
 """The norm of a gradient that is distributed over ranks, with parameters on several meshes.
 
-    placement of a gradient          contents of the ranks along that mesh dimension
-    Shard                            different parts: their squares are summed over ranks
-    Replicate, or not a DTensor      the same numbers on every rank: counted once
+For each dimension of a parameter's mesh, the gradient (a DTensor) has a placement:
 
-Squares are summed in float64, with one reduction per placement.
+- Shard: the ranks along this dimension hold different parts, so the squares are summed over these ranks.
+- Replicate: the ranks along this dimension hold the same numbers, so the squares count once.
+
+A gradient that is not a DTensor is the same on every rank, and also counts once. Squares are summed in float64.
+Gradients with the same mesh and placements are reduced together.
 """
 
 from __future__ import annotations

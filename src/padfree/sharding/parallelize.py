@@ -1,28 +1,28 @@
 """Prepare a plain Hugging Face model for training with an ordered list of transformations.
 
-The columns are the transformation, what it does, and the setting, function or condition that decides whether it is
-applied:
+The columns are the transformation, what it does, and the setting or condition that decides whether it is applied:
 
-    attach          attention within each sample                         padfree.model.attach
-    freeze          no gradients for whole models or parts of them       model.freeze; reference models, teachers
-    adapters        trained instead of the weights                       lora.rank
-    replay          routers choose the sampler's experts                 rollout.routing
-    float8          matmuls of linear layers in float8                   parallel.linear, parallel.float8_products
-    compile         each layer separately                                parallel.compile, parallel.kernels
-    checkpointing   each layer's activations are recomputed              parallel.checkpointing
-    shard           FSDP2: one unit per layer, and the root unit         more than one process; parallel.expert
-    master weights  float32, stored as bfloat16 and the missing bits     one process: `padfree.optim.master_weights`
+    attach          limits attention to the tokens of a sample     always
+    freeze          gives models or parts of them no gradients     model.freeze; models that are not trained
+    adapters        trains LoRA adapters instead of the weights    lora.rank
+    replay          replays the experts that the sampler chose     rollout.routing
+    exact           gives matmuls the same bits as in the sampler  rollout.exact
+    float8          computes matmuls of linear layers in float8    parallel.linear, parallel.float8_products
+    compile         compiles each layer separately                 parallel.compile, parallel.kernels
+    checkpointing   recomputes activations of layers in backward   parallel.checkpointing
+    shard           shards each layer and the root with FSDP2      processes > 1, `offload`, or `reshard` in bfloat16
+    master weights  splits float32 weights: bfloat16 and the rest  otherwise, if training is in bfloat16
 
 Files keep the original parameter names. In bfloat16 training, trained weights and gradients are float32 between steps
 and bfloat16 in forward and backward. Frozen weights are bfloat16.
 
-- If `reshard` is True, only the layers in use have a bfloat16 copy of their weights.
-- If `offload` is True, weights, gradients and optimizer state are on the CPU. The weights of a unit are on the device
-  only while the unit computes.
+- If `reshard` is True, the weights of a layer are gathered only while the layer computes.
+- If `offload` is True, weights, gradients and optimizer state are on the CPU. The weights of a layer are on the device
+  only while the layer computes.
 
-The root unit has the embeddings, the last norm and the head. `inside(model, function)` gathers these parameters while
-`function` runs, so that `function` can score hidden states. FSDP2 finds the tensors that `function` returns only in
-tuples, lists and dicts.
+FSDP2's root unit has the embeddings, the last norm and the head. `inside(model, function)` gathers these parameters
+while `function` runs, so that `function` can score hidden states. `function` may return tensors directly or in tuples,
+lists and dicts. FSDP2 does not find tensors in other objects.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def transformations(
 
     - `float8`: the matmuls of linear layers that are computed in float8.
     - `exact`: compiled layers, and operators on a CPU, give a token the same bits as the sampler (`rollout.exact`).
-    - `rules`: the sharding rules of parameters that have a mesh of their own.
-    - `replay`: routers choose the experts that the sampler chose (the routes of a sample).
-    - `stretch`: if `checkpointing` lists the levels of another model's layers, stretch the list to this model's layers.
+    - `rules`: sharding rules for parameters that FSDP2 shards over another mesh than the other parameters.
+    - `replay`: routers choose the experts that the sampler chose.
+    - `stretch`: if `checkpointing` counts the layers of another model, as in "6 host, 30 none", adapt the counts to the
+      number of layers of this model.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:
@@ -171,7 +172,7 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
     """Recompute the activations of decoder layers in backward. `mode` is a value of `parallel.checkpointing`.
 
-    Trained blocks of the vision tower are recomputed like the first decoder layer.
+    If the layers have different checkpointing levels, trained blocks of the vision tower get that of the first layer.
     """
     layers = layers_of(model)
     mode = stretched(mode, len(layers)) if stretch else mode

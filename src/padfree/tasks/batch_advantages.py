@@ -1,10 +1,10 @@
 """Compute the advantages of tokens from the rewards of a rollout batch, on the host.
 
-    group        a   a | b   b        four samples
+    group        a   a | b   b        four samples: two of group a, two of group b
     rewards      1   0 | 0   0
     grpo        .7 -.7 | 0   0        the advantage of every token of the sample
 
-Entry j of an array belongs to token j. `loss.advantage` has these values:
+`loss.advantage` has these values:
 
 - `grpo`, `dr_grpo` and `rloo` compare the reward of a sample with the rewards of its group. `dr_grpo` does not divide
   by the standard deviation.
@@ -13,21 +13,18 @@ Entry j of an array belongs to token j. `loss.advantage` has these values:
 - `given` keeps the advantages that the samples already have.
 - `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model.
 
-A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. The
-advantages of such a group are 0, so that it does not change the model. The metrics of every step count these groups.
-Rollout files in which no group has a signal are refused.
+A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. Without whitening,
+the advantages of such a group are 0, so the group does not change the model. The metrics of every step count the groups
+without a signal. Rollout files in which no group has a signal are refused.
 
-An update may leave samples out, if the loss proves that their gradient is exactly 0 (`may_skip`, `has_advantage`):
+An update may skip a sample whose gradient is exactly 0 (`may_skip`, `has_advantage`). This needs two conditions:
 
-    groups        a a a a | b b b b | c c c c       three groups of four samples
-    rewards       1 0 0 1 | 1 1 1 1 | 0 0 0 0
-    computed      a a a a                           every GRPO advantage of the groups b and c is 0
+- The advantages of all scored tokens of the sample are 0, e.g. in group b above.
+- In the loss, an advantage of 0 makes the gradient of a token 0. An objective declares this by
+  `zero_without_advantage`. A KL, entropy or router term has a gradient for every token, so with such a term no sample
+  is skipped.
 
-A sample is left out under two conditions. First, the advantages of all its scored tokens are 0. Second, an advantage of
-0 makes the loss of a token 0, which an objective declares by `zero_without_advantage`. A KL, entropy or router term has
-a gradient for every token, so with such a term no sample is left out.
-
-Token weights are computed before samples are left out. Leaving them out therefore only removes zeros from the sum of
+The weights of tokens in the loss are computed before samples are skipped, so skipping does not change the sum of
 gradients.
 """
 
@@ -161,7 +158,8 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
     counts = f"{signal.alone:,} of one sample, {signal.equal:,} with equal rewards"
     why = "whose advantages are all 0" if kind == "given" else f"without a learning signal ({counts})"
     if signal.without < signal.groups:
-        return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} do not change the weights"
+        effect = "get advantages from whitening only" if kind == "reinforce++_baseline" else "do not change the weights"
+        return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} {effect}"
     differ = len({sample.reward for sample in samples}) > 1
     if kind == "given":
         cure = "give other rollouts, or set another loss.advantage"
@@ -169,7 +167,7 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
         cure = "give groups whose rewards differ, or set loss.advantage=reinforce++, which compares all samples"
     else:
         cure = "give rollouts whose rewards differ"
-    raise UserError("data.path", f"{path} has only {name} {why}, so that every advantage is 0", cure)
+    raise UserError("data.path", f"nothing can be learned from {path}: the file has only {name} {why}", cure)
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:

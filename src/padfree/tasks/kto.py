@@ -3,14 +3,17 @@
     data row   prompt, response, label              a text or messages, as for `padfree sft`; the label is true or false
     x          Σ over an answer's tokens of log π − log π_ref; π is the policy, π_ref the reference model
     z₀         max(0, mean of x over mismatched pairs), without gradient: an estimate of KL(π ‖ π_ref)
-    loss       desirable     desirable_weight · (1 − σ(beta · (x − z₀)))           mean over the answers of the
-               undesirable   undesirable_weight · (1 − σ(beta · (z₀ − x)))         global batch
+    loss       desirable_weight · (1 − σ(beta · (x − z₀)))       of a desirable answer; σ is the sigmoid
+               undesirable_weight · (1 − σ(beta · (z₀ − x)))     of an undesirable answer
 
-σ is the sigmoid. z₀ is estimated from mismatched pairs: each prompt gets the answer of the previous sample of the
-global batch, and the first prompt gets the last answer. Prompts p and answers a of three samples make the pairs (p₁,
-a₃) (p₂, a₁) (p₃, a₂). A mismatched pair is truncated to the length of the longest sample of the data.
+The loss of a step is the mean over all answers of the global batch.
 
-Policy and reference score these pairs before the update, so z₀ is the same in every micro-batch and on every rank.
+A mismatched pair joins a prompt and the answer to another prompt. Each prompt gets the answer of the previous sample of
+the global batch, and the first prompt gets the last answer. Prompts p and answers a of three samples make the pairs
+(p₁, a₃) (p₂, a₁) (p₃, a₂). A mismatched pair is truncated to the length of the longest sample of the data.
+
+Policy and reference score the mismatched pairs before the update, so z₀ is the same in every micro-batch and on every
+rank.
 TRL's `KTOTrainer` computes the same value if its batch is the global batch.
 """
 
@@ -93,9 +96,10 @@ def mismatched(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int) -> Sample:
-    """Join two samples: the tokens of `asked` before index `end`, and those of `answered` from index `start` on.
+    """Join the prompt of one sample and the answer of another one, with their images.
 
-    The images that these tokens show are joined, too.
+    The prompt is the tokens of the sample `asked` before index `end`. The answer is the tokens of the sample `answered`
+    from index `start` on.
     """
     shown = [image for image in asked.images if image.positions[0] < end]
     later = [image for image in answered.images if image.positions[0] >= start]
@@ -147,8 +151,8 @@ def with_reference_point(
 ) -> list[Sample]:
     """Return the samples, each with the reference point z₀ of the KTO loss: an estimate of KL(policy ‖ reference).
 
-    `own`, `theirs` [B]: log-probabilities under the policy and the reference. They belong to mismatched pairs, in which
-    each prompt has the answer of another sample.
+    `own`, `theirs` [B]: the log-probabilities that policy and reference give to the answers of mismatched pairs, in
+    which each prompt has the answer of another sample.
     """
     point = max(0.0, float(np.mean(own - theirs)))
     return [replace(sample, terms={**(sample.terms or {}), "kl": point}) for sample in samples]
@@ -228,10 +232,11 @@ def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
 
 
 class AnswerMeasure:
-    """Measures the loss, the accuracy, the KL divergence and the mean reward of each label on held-out answers.
+    """Measures the loss, the accuracy, the KL divergence and the margin on held-out answers.
 
-    A desirable answer is correct if its log-ratio log π − log π_ref is above z₀, an estimate of KL(π ‖ π_ref). An
-    undesirable answer is correct if its log-ratio is below z₀.
+    A desirable answer counts as correct if its log-ratio log π − log π_ref is above z₀, an estimate of KL(π ‖ π_ref).
+    An undesirable answer counts as correct if its log-ratio is below z₀. The margin is the mean reward of desirable
+    answers minus the mean reward of undesirable answers.
     """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")

@@ -1,4 +1,4 @@
-"""Measures on held-out samples: sums for each sample of a pack, from which an evaluation computes its metrics."""
+"""Evaluation on held-out samples: for each sample, the sums (e.g. of token losses) that metrics are computed from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ LARGEST_EXPONENT = 709.0
 
 
 class PackMeasure(Protocol):
-    """Computes sums for each held-out sample of a pack. With context parallelism, each rank computes its share."""
+    """Computes, for each held-out sample of a pack, the sums (e.g. of token losses) that metrics are computed from.
+
+    With context parallelism, each rank computes its share of every sum.
+    """
 
     names: ClassVar[tuple[str, ...]]
     keeps_groups: ClassVar[bool]

@@ -60,9 +60,11 @@ class MicroBatchLoss(ABC):
 
     @abstractmethod
     def __call__(self, model: PreTrainedModel, batch: LocalBatch) -> LossOutput:
-        """Return the loss of `batch`, with `token_losses` [T/cp].
+        """Return the loss of the pack `batch`. The output must also contain the losses of this rank's tokens
+        (`token_losses`).
 
-        The head and the embeddings must be gathered during the call; `padfree.sharding.parallelize.inside` does this.
+        The weights of the head and of the embeddings must be gathered (not sharded) during the call;
+        `padfree.sharding.parallelize.inside` does this.
         """
 
 

@@ -1,11 +1,14 @@
-"""The interface of a task.
+"""The interface of a task, e.g. SFT or DPO.
+
+Each line shows an input, the method or attribute of `Task` that uses the input, and the result.
 
     rows of files   -> read               TrainingData: samples, or prompts for which the run generates responses
-    a global batch  -> prepare            adds the results of other models: log-probabilities, advantages
+    a global batch  -> prepare            the batch with values of other models: log-probabilities, advantages
     a pack          -> loss               a loss that can be differentiated
     held-out data   -> measure            sums for each sample, from which an evaluation computes its metrics
 
-`Models` holds the models that a task may use. Their results are the same on every rank.
+`Models` holds one function per model that a task may use (policy, reference, teacher, critic). Each function scores
+samples and returns the same result on every rank.
 """
 
 from __future__ import annotations
@@ -66,9 +69,10 @@ class Task(ABC):
         return samples, {}
 
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
-        """Return whether `prepare` runs a model. It must then wait until the updates of the previous batch are done.
+        """Return whether `prepare` can be called only after the updates of the previous batch are done.
 
-        `asks`: whether the run has a reference, a teacher or a critic, which `prepare` would run.
+        An example is a task whose `prepare` runs the model in training. `asks`: whether the run has a reference model,
+        a teacher or a critic.
         """
         return False
 

@@ -255,9 +255,10 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Return image `number`.
+    """Return random image `number`, the same at each call.
 
-    The model makes `rows` x `columns` features of it, or divides it into `rows` tiles if the model reads tiles.
+    Most models make `rows` x `columns` features of the image. For a model that divides images into tiles, the image has
+    `rows` tiles, and `columns` does not change its size.
     """
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config

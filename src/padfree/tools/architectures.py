@@ -71,8 +71,8 @@ COMPLETED_IMAGE_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _sections(16, 24, 24),
     "qwen2_vl": _sections(16, 24, 24),
 }
-"""Arguments that are added to the default config of an image-text model, by model type. Without some of them, the model
-cannot be built. The others are the rotary sections that released checkpoints set.
+"""Arguments that are added to the default config of an image-text model, by model type. `aya_vision` cannot be built
+without them. For the other types, they are the `rope_parameters` (M-RoPE) of released checkpoints.
 """
 
 PACK_KERNELS = {
@@ -119,15 +119,16 @@ class Architecture:
 
 
 def try_architecture(model_type: str) -> Architecture:
-    """Build one architecture, prepare it for packed training, and return its line of the table.
+    """Build one causal language model, and prepare it for packed training.
 
-    If building or preparing fails, the line contains the reason.
+    Return the result, which becomes one row of the table of architectures. If building or preparing fails, the result
+    contains the reason.
     """
     return _tried(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def try_image_text(model_type: str) -> Architecture:
-    """Build one image-text model, prepare it for packed training with images, and return its line of the table."""
+    """Build one image-text model, and prepare it for packed training with images. Return the result."""
     class_name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
     try:
         reason = why_refused(getattr(transformers, class_name))

@@ -34,7 +34,7 @@ SECTION_PAGES = {
 
 
 def quick_pages() -> dict[str, str]:
-    """Return the Markdown of every reference page except that of the architectures, by file name."""
+    """Return the Markdown of the reference pages, keyed by file name. The page of the architectures is not included."""
     return {
         "index.md": index_page(),
         "settings.md": settings_page(),

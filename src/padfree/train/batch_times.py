@@ -1,22 +1,19 @@
-"""How the time of an RL run divides into phases: `seconds/...` in the metrics.
+"""Measure how the time of an RL run divides into phases: `seconds/...` in the metrics.
 
-The first picture shows the phases of one batch; the first line names the component that works in each phase:
+A batch is formed before its first update. The metrics of the first update contain these phases:
 
-    component   collector                            reference scorer           engine   loop      engine
-    phase       weight_sync|waiting|sampling|rewards|reference|old_logprobs|   |update| |logging| |update| ...
-                '---- one batch; the remaining time counts as `preparing` ---'
+    weight_sync, waiting, sampling, rewards     generating the rollouts; `sampling` includes all time of the collector
+                                                that is not in `weight_sync`, `waiting` or `rewards`
+    reference, old_logprobs, teacher, critic    scoring the rollouts
+    preparing                                   everything else that forms the batch
 
-The second picture shows the time between two updates:
+The other phases are:
 
-    update |logging|evaluation|checkpoint| ... preparation of a batch ... | other | update
+    update                                      in the metrics of every update
+    logging, evaluation, checkpoint             after an update, and therefore in the metrics of the next update
+    other                                       the time between two updates that is in no other phase
 
-`seconds/update` is in the metrics of every update. The phases of a batch, such as sampling, are in the metrics of its
-first update. Logging, evaluations and checkpoints come after an update, so they are in the metrics of the next update.
-`seconds/other` is the time that no phase has measured. The phases, including `seconds/other`, add up to the time
-between two updates, unless some phases run at the same time.
-
-The collector, which generates the rollouts, returns the seconds of its own phases by name (`timings`). The rest of a
-call of the collector counts as sampling.
+The time between two updates is the sum of all phases except `update`, unless phases run at the same time.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ class BatchTimes:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - begin
 
     def timed(self, part: str, ask: Callable[[Sequence[Sample]], Found]) -> Callable[[Sequence[Sample]], Found]:
-        """Return the function `ask`, wrapped so that the duration of each call is added to phase `part`."""
+        """Return the function `ask`, wrapped so that the duration of each call is added to the phase named `part`."""
 
         def call(samples: Sequence[Sample]) -> Found:
             with self.measure(part):
@@ -78,9 +75,9 @@ class BatchTimes:
 
     @contextmanager
     def measure_rest(self, part: str) -> Iterator[None]:
-        """Context manager that adds the seconds of its block to phase `part`.
+        """Context manager that adds the seconds of its block to the phase named `part`.
 
-        If a part of the block is measured as another phase, its seconds are not added to phase `part` as well.
+        Seconds that are measured as another phase inside the block are not counted again.
         """
         begin, known = time.perf_counter(), sum(self.seconds.values())
         yield

@@ -1,11 +1,17 @@
-"""The batches of a run: data rows or groups, in the order in which training takes them.
+"""The batches of a run: data rows (SFT) or groups of rollouts (RL), in the order in which training takes them.
 
-samples       0 | 1 2 3 | 4 5 | 6         row_starts  0 1 4 6 7
-rows          0   1       2     3         a batch takes whole rows; `batch.samples` counts rows, and a preference pair
-                                          as two
-sources       a   a a a | b b   b         parts       4 3: samples of each source; row_counts 2 2: rows of each source
+A data row can give several samples, and a batch consists of whole rows. In this example, two data files (sources) have
+two rows each, and the four rows give seven samples:
 
-In this example, 7 samples come from 4 rows of two data files, a and b.
+    source    a   a       b     b
+    row       0   1       2     3
+    samples   0   1 2 3   4 5   6
+
+    row_starts   0 1 4 6 7   index of the first sample of each row, then the number of all samples
+    parts        4 3         number of samples of each source
+    row_counts   2 2         number of rows of each source
+
+`batch.samples` counts rows, but a preference pair counts as two.
 
 `make_batcher` returns the batcher. Its batches are the same on every rank. `count_steps` computes the number of steps
 of a run before the run starts; it needs only the lengths of the samples.
@@ -60,7 +66,7 @@ def in_rows(loss: LossConfig, rollout: RolloutConfig) -> bool:
 
 
 def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indices:
-    """Return the index of the first sample of each of R data rows, and then the number of samples, as an array [R+1].
+    """Return an array [R+1]: the index of the first sample of each of R data rows, then the number of all samples.
 
     A conversation row can hold several samples, a preference pair holds two, and in RL every sample is a row.
     """
@@ -70,10 +76,9 @@ def row_starts(loss: LossConfig, rollout: RolloutConfig, samples: Any) -> Indice
 
 
 def row_counts(starts: Indices, parts: Sequence[int]) -> list[int]:
-    """Return the number of data rows of each source of a mixture.
+    """Return the number of data rows of each source. Data that is not a mixture counts as one source.
 
-    `starts`: the index of the first sample of each row, then the number of samples (see `row_starts`). `parts`: the
-    number of samples of each source; empty if there is no mixture.
+    `starts`: the result of `row_starts`. `parts`: the number of samples of each source; empty if there is no mixture.
     """
     ends = np.searchsorted(starts, np.cumsum(parts or starts[-1:]))
     counts: list[int] = np.diff(ends, prepend=0).tolist()
@@ -140,7 +145,8 @@ class Rows(Sequence[Group]):
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
     """Return the batcher, which yields global batches of whole data rows or, in RL, of whole groups of rollouts.
 
-    A prompt counts as a group. `parts`: the number of samples of each source, if the data is a mixture of sources.
+    If the rollouts are not generated yet, each prompt stands for a group. `parts`: the number of samples of each
+    source, if the data is a mixture of sources.
     """
     data, batch = config.data, config.batch
     if not len(samples):
@@ -211,10 +217,10 @@ def _num_tokens(group: Group) -> int:
 
 
 def _groups(config: Config, samples: Samples) -> list[Group]:
-    """Return the samples in groups: those with the same field `group`, in the order of each group's first sample.
+    """Return the groups of the samples, ordered by each group's first sample.
 
-    A prompt is a group by itself. With a `loss.advantage` that does not compare the samples of a group, each sample is
-    a group by itself, too.
+    Samples with the same field `group` form a group. If `loss.advantage` does not compare the samples of a group, each
+    sample is a group of its own. If the samples are prompts, each prompt stands for the group of its future rollouts.
     """
     alone: list[Group] = []
     grouped: dict[str | int | None, list[Sample]] = {}
@@ -234,9 +240,9 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """Return the number of optimizer steps in all epochs of the data.
 
-    With a token budget (`batch.tokens`), all epochs are assumed to have as many steps as the first. `enough`: the
-    largest number that the caller needs. If the total number of tokens shows that there are at least `enough` steps,
-    the function returns `enough` without counting.
+    Unless each batch has a fixed number of data rows, all epochs are assumed to have as many steps as the first.
+    `enough`: if the total number of tokens shows that there are at least this many steps, the function returns `enough`
+    without counting.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None

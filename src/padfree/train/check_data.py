@@ -153,9 +153,9 @@ def check_source(
 
 
 def untrained_samples(source: TrainingData) -> list[int]:
-    """Return the indices of the rollouts in data files that have no trained tokens; an empty list for any other data.
+    """Return the indices of the rollouts without trained tokens. Return an empty list if the data is not rollouts.
 
-    Rows of text without trained tokens need no check, because they are refused or dropped when they are read.
+    Text needs no check here, because rows without trained tokens are refused or dropped when they are read.
     """
     if isinstance(source.samples, StoredSamples):
         return []
@@ -177,9 +177,9 @@ def check_lengths(
 ) -> None:
     """If `batch.overlong` is "error", raise a `UserError` for samples that are too long for a micro-batch or a step.
 
-    A micro-batch has up to `batch.max_tokens` × `context` tokens. `context` is the largest number of context ranks, the
-    ranks that share a micro-batch. A step has up to `batch.tokens` tokens. `budget=False` leaves out the check against
-    `batch.tokens`, because an evaluation has no steps.
+    A micro-batch has up to `batch.max_tokens` × `context` tokens. `context`: the maximum number of ranks that share a
+    micro-batch (context parallelism). A step has up to `batch.tokens` tokens. `budget=False` skips the check against
+    `batch.tokens`; it is for evaluations, which have no steps.
     """
     if batch.overlong != "error":
         return
@@ -213,8 +213,9 @@ def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: Tr
     place, limit = source.place(int(starts[first])), cap * context // size
     raise UserError(
         setting,
-        f"{cap}{shared}, but {place} has {lengths[first]} tokens{with_response}{more}",
-        f"set {setting}={needed}, or batch.overlong=alone, or data.max_length={limit} and data.overlong=truncate",
+        f"{cap} tokens{shared}, but {place} has {lengths[first]} tokens{with_response}{more}",
+        f"set {setting}={needed}, or batch.overlong=alone (long samples are computed alone), or "
+        f"data.max_length={limit} and data.overlong=truncate",
     )
 
 
@@ -255,7 +256,7 @@ def _check_columns(source: TrainingData, model: ModelConfig, reference: Referenc
 
 
 def _check_routes(source: TrainingData, rollout: RolloutConfig) -> None:
-    """Raise a `UserError` if `rollout.routing` is "replay", but rollout files do not record each token's experts."""
+    """If `rollout.routing` is "replay", raise a `UserError` unless every rollout records the experts of its tokens."""
     if rollout.routing != "replay":
         return
     missing = [index for index, sample in enumerate(source.samples) if getattr(sample, "routes", None) is None]

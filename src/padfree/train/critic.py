@@ -1,15 +1,14 @@
 """PPO's critic: a value model that is trained together with the policy, and the advantages computed from it.
 
-    rollout batch    values V [n] of every response token        computed before the first update of the batch
-                     GAE                advantages, returns [n]  the reward is placed on the last scored token
-    every update     critic   ½ (v - return)², clipped around V  own optimizer, `critic.lr`
-                     policy   as with any other advantage        skipped in the first `critic.warmup` updates
+Before the first update of a rollout batch, the critic computes the values V of all response tokens. GAE turns the
+values and rewards into advantages and returns; a sample's reward counts at its last scored token (token in the loss).
+The samples store these numbers, and every update of the batch uses the stored numbers, also after a resume.
 
-n is the number of tokens of a sample, and v is the value that the critic computes during the update. The critic's loss
-is the larger of two squared errors: the error of v, and the error of v clipped to V ± `critic.clip`.
+Every update changes two models:
 
-Values V, returns and advantages are computed once per batch and stored in the samples. Every update of the batch uses
-the stored numbers, also after a resume.
+- The critic computes a new value v of each token. Its loss is half of the squared error (v - return)² or, if that is
+  larger, half of the squared error of v clipped to V ± `critic.clip`. The critic has its own optimizer (`critic.lr`).
+- The policy is trained as with any other advantages, but not in the first `critic.warmup` updates.
 """
 
 from __future__ import annotations
@@ -114,9 +113,9 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Return the explained variance of the critic: the share of the variance of the returns that its values explain.
+    """Return the explained variance of the critic over all scored tokens: 1 - Var(return - value) / Var(return).
 
-    The result is 1 for a perfect critic and 0 for a constant one. All scored tokens of the samples count.
+    The result is 1 for a perfect critic, and 0 for a critic whose values are all equal.
     """
     scored = [sample.scored for sample in samples]
     values, returns = (

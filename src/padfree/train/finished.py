@@ -103,10 +103,10 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 
 
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
-    """Raise a `UserError` if this start would have to continue a run that ended without a checkpoint.
+    """Raise a `UserError` if the run in the folder ended without a checkpoint, so that it cannot train further.
 
-    With `raised_steps_only`, only a larger `run.steps` raises the error. Callers pass this argument before the data has
-    been read, because they cannot know yet whether the data has changed.
+    `raised_steps_only`: raise the error only if `run.steps` is larger than before. Callers that have not read the data
+    pass true, because they do not know yet whether the data has changed.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)

@@ -58,7 +58,10 @@ class Float8Distance:
 
 
 class Float8Layers:
-    """The decoder layers of a model that can multiply in float8, and a switch between float8 and bfloat16 for each."""
+    """Switches individual decoder layers of a model between float8 and bfloat16.
+
+    Layers without `Float8Linear` modules always multiply in bfloat16.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.layers: dict[int, list[Float8Linear]] = {}
@@ -76,7 +79,7 @@ class Float8Layers:
 
     @contextmanager
     def only(self, numbers: Collection[int]) -> Iterator[None]:
-        """Context manager: in its block, only these layers multiply in float8."""
+        """Context manager: in its block, only the layers whose indices are in `numbers` multiply in float8."""
         before = {linear: linear.float8_products for linear in self._products}
         self.use(numbers)
         try:
@@ -203,7 +206,10 @@ class Float8Budget:
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return which layers multiply in float8, as entries of a checkpoint's `extra` dict; {} before the choice."""
+        """Return an entry for a checkpoint's `extra` dict that stores which layers multiply in float8.
+
+        Return {} before the first step, which chooses these layers.
+        """
         if self.distances is None:
             return {}
         return {KEY: {"budget": self.budget, "distances": [asdict(each) for each in self.distances]}}
@@ -211,7 +217,8 @@ class Float8Budget:
     def restore(self, extra: Mapping[str, Any]) -> None:
         """Restore from a checkpoint's `extra` dict which layers multiply in float8.
 
-        If the layers were chosen with another budget, they are not restored, and the next step chooses again.
+        If the checkpoint was saved with another `parallel.float8_budget`, nothing is restored, and the next step
+        chooses the layers again.
         """
         stored = extra.get(KEY)
         if stored is not None and stored["budget"] == self.budget:

@@ -1,21 +1,23 @@
 """A global batch and its updates, and its representation in a checkpoint.
 
-    5 samples, 2 epochs, 2 mini-batches      parts   [3 0 4] [1 2] | [2 3 1] [4 0]      epoch 0 | epoch 1
-                                             done    2: two updates were made, so the third part is next
+SFT makes one update per batch. RL makes `loss.epochs` × `loss.mini_batches` updates of a batch. In this example, each
+of two epochs divides the five samples of a batch into two mini-batches, and makes one update with each:
 
-In this example, each of the two epochs divides the five samples into two parts, and each part gives one update.
+    epoch                           0                1
+    indices of samples (`parts`)    [3 0 4] [1 2]    [2 3 1] [4 0]
 
-SFT makes one update per batch. RL makes epochs × mini-batches updates of a batch, and all of them use advantages and
-log-probabilities that were computed before the first update. If a run stops between two updates of a batch, it needs
-the same values when it resumes. Its checkpoint therefore holds:
+All updates of an RL batch use advantages and log-probabilities that were computed before the first update. If a run
+stops between two updates of a batch, it needs the same values when it resumes. Its checkpoint therefore holds these
+entries, each for all samples of the batch:
 
-    "rollouts"                JSON: the number of updates done; length, uid, group, reward, ... of every sample
-    "rollouts/tokens"  [Σn]   and one tensor for each other array field, with all samples concatenated
-    "rollouts/counts"  [Σn]   and "rollouts/ids" [ΣK]: the kept sets, i.e. the token ids among which top-p, top-k or
-                              min-p let each token be sampled (`padfree.kept_sets`); only if a softmax was truncated
-    "rollouts/images"  [Σm]   the indices of the placeholder tokens of all images; the JSON has the images' digests
-    "rollouts/drawn"   [Σb]   the bytes of the images without a file of their own: those that an environment has shown,
-                              and those that data rows contain
+    "rollouts"           JSON: the number of updates made; length, uid, group, reward, ... of every sample
+    "rollouts/tokens"    the token ids; every other array of the samples has such an entry, too
+    "rollouts/ids"       the token ids that top-p, top-k or min-p left for sampling each token, one list per token
+                         (`padfree.kept_sets`); only if one of these settings was used
+    "rollouts/counts"    the lengths of these lists
+    "rollouts/images"    the indices of the placeholder tokens of the images; the JSON holds the images' digests
+    "rollouts/drawn"     the bytes of images that are in no file: those that an environment has shown, and those that
+                         data rows contain
 
 Image files of the prompts are not stored, because the resumed run reads them again.
 """
@@ -163,10 +165,10 @@ class GlobalBatch:
         number: int,
         images: RunImages | None = None,
     ) -> GlobalBatch:
-        """Restore the batch that `state` stored in `extra`.
+        """Restore the batch that the method `state` has stored in a checkpoint's `extra` dict.
 
-        `epochs` and `mini_batches` must have the values with which the batch was stored. `number`: the number of the
-        batch. `images`: the images of the prompts.
+        `epochs` and `mini_batches` must be the same as when the batch was stored. `number`: the number of the batch.
+        `images`: see `RunImages`.
         """
         about = extra[KEY]
         records = about["samples"]
@@ -174,8 +176,8 @@ class GlobalBatch:
         if (len(parts), epochs) != (about["updates"], about["epochs"]):
             raise UserError(
                 "loss.epochs",
-                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint was saved between updates of a "
-                f"rollout batch with {about['epochs']} epochs and {about['updates']} updates in all",
+                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint was saved in the middle of a "
+                f"rollout batch, whose {about['epochs']} epochs have {about['updates']} updates in total",
                 "resume with the earlier values of both settings until this batch is finished",
             )
         pieces = {
@@ -225,7 +227,7 @@ def _image_record(sample: Sample) -> dict[str, Any]:
 
 
 def _drawn(samples: Sequence[Sample]) -> dict[str, ReadImage]:
-    """Return by digest those images of the samples that no file holds, such as images that an environment drew."""
+    """Return the samples' images that are not in a file, e.g. images drawn by an environment: a dict by digest."""
     return {
         image.digest: image.load.read
         for sample in samples
@@ -244,7 +246,7 @@ def _restored_images(extra: Mapping[str, Any], images: RunImages) -> dict[str, I
         if images.settings is None:
             raise UserError(
                 "model.vision",
-                "false, but the checkpoint is inside a rollout batch with images",
+                "false, but the checkpoint was saved in the middle of a rollout batch with images",
                 "set model.vision=true",
             )
         expansion = Expansion(text="", num_tokens=0, grid=tuple(grid) or None)

@@ -73,8 +73,9 @@ from padfree.train.vocabulary import check_vocabularies
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preflight:
-    """The result of the checks before a run: tokenizer, data and model without weights, which the run then uses, and
-    notes to show the user before the first step.
+    """The tokenizer, the data and the model (without weights) that the checks before a run have loaded for the run.
+
+    `notes`: texts to show the user before the first step.
     """
 
     tokenizer: Any

@@ -1,12 +1,12 @@
 """Resolve `auto` settings from the device, the model and the memory estimate.
 
     parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   none (no layer recomputes) if that fits the device. Otherwise each layer gets a level such
-                             that the activations fit and as little as possible is recomputed
+    parallel.checkpointing   none (no layer recomputes activations) if that fits the device. Otherwise each layer gets
+                             its own level, so that the activations fit and as little as possible is recomputed
                              (`padfree.estimate.levels`). A layer offloads activations to the host only if computing the
-                             layer takes longer than copying the activations. On the CPU, or if communication divides
-                             the graphs of compiled layers, all layers get the same level instead: none, selective or
-                             full, whichever is the first that fits
+                             layer takes longer than copying the activations. In three cases, all layers get the same
+                             level, the first of none, selective and full that fits: on the CPU, with
+                             rollout.routing=replay, and if communication splits the graphs of compiled layers
     parallel.reshard         false (layers stay gathered between forward and backward) if the device has memory for the
                              gathered weights, else true
     checkpoint.asynchronous  true if the copies of a checkpoint fit into the free host memory. Each save chooses anew
@@ -71,7 +71,7 @@ ADAMW = ("adamw", "float32")
 """The optimizer and the dtype of its state for which padfree may suggest a smaller state, such as int8."""
 
 SMALLER_STATES = {"bfloat16": 0.5, "int8": 0.26}
-"""The size of each smaller optimizer state relative to float32, for weight matrices (`padfree.optim.state_format`)."""
+"""The size of the optimizer state of a weight matrix in each smaller dtype, relative to its size in float32."""
 
 WORTH_SAYING = 0.01
 """Padfree suggests a smaller optimizer state only if it saves at least this fraction of a step's FLOPs.
@@ -191,8 +191,9 @@ def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
 
 
 def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.device) -> ResolvedAuto:
-    """Resolve `rollout.exact=auto`. Raise a `UserError` if `rollout.exact` is true, but an operator does not allow it.
+    """Resolve `rollout.exact=auto`: true if all operations of the model give the same bits in sampler and trainer.
 
+    Raise a `UserError` if the user has set `rollout.exact` to true although some operation may give other bits.
     `resolved`: the settings with all other `auto` values replaced. `model`: the model without weights.
     """
     config = resolved.config
@@ -215,7 +216,7 @@ def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.dev
 
 
 def with_asynchronous(config: Config, choice: WriteChoice) -> ResolvedAuto:
-    """Return the settings with this choice for `checkpoint.asynchronous`, and its reason."""
+    """Return the settings with `choice` as the value of `checkpoint.asynchronous`, and the reason for the choice."""
     changed = replace(config, checkpoint=replace(config.checkpoint, asynchronous=choice.background))
     return ResolvedAuto(config=changed, reasons={"checkpoint.asynchronous": choice.reason})
 
@@ -294,10 +295,11 @@ def _whole_graphs(parallel: ParallelConfig) -> bool:
 def _levels(
     config: Config, model: PreTrainedModel, memory: MemoryEstimate, device_memory: float, may_offload: bool
 ) -> tuple[LayerLevel, ...] | None:
-    """Return the checkpointing level of each layer, such that the step fits the device and recomputes least.
+    """Return the checkpointing level of each layer with which a step fits the device and recomputes least.
 
-    Return None if no levels fit. `memory`: a memory estimate of the run with any checkpointing levels. `device_memory`:
-    the bytes of the device. `may_offload`: whether layers may offload activations to the host.
+    Return None if no levels fit. `memory`: a memory estimate of the run, whose checkpointing levels do not matter.
+    `device_memory`: the memory of the device in bytes. `may_offload`: whether layers may offload activations to the
+    host.
     """
     levels = COMPILED if memory.compiled else PLAIN
     if not may_offload:
@@ -353,10 +355,10 @@ def _candidates(
 ) -> Iterator[ParallelConfig]:
     """Yield the settings to try for activation checkpointing and resharding, fastest first.
 
-    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `by_layer`: whether
-    layers may have different checkpointing levels; the caller then replaces "full" by the levels that fit and recompute
-    least. `whole`: whether each compiled layer is one graph. With a single process, resharding saves almost no memory,
-    so it is tried last.
+    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `whole`: whether
+    each compiled layer is one graph, which offloading requires. `by_layer`: whether layers may have different
+    checkpointing levels. If so, the caller replaces "full" by one level per layer. Resharding is then tried last for a
+    single process, because it saves almost no memory there.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or not whole:

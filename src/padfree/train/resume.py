@@ -206,8 +206,8 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
             when = "change it after the checkpoint's rollout batch is finished" if "between" in rule else "set it back"
             raise UserError(
                 name,
-                f", but {path} was made with {before!r}",
-                f"{when}, give another run.folder, or start over with checkpoint.resume=false",
+                f", but the checkpoint {path} was made with {before!r}",
+                f"either {when}, or give another run.folder, or start over with checkpoint.resume=false",
                 value=now,
             )
     return changed
@@ -234,7 +234,7 @@ def check_made_with(
             before, now = changed[blamed[0]]
             raise UserError(
                 f"{blamed[0]}",
-                f"gives other samples ({sizes[1]}) than {before!r}, with which {path} was made ({sizes[0]})",
+                f"gives other samples than {before!r}, the value in {path}: now {sizes[1]}, before {sizes[0]}",
                 f"set it back, {start_over}",
                 value=now,
             )
@@ -291,7 +291,7 @@ def change_line(path: Path, changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def _required(config: Config) -> dict[str, Any]:
-    """Return only those settings that have no default. A config made from them has default values everywhere else."""
+    """Return the settings that every config must give. In a config made from them, all other settings are defaults."""
     return {
         "model": {"path": config.model.path},
         "data": {"path": list(config.data.paths)},
@@ -303,8 +303,8 @@ def _required(config: Config) -> dict[str, Any]:
 def _flat(values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
     """Flatten nested dicts to one dict with dotted names, e.g. {"a": {"b": 1}} to {"a.b": 1}.
 
-    A list of dicts is flattened too: {"a": [{"b": 1}]} gives {"a.0.b": 1}. A dict whose name is in `whole` is not
-    flattened. The names in `whole` have no list indices.
+    A list of dicts is flattened too: {"a": [{"b": 1}]} gives {"a.0.b": 1}. A dict whose dotted name, without list
+    indices, is in `whole` is not flattened: "a.b" in `whole` keeps a dict at "a.0.b".
     """
     found: dict[str, Any] = {}
     for name, value in values.items():

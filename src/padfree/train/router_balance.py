@@ -162,7 +162,7 @@ def _forward(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
 
 
 def _real_tokens(batch: LocalBatch) -> Tensor:
-    """Return a mask [T/cp] that is False for padding tokens, and for the token of a pack without samples (a filler)."""
+    """Return a mask [T/cp] that is False for padding, and for all tokens of a filler (a pack without samples)."""
     context, segments = batch.context, batch.context.segments
     num_tokens = len(batch.input_ids)
     real = 0 if batch.is_filler else segments.num_tokens - segments.pad_length

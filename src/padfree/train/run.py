@@ -282,7 +282,7 @@ def _pair_reference(config: Config, reference: ReferenceModel | None) -> Referen
 
 
 def _precomputed(config: Config, mesh: Mesh, samples: Samples, reference: ReferenceModel | None) -> ReferencedSamples:
-    """Return the samples with the log-probabilities of the reference model, which the caller can free afterwards."""
+    """Return the samples with the log-probabilities of the reference model. The caller can then free the model."""
     assert isinstance(samples, StoredSamples)
     assert reference is not None
     tensors = base_tensors(reference.scorer.model) or reference.tensors()
@@ -355,8 +355,8 @@ def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -
     """Return arguments for `resolve_auto_on` that describe the data, for the memory estimate.
 
     A run that generates rollouts needs the number of tokens of the longest prompt. Any other run needs the number of
-    tokens of the longest sample that one device holds, and the number of keys that attention copies per token. All runs
-    need the share of image tokens.
+    tokens of the longest sample that one device holds, and how many keys attention copies per token if samples share
+    prefixes. All runs need the share of image tokens.
     """
     samples = preflight_result.source.samples
     longest, shown = longest_of(samples), image_share(config.model, samples)

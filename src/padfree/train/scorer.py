@@ -65,7 +65,7 @@ If samples share prefixes, the result is instead one score for each of the e pre
 
 
 class Scorer:
-    """Computes log-probabilities of samples with a parallelized model, whose inputs it packs."""
+    """Packs samples, and computes their log-probabilities with a parallelized model."""
 
     def __init__(
         self,
@@ -184,10 +184,10 @@ class ScalarScorer(Scorer):
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of the predicted token for each of the e predictions of a pack on this rank, [e].
+    """Return the indices of the e tokens of a pack whose scores this rank computes, [e].
 
-    The index counts tokens in the concatenation of all samples of the global batch, not only of this pack. `starts`:
-    the index of each sample's first token in this concatenation. `indices`: the samples of the pack.
+    An index counts the tokens of all samples of the global batch, one sample after the other. `starts`: the index of
+    each sample's first token. `indices`: the samples of the pack.
     """
     entries, local = batch.packed.entries, batch.local.entries
     assert entries is not None

@@ -1,6 +1,6 @@
 """Build the models of a run from its settings.
 
-Config -> build_engine      model, optimizer, loss, and their scorer
+Config -> build_engine      the model with its optimizer, its loss and its scorer (which computes log-probabilities)
        -> build_reference   the reference model of the KL term
        -> build_critic      the value model that is trained together with the policy
        -> export            write the trained model, or its adapters, to a folder
@@ -52,7 +52,7 @@ def check_placement(config: Config, device_type: str) -> None:
     if uses_host(config.parallel.checkpointing) and device_type == "cpu":
         raise UserError(
             "parallel.checkpointing",
-            f"{config.parallel.checkpointing!r}, but the device is already the CPU",
+            f"{config.parallel.checkpointing!r} offloads activations to the CPU, but the device is already the CPU",
             "set parallel.checkpointing=selective",
         )
     path = Path(config.model.path)
@@ -290,10 +290,7 @@ def _load(
 
 @contextmanager
 def _errors_at(setting: str) -> Iterator[None]:
-    """Context manager: an error about a model in its block becomes an error about the setting with the model's path.
-
-    `setting`: the name of this setting.
-    """
+    """Context manager: turn each `UserError` of its block into one about `setting`, which holds the model's path."""
     try:
         yield
     except UserError as error:

@@ -26,7 +26,7 @@ from padfree.tasks.reading import Samples
 from padfree.train.batcher import in_rows
 
 MOST_ROWS = 64
-"""At most this many data rows are examined to find how many keys attention copies for shared prefixes."""
+"""The maximum number of data rows that `copied_keys` examines."""
 
 
 def rows_with_several(batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples) -> Indices:
@@ -55,10 +55,10 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Return how many keys attention copies per computed token if the samples of a data row share prefixes.
+    """Return the number of keys that attention copies because samples share prefixes, per computed token.
 
-    The result is the largest number found in at most `MOST_ROWS` data rows. The function examines the rows that
-    probably copy the most keys: those in which all samples together have the most tokens relative to the longest one.
+    The result is the maximum over at most `MOST_ROWS` data rows. The function examines the rows that probably copy the
+    most keys: those in which all samples together have the most tokens relative to the longest sample.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:

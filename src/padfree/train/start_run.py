@@ -142,7 +142,8 @@ def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpoint
 def _teacher_fingerprint(engine: Engine, teacher: Scorer | None, checkpointer: Checkpointer) -> str | None:
     """Return a fingerprint of the teacher's weights, or None if the run has no teacher.
 
-    `teacher`: the teacher of `loss.advantage=teacher`. The teacher of `padfree distill` is part of the engine's loss.
+    `teacher`: the teacher of `loss.advantage=teacher`. If it is None, the function takes the teacher of `padfree
+    distill` from the engine's loss.
     """
     found = engine.micro_batch_loss.teacher if teacher is None else teacher.model
     return None if found is None else checkpointer.fingerprint(named_tensors(found))
@@ -181,10 +182,10 @@ def _restore(
     float8: Float8Budget | None,
     images: RunImages | None,
 ) -> tuple[RunPosition, bool]:
-    """Load a checkpoint. Return the run's position, and whether the run was evaluated at this step before the save.
+    """Load a checkpoint. Return the run's position, and whether the run had evaluated the weights in the checkpoint.
 
     `changed`: the settings that differ from the checkpoint's. If a setting of the section `[eval]` is among them, the
-    returned position does not count this step as evaluated. `images`: the images of the prompts.
+    returned position does not count the weights as evaluated. `images`: see `RunImages`.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(

@@ -31,7 +31,10 @@ from padfree.train.microbatch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedSamples:
-    """The samples that a step skips because their gradient is 0: their number, tokens and scored tokens."""
+    """The number of samples that a step skips because their gradient is 0, and the number of their tokens.
+
+    `labels` counts only the tokens that would enter the loss.
+    """
 
     samples: int = 0
     tokens: int = 0
@@ -76,7 +79,10 @@ class PreparedStep:
 
 
 def encoded_images(samples: Sequence[Sample], plan: StepPlan) -> tuple[int, ...]:
-    """Return the number of features of each image that a step encodes. A pack encodes each distinct image once."""
+    """Return the images that a step encodes, each as its number of features.
+
+    An image that occurs several times in a pack is encoded once for this pack.
+    """
     if not any(sample.images for sample in samples):
         return ()
     found: list[int] = []

@@ -67,7 +67,10 @@ class StepPipeline:
         on_step: OnStep | None,
         times: BatchTimes | None = None,
     ) -> None:
-        """`times`: collects the seconds of logging. If it is None, `metrics.jsonl` has no `seconds/update`."""
+        """`times`: adds up the seconds of each phase of an RL run, to which the pipeline adds the seconds of logging.
+
+        If `times` is None, `metrics.jsonl` has no `seconds/update`.
+        """
         self._engine, self._folder, self._flops, self.on_step = engine, folder, flops, on_step
         self._metrics, self._events, self._trackers = metrics, events, trackers
         self._times = times

@@ -238,7 +238,7 @@ def image_settings(model: ModelConfig, data: DataConfig) -> ImageSettings | None
         raise UserError(
             "model.tokenizer",
             f"{model.tokenizer}, but with model.vision the model's own processor makes the tokens",
-            "leave it out",
+            "leave out model.tokenizer",
         )
     built = _skeleton(path, code)
     family = need_family(built)

@@ -53,11 +53,11 @@ def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: 
 def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Raise an error if a token of `own` is missing in `other` or has another id there. Return a note, or None.
+    """Raise an error if a token of the run's tokenizer is missing in a model's own tokenizer, or has another id there.
 
-    `own`: the vocabulary of the run's tokenizer `own_name`. `other`: the vocabulary of the model `name`, which the
-    setting `setting` names. `may_lack`: accept tokens that `other` lacks, if their ids stand for no other token there;
-    the returned note counts them.
+    `own`, `own_name`: the vocabulary and the name of the run's tokenizer. `other`, `name`: the vocabulary and the name
+    of the model. `setting`: the setting that gives the model. `may_lack`: accept missing tokens if the model does not
+    use their ids for other tokens. The function then returns a note with their number, and otherwise None.
     """
     if own.items() <= other.items():
         return None
@@ -75,9 +75,9 @@ def compare_vocabularies(
     if may_lack:
         raise UserError(
             "model.tokenizer",
-            f"{own_name} has other token ids than the tokenizer of {name}: {token!r} is {index} in model.tokenizer, "
-            f"but {there} in the model's own tokenizer{more}",
-            "leave it out, or give a tokenizer with the ids of the model",
+            f"{own_name} has other token ids than the tokenizer of {name}: the id of {token!r} is {index}, but for the "
+            f"model it is {there}{more}",
+            "leave out model.tokenizer, or give a tokenizer with the ids of the model",
         )
     only_lacks = len(lacks) == len(differs)
     cure = f", or set model.tokenizer={name} if the trained model knows its tokens" if only_lacks else ""

@@ -301,9 +301,9 @@ def test_a_placeholder_of_another_model_is_refused() -> None:
     model = build_vision("internvl")
     sample = mixed(model)[0]
     tokens = np.where(sample.tokens == PLACEHOLDER, 62, sample.tokens)
-    with refused("images", "placeholder 60"):
+    with refused("images", "expects id 60"):
         prepare_sample(model, Sample(tokens=tokens, images=sample.images))
-    with refused("images", "has 60"):
+    with refused("images", "expects id 60"):
         hidden_states(attach(model), shard(collate([Sample(tokens=tokens, images=sample.images)])))
 
 

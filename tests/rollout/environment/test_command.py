@@ -103,7 +103,7 @@ SAFE = [
 
 @pytest.mark.parametrize("arguments", RUN_AS_CODE, ids=" ".join)
 def test_data_is_not_run_as_code(arguments: list[str]) -> None:
-    with refused("rollout.agent", ".* data would be run as code"):
+    with refused("rollout.agent", ".* text of the data row would be run as code"):
         check_command(arguments)
 
 

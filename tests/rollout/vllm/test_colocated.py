@@ -240,7 +240,7 @@ def test_a_server_that_does_not_sleep(model_folder: Path, tmp_path: Path) -> Non
     """The run did not start it, so it goes on and says what may happen."""
     fake = fake_of(model_folder)
     fake.failing = {"/sleep"}
-    line = r"/sleep\?level=2 answered 500 \(the engine failed\); if this server is running, it does not sleep, and"
+    line = r"/sleep\?level=2 answered 500 \(the engine failed\); if this server is running, it keeps its GPU memory"
     with serving(fake) as (url,), pytest.warns(PadfreeWarning, match=line):
         train(make_config(tmp_path / "run", model_folder, servers=[url], colocated=True, steps=1))
     assert len(lines(tmp_path / "run")) == 1

@@ -187,7 +187,10 @@ def test_lists_of_a_server_in_both_forms() -> None:
             r"does not return kept sets \(.*\); start the server with --return-sampling-mask",
         ),
         ({"scales_out": False}, r"\(403: Scale-out endpoints are disabled.\), so the server .*--enable-scale-out"),
-        ({"missing": {GENERATE}}, f"has no route {GENERATE}, so the server does not return kept sets; start the"),
+        (
+            {"missing": {GENERATE}},
+            rf"has no route {GENERATE}, so the server does not return kept sets \(.*\); start the",
+        ),
     ],
 )
 def test_servers_that_return_no_sets(changes: dict[str, Any], line: str) -> None:

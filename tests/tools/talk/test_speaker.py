@@ -58,7 +58,9 @@ def test_a_folder_of_adapters_answers_as_the_model_with_adapters(tmp_path: Path)
     assert found == [greedy(model, prompt, speaker.stops) for prompt in prompts]
     assert found != [answer.tokens.tolist() for answer in plain.answer(prompts, max_new_tokens=MAX_NEW_TOKENS)]
     other = save_model(tmp_path / "other", hidden_size=32)
-    with pytest.raises(ValueError, match=r"do not fit .*; give the base model that they were trained on with --base"):
+    with pytest.raises(
+        ValueError, match=r"do not fit .*; set --base to the base model that the adapters were trained on"
+    ):
         open_speaker(find_model(str(folder), base=str(other)), device="cpu")
     deeper = save_model(tmp_path / "deeper", num_hidden_layers=3)
     with pytest.raises(ValueError, match=r"do not fit .*: only one of the two has"):

@@ -15,5 +15,5 @@ of its result.
 
 
 def rounded_up(count: Any) -> Any:
-    """Return the next multiple of `MULTIPLE`."""
+    """Return `count` rounded up to a multiple of `MULTIPLE`."""
     return (count + MULTIPLE - 1) // MULTIPLE * MULTIPLE

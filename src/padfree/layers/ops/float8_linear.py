@@ -45,10 +45,10 @@ MATMUL = "padfree::float8_matmul"
 
 WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
-"""The mantissa bits that 448 = 1.75 · 2⁸, the largest float8 value, has as a float32."""
+"""The mantissa bits of the largest float8 value (448 = 1.75 · 2⁸) as a float32."""
 LARGEST_EXPONENT = 127 + 127 + 8
-"""A number x is scaled to the magnitude of 448 by the factor 2⁸ / 2^exponent(x). The biased exponent of this factor is
-`LARGEST_EXPONENT` minus the biased exponent of x.
+"""The largest float8 value, 448, has the exponent 8. A float32 x gets the same exponent by multiplication with
+2^(8 - exponent of x). The biased exponent of this factor is `LARGEST_EXPONENT` minus the biased exponent of x.
 """
 NOT_FINITE = 255
 """The biased exponent of infinity and NaN in a float32."""
@@ -216,10 +216,12 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y = x · weightᵀ + bias, the largest absolute value of each column of x, and the same for the weight.
+    """Return y = x · weightᵀ + bias, the largest absolute value in each column of x, and that in each column of the
+    weight.
 
-    `output` says whether the matmul is computed in float8. `by_column` has two bools, for x and for the weight: whether
-    the largest values are computed. Where they are not computed, an empty tensor is returned in their place.
+    If `output` is True, y is computed in float8. The two bools `by_column` then say whether the largest values of x and
+    of the weight are computed too. If `output` is False, y is computed by an ordinary matmul, and no largest values are
+    computed. Largest values that are not computed are returned as empty tensors.
     """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)

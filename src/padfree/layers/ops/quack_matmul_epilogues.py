@@ -34,7 +34,7 @@ def swiglu(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, act: Tensor) -> None:
 
 
 def swiglu_backward(a: Tensor, b: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """Write the gradients of gate and up into `dgate` and `dup`; a·b is the gradient of silu(gate) · up.
+    """Write the gradients of gate and up into `dgate` and `dup`. The gradient of silu(gate) · up is the matmul a @ b.
 
     `dgate` and `dup` may be the tensors gate and up themselves.
     """

@@ -1,15 +1,15 @@
 """RMSNorm as operators that read hidden states once in forward and once in backward.
 
-    rms_norm            x [.., D], weight [D]        -> y [.., D], rstd [..]
-    add_rms_norm        a, b [.., D], weight [D]     -> y [.., D], a + b [.., D], rstd [..]     the residual stream
-    rms_norm_backward   dys, x, weight, rstd, residual [.., D] or None -> dx [.., D], dweight [D]
+RMSNorm is y = weight · x · rstd, with rstd = (mean x² + eps)^-½. x and y are [.., D], weight is [D] and rstd is [..],
+where D is the hidden size. The arithmetic is float32, and y is rounded once.
 
-    y = weight · x · rstd    rstd = (mean x² + eps)^-½
+    rms_norm(x, weight, eps)                                              -> y, rstd
+    add_rms_norm(a, b, weight, eps)                                       -> y, x, rstd      x = a + b
+    rms_norm_backward(dys, x, weight, rstd, residual, weight_gradient)    -> dx, dweight
 
-D is the hidden size. The arithmetic is float32, and y is rounded once.
-
-Several matmuls read the output y of the norm, and each gives one of the gradients `dys` of y. `residual` is the
-gradient of the residual stream. The kernel adds all of them, so that no sum is written to memory separately.
+`dys` is a list of gradients of y, for example one from each matmul that reads y. `residual` [.., D] is the gradient of
+x from the nodes outside the norm that read x, or None. rms_norm_backward adds up the gradients `dys`, and adds
+`residual` to dx, so that no sum is written to memory separately.
 
 On a GPU, Triton kernels are used (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts the operators
 into compiled layers.

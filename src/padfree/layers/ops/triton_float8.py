@@ -1,11 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The casts of `float8_linear` as Triton kernels.
 
-    rows       a program casts one row at a time, which it holds in registers; with `columns` it also keeps the largest
-               value of each column of its rows, and an atomic maximum combines the values of all programs
-    columns    a program casts a tile [TOKENS, COLUMNS] and writes it transposed
+The function `rows` casts a matrix to float8 with one scale per row. Each Triton program casts several rows, one at a
+time, and holds the current row in registers. If the argument `columns` is True, each program also computes the largest
+absolute value in each column of its rows. An atomic maximum combines the values of all programs, and a maximum does not
+depend on the order of comparisons. So results have the same bits in every run.
 
-A maximum does not depend on the order of comparisons, so results have the same bits in every run.
+The function `columns` casts a matrix with one scale per column. Each Triton program casts a tile [TOKENS, COLUMNS] and
+writes the tile transposed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch import Tensor
 from padfree.layers.ops.float8_format import DTYPE, MULTIPLE, rounded_up
 
 MAX_WIDTH = 16384
-"""The largest number of columns of a matrix for which the function `rows` can find the largest value of each column. A
-wider matrix row does not fit into registers.
+"""Up to this matrix width, the kernel of the function `rows` also finds the largest value in each column. It holds
+these values in registers, together with a whole row. For wider matrices, `_largest_kernel` finds the largest values.
 """
 
 
@@ -44,7 +46,7 @@ class CastTile(NamedTuple):
 TILE = CastTile(tokens=64, columns=64, warps=4)
 LARGEST_TILE = (64, 128)
 LARGEST_ROWS = 512
-"""The number of matrix rows in which a program of `_largest_kernel` searches for the largest value of each column."""
+"""The number of matrix rows that one Triton program of `_largest_kernel` reads."""
 
 
 def choose(width: int, *, columns: bool) -> RowsLaunch:
@@ -137,7 +139,7 @@ def _multiprocessors(x: Tensor) -> int:
 
 @triton.jit
 def _bits(value):
-    """Return the bits of |value|."""
+    """Return the float32 bit pattern of |value| as an int32."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

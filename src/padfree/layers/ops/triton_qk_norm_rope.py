@@ -92,9 +92,10 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Return the indices of the head vectors, the indices of their elements, and the mask of existing elements.
+    """Return what is needed to load one half of each of ROWS head vectors, beginning with vector `first`.
 
-    They serve to load one half [ROWS, d/2] of a block of ROWS head vectors: RoPE combines the two halves of a vector.
+    Returns the indices of the vectors, the indices of the elements in a half, and a mask [ROWS, COLUMNS]. The mask is
+    False beyond the last of the `num_rows` vectors, and beyond the HALF elements of a half.
     """
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]

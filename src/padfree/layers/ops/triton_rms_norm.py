@@ -37,7 +37,7 @@ class LaunchConfiguration(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Return the number of elements of a token that are loaded at once: 8 per thread."""
+        """Return the number of elements of one hidden state that a program loads at once. Each thread loads 8."""
         return 8 * 32 * self.warps // self.rows
 
 
@@ -172,14 +172,16 @@ def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the memory offsets [ROWS, CHUNK] of chunk `c` of ROWS tokens, beginning with token `first`."""
+    """Return the memory offsets [ROWS, CHUNK] of columns c · CHUNK to (c + 1) · CHUNK of the ROWS tokens from token
+    `first` on.
+    """
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
 
 
 @triton.jit
 def _inside(first, c: tl.constexpr, num_rows, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the mask [ROWS, CHUNK] of the elements that exist in chunk `c` of the tokens from `first` on."""
+    """Return a mask [ROWS, CHUNK] for the elements of `_offset`: False beyond the last token and the last column."""
     row = first + tl.arange(0, ROWS)
     column = c * CHUNK + tl.arange(0, CHUNK)
     return (row < num_rows)[:, None] & (column < D)[None, :]

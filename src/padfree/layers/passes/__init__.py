@@ -1,28 +1,31 @@
-"""The graph passes of a compiled layer, in order. The passes insert `padfree.layers.ops` into the graphs.
+"""The graph passes of a compiled layer, which insert the operators of `padfree.layers.ops` into the layer's graphs.
 
-    the layer's graph                      silu(gate) · up      mean, rsqrt, ·      t · cos + rotate(t) · sin
-      │  before autograd
-      │    rms_norm_pass                   RMSNorm before a matmul             →  rms_norm, add_rms_norm
-      │    qk_norm_rope_pass               QK-norm and RoPE of heads           →  qk_norm_rope
-      │    swiglu_pass                     silu(gate) · up                     →  swiglu
-      ▼
-    autograd: a forward graph, and a backward graph in which op_backward computes the gradient of the operator op;
-      │       `parallel.checkpointing` decides what is recomputed in backward
-      │  after autograd (Inductor only), in both graphs
-      │    row_sums_pass                   sum, mean (forward, `rollout.exact`) →  row_sum, row_mean
-      │    rms_norm_backward_pass          adds around rms_norm_backward       →  its arguments dys and residual
-      │    matmul_epilogues_pass           a·b -> swiglu, swiglu_backward, +   →  matmul_swiglu, .._backward, matmul_add
-      ▼
-    Inductor's own passes
-      │  after Inductor's passes, which do not allow in-place operators
-      │    swiglu_overwrite_pass           swiglu_backward                     →  swiglu_backward_, in place
-      │    matmul_epilogues_overwrite_pass matmul_swiglu_backward              →  matmul_swiglu_backward_, in place
-      ▼
-    kernels
+The passes are listed in the order in which they run. To the left of an arrow are the nodes that a pass replaces, and to
+the right the operators that it inserts. The operator op_backward computes the gradient of the operator op, and
+op_backward_ writes the results over the inputs.
+
+    before autograd
+        rms_norm_pass                     RMSNorm before a matmul                →  rms_norm or add_rms_norm
+        qk_norm_rope_pass                 QK-norm and RoPE                       →  qk_norm_rope
+        swiglu_pass                       silu(gate) · up                        →  swiglu
+
+    after autograd, in forward and backward graphs, only with Inductor
+        row_sums_pass                     sum                                    →  row_sum
+                                          mean                                   →  row_mean
+        rms_norm_backward_pass            additions and rms_norm_backward        →  rms_norm_backward
+        matmul_epilogues_pass             matmul and swiglu                      →  matmul_swiglu
+                                          matmul and swiglu_backward             →  matmul_swiglu_backward
+                                          matmul and addition                    →  matmul_add
+
+    after Inductor's own passes, which do not allow in-place operators
+        swiglu_overwrite_pass             swiglu_backward                        →  swiglu_backward_
+        matmul_epilogues_overwrite_pass   matmul_swiglu_backward                 →  matmul_swiglu_backward_
+
+`row_sums_pass` runs only with `rollout.exact`, and only in forward graphs.
 
 Later passes match the results of earlier ones: matmul_swiglu is inserted only where swiglu was inserted before. A pass
-changes a graph in place and returns the number of changes. To add a pass, write a file here and add the pass to
-`PASSES`.
+changes a graph in place and returns the number of changes. To add a pass, write a module in this folder and add the
+pass to `PASSES`.
 """
 
 from __future__ import annotations

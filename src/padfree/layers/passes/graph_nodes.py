@@ -1,4 +1,4 @@
-"""Queries on the nodes of a layer's graph, and functions that replace nodes.
+"""Functions that examine and replace the nodes of a layer's graph.
 
 A node's fake tensor is in `meta["example_value"]` before autograd and in `meta["val"]` after it.
 """
@@ -20,8 +20,8 @@ def arguments(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Any, target: Any, users: int | None = 1) -> bool:
-    """Return whether a node calls `target` and exactly `users` nodes read its result. None allows any number of
-    readers.
+    """Return whether a node calls `target` and exactly `users` other nodes read its result. If `users` is None, any
+    number of nodes may read it.
     """
     if not isinstance(node, fx.Node) or node.target != target:
         return False
@@ -35,7 +35,7 @@ def only_user(node: Any) -> Any:
 
 
 def example(node: Any) -> Tensor | None:
-    """Return the fake tensor of a node before autograd, or None if its result is not a tensor."""
+    """Return the fake tensor of a node in a graph before autograd, or None if the node's result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 

@@ -36,7 +36,10 @@ class _Matmul(NamedTuple):
 
 
 def matmul_epilogues_pass(graph: fx.Graph) -> int:
-    """Fuse each matmul with the SwiGLU, the backward of SwiGLU, or the add after it. Returns the number of changes."""
+    """Fuse matmuls with the operation that reads their result: SwiGLU, the backward of SwiGLU, or an addition.
+
+    Returns the number of changes.
+    """
     count = 0
     for target, fuse in (
         (torch.ops.padfree.swiglu.default, _fuse_swiglu),

@@ -1,11 +1,16 @@
-"""Replace QK-norm and RoPE in a layer's graph.
+"""Replace QK-norm followed by RoPE in a layer's graph by the operator qk_norm_rope.
 
-`qk_norm_rope_pass` runs before autograd and replaces these nodes, for heads [1, T, H, d] and cos and sin [1, T, d]:
+`qk_norm_rope_pass` runs before autograd. `heads` are the query or key heads [1, T, H, d] of T tokens, with H heads of
+size d, and cos and sin are [1, T, d]. The pass replaces the nodes of
 
-    RMSNorm -> transpose -> t · cos + cat(-t[d/2:], t[:d/2]) · sin     becomes   qk_norm_rope -> transpose
+    t = RMSNorm(heads).transpose(1, 2)
+    y = t · cos + cat(-t[.., d/2:], t[.., :d/2]) · sin
 
-T is the number of tokens, H the number of heads, d the head size, and t are the normalised heads. No other node may
-read the intermediate results. The compiler handles a QK-norm without RoPE.
+by
+
+    y = qk_norm_rope(heads, weight, cos, sin, eps).transpose(1, 2)
+
+It does so only if no other node reads the intermediate results. A QK-norm without RoPE is left to the compiler.
 """
 
 from __future__ import annotations
@@ -74,10 +79,10 @@ def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
 
 
 def _angles(multiplied: fx.Node, factor: fx.Node, heads: Tensor) -> fx.Node | None:
-    """Return the node of cos or sin [1, T, d] if the node `multiplied` is `factor` · cos or `factor` · sin.
+    """Return the node of cos or sin if the node `multiplied` is the product `factor` · cos or `factor` · sin of a RoPE,
+    otherwise None.
 
-    `factor` is either the node of the transposed heads t [1, H, T, d], or the node of cat(-t[d/2:], t[:d/2]). Returns
-    None if `multiplied` is another product, or if the shape or dtype of cos or sin does not fit `heads` [1, T, H, d].
+    cos and sin must have the shape [1, T, d] and the dtype of `heads` [1, T, H, d].
     """
     others: list[Any] = [arg for arg in multiplied.args if arg is not factor]
     if len(others) != 1 or not is_call(others[0], "unsqueeze", users=None) or others[0].args[1:] != (1,):

@@ -1,14 +1,13 @@
 """Replace RMSNorm in a layer's graph.
 
-Before autograd, `rms_norm_pass`:
+`rms_norm_pass` runs before autograd. If a matmul reads the result of an RMSNorm, the pass replaces the norm by the
+operator rms_norm. If the input of the norm is a sum a + b that another node also reads, as in the residual stream, the
+operator add_rms_norm replaces both the addition and the norm. Other norms, such as a norm before an addition, are
+left to the compiler, which can fuse a norm with an addition. With `rollout.exact`, all norms of hidden states are
+replaced.
 
-    x.to(float32) -> pow(2) -> mean -> + eps -> rsqrt -> · -> to(bfloat16) -> weight ·     becomes   rms_norm
-    a + b -> the same, and another node also reads a + b                                   becomes   add_rms_norm
-
-A norm is replaced if a matmul reads its result. The compiler handles a norm whose result is read by an add, because it
-can fuse the two. T is the number of tokens and D the hidden size.
-
-After autograd, `rms_norm_backward_pass` moves the adds around rms_norm_backward into its arguments:
+`rms_norm_backward_pass` runs after autograd. It replaces the additions before and after an rms_norm_backward by further
+arguments of rms_norm_backward:
 
     rms_norm_backward([d1 + d2 + d3], ..) + other     becomes   rms_norm_backward([d1, d2, d3], .., residual=other)
 """
@@ -128,7 +127,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def _is_residual_add(x: fx.Node) -> bool:
-    """Return whether x is a sum of two hidden states whose result is also read by a node outside the norm."""
+    """Return whether x, the input of an RMSNorm, is a sum of two hidden states that another node also reads."""
     if not is_call(x, operator.add, users=None) or len(x.users) < 2:
         return False
     total, *parts = (example(node) for node in (x, *x.args))
@@ -156,7 +155,8 @@ def _insert_add_rms_norm(graph: fx.Graph, norm: RMSNorm) -> None:
 
 
 def rms_norm_backward_pass(graph: fx.Graph) -> int:
-    """Replace the additions before and after each rms_norm_backward by its arguments `dys` and `residual`.
+    """Remove the additions before and after each rms_norm_backward. The operator adds the summands instead: they become
+    its arguments `dys` and `residual`.
 
     Returns the number of rms_norm_backward nodes.
     """

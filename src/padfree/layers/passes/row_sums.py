@@ -1,11 +1,12 @@
-"""Replace the sums and means of a forward graph by operators that PyTorch computes (`padfree.layers.ops.row_sums`).
+"""Replace sums and means in a forward graph by operators for which the compiler generates no kernels.
 
-After autograd, `row_sums_pass`, for `rollout.exact` only:
+The operators row_sum and row_mean (`padfree.layers.ops.row_sums`) always call PyTorch's own kernel. So the order of a
+sum does not differ from graph to graph. Example:
 
-    softmax over experts, as the compiler decomposes it:  amax, -, exp, sum, /      becomes   amax, -, exp, row_sum, /
-    weights / weights.sum(-1)                                                       becomes   weights / row_sum
+    weights / weights.sum(-1)     becomes   weights / row_sum(weights, -1)
 
-Maxima and sums of integers stay, because they do not depend on the order of their inputs.
+`row_sums_pass` runs after autograd, and only with `rollout.exact`. It does not replace maxima and sums of integers,
+because their results do not depend on the order.
 """
 
 from __future__ import annotations

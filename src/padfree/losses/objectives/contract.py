@@ -36,7 +36,7 @@ from padfree.losses.types import LossInputs
 Function = TypeVar("Function", bound=Callable[..., object])
 
 ATTRIBUTE = "padfree_objective"
-"""The name of the function attribute in which the decorator `objective` stores the traits."""
+"""The attribute of an objective's function in which the decorator `objective` stores its arguments, as `Traits`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,11 @@
 """User-defined objectives: `loss.kind = "my_losses:mine"`.
 
     @padfree.losses.objective(elementwise=True)
-    def mine(tokens: padfree.losses.ObjectiveInputs) -> Tensor:             or an ObjectiveOutput
+    def mine(tokens: padfree.losses.ObjectiveInputs) -> Tensor:
         return -tokens.advantages * tokens.logprobs
 
-The function is user code, so padfree checks its results and reports its exceptions. The checks do not synchronise with
-the device.
+The function returns one loss per token, or an `ObjectiveOutput`, which can also hold values for metrics. padfree checks
+the results of the function and reports its exceptions. The checks do not synchronise with the device.
 """
 
 from __future__ import annotations

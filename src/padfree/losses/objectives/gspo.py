@@ -1,11 +1,11 @@
-"""GSPO: a clipped ratio of whole sequences. The ratio s is exp(mean of log π - log π_old over the tokens).
+"""GSPO: clips the probability ratio s of a whole sequence. The loss of each of its tokens is
 
-    max(-s A, -clamp(s, 1 - low, 1 + high) A)
+    max(-s A, -clamp(s, 1 - low, 1 + high) A)        s = exp(mean of log π - log π_old over the tokens of the sequence)
 
-A is the advantage, and sg(x) is x without gradient. Each token uses s · π / sg(π) in place of s (GSPO-token in the
-paper). This product has the value of s, but its gradient involves only the token's own π. If the tokens of a sequence
-have equal advantages and weights, the gradients of all tokens add up to the gradient of s. Context ranks that share the
-sequence then exchange only values, not gradients.
+where A is the token's advantage. In place of s, this module uses sg(s) · π / sg(π) (GSPO-token in the paper), where π
+is the probability of the token and sg(x) is x without gradient. This product has the value of s, but its gradient
+involves only the token's own π. Ranks that share a sequence therefore exchange values, but no gradients. If all tokens
+of a sequence have the same advantage and weight, the sum of their losses has the same gradient as with s.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Find the modules of a model that mix tokens without attention, by experiment.
+"""Find the mixers of a model: modules that mix tokens without attention (recurrences, convolutions).
 
-    a layer     norm -> mixer -> (+) -> norm -> MLP -> (+)
-    calls       mixer(x) and mixer(x with token 3 changed)        do the outputs of other tokens differ?
+A small copy of the model (few layers, random weights; see `padfree.model.probe`) runs once, and the call of every
+module inside its layers is recorded. Each call is then repeated with one token changed. The module is a mixer if its
+outputs for other tokens change, and if neither the module nor a submodule calls transformers' attention.
 
-A small copy of the model (see `padfree.model.probe`) runs once, and the call of every module is recorded. A module
-below a layer is a mixer if a changed token changes its outputs for other tokens, and if none of its submodules calls
-transformers' attention.
+If a mixer contains another mixer, `find_mixers` returns two alternatives, and `padfree.model.probe` uses the first one
+with which packs give correct results:
 
-If mixers are nested, `padfree.model.probe` tries the innermost modules first, because their calls are the simplest.
-Then it tries the outermost modules, which include mixing between the inner ones (a convolution before a recurrence).
+1. the innermost modules, which have the simplest arguments
+2. the outermost modules, in case tokens are also mixed outside of the innermost modules, for example by a convolution
+   before a recurrence
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LISTENER = f"{NAME}_listener"
 NUM_TOKENS = 11
 CHANGED = 3
 TOLERANCE = 1e-5
-"""The smallest difference between outputs that counts as mixing, relative to the largest entry. It is not 0, because in
-a mixture of experts a changed token can change the rounding of other tokens.
+"""A module mixes tokens if changing one token changes the output of another by more than this fraction of the largest
+output. The fraction is not 0, because in a mixture of experts a changed token can change how other tokens are rounded.
 """
 
 
@@ -48,10 +49,10 @@ class _MixerCall:
 
 
 def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
-    """Find the modules of a model that mix tokens without attention.
+    """Find the mixers of a model: modules that mix tokens without attention.
 
-    Returns up to two alternatives: the innermost such modules, then the outermost. Each alternative has one `Mixer` per
-    module class. The list is empty if no module mixes tokens.
+    Returns up to two alternatives: the innermost mixers, then the outermost mixers. Each alternative has one `Mixer`
+    per module class. The list is empty if the model has no mixer.
     """
     layers = list(layers_of(model))
     calls, attending = _calls(model, layers)
@@ -146,8 +147,9 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _hidden_parameter(call: _MixerCall) -> str | None:
-    """Return the name of the parameter that takes the hidden states: the first one whose argument has shape [1,
-    T, D].
+    """Return the name of the argument that holds the hidden states: the first argument of shape [1, T, D].
+
+    Returns None if the call has no such argument.
     """
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and value.ndim == 3 and value.shape[:2] == (1, NUM_TOKENS):

@@ -1,11 +1,13 @@
-"""The chunk kernels of flash-linear-attention, with segment boundaries.
+"""The chunk kernels of flash-linear-attention, for packs: no state passes from one segment (sample) to the next.
+
+Each function of this file (first column) replaces a function of transformers (second column), and takes the same
+arguments and the segment boundaries. The third column names the models that use the function.
 
     gated_delta_rule           torch_chunk_gated_delta_rule       Qwen3-Next, Qwen3.5, OLMo-Hybrid
     kimi_delta_attention       chunk_kimi_delta_attention         Kimi-Linear: a decay for each channel
     mamba2_scan                mamba2_chunk_scan                  Mamba-2: linear attention with a decay for each head
 
-Each function of this file (first column) replaces a function of transformers (second column) and takes the same
-arguments. In a compiled layer, each call is a graph break, because Triton has already compiled the kernels.
+torch.compile does not trace the kernels, so each call is a graph break in a compiled layer.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from padfree.segments import Segments
 
 DTYPES = (torch.bfloat16, torch.float16)
 NO_GRADIENTS = ("3.4.0", "3.7.1")
-"""On Hopper, flash-linear-attention cannot compute gradients with the Triton versions from the first number up to, but
-not including, the second.
+"""A range of Triton versions: the first version in it and the first version after it. With a Triton version in this
+range, flash-linear-attention cannot compute gradients on Hopper GPUs unless tilelang is installed.
 """
 
 

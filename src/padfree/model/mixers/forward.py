@@ -1,20 +1,21 @@
-"""The forward of mixers on packs.
+"""Run mixers (modules that mix tokens without attention: recurrences, convolutions) on packs.
 
-    layer                    mixer(hidden [1, T, D], attn_context=..., ...)
-    packed_forward           move each segment as a whole to one rank          padfree.cp, if ranks share the pack
-                             run the module's own forward on each segment      padfree.model.mixers.by_segment
-                             or on all segments at once                        padfree.model.mixers.varlen_kernel
-                             move the results back
+`install` replaces the forward of each mixer by `packed_forward`, which keeps the segments (samples) of a pack apart:
 
-Before the first forward pass on a device, the model decides whether a mixer runs on each segment or on all segments at
-once. Running on all segments at once is called the fast forward, and a compiled layer includes it in its graph. If a
-mixer runs segment by segment, or if context ranks share a pack, the mixer is a graph break.
+1. If several ranks share the pack (context parallelism), move each segment as a whole to one rank (`padfree.cp`).
+2. Run the mixer's own forward on each segment (`padfree.model.mixers.by_segment`), or on all segments at once
+   (`padfree.model.mixers.varlen_kernel`).
+3. If segments were moved, move the results back.
 
-The module keeps its class, its weights and its own forward; only the instance gets another forward. This forward calls
-the original one as long as the model uses an attention implementation of transformers.
+Before the first batch on a device, `choose_forwards` decides whether a mixer runs on each segment or on all segments at
+once. On all segments at once, a mixer is part of a compiled layer's graph. On each segment, or if ranks share the pack,
+a mixer is a graph break.
 
-The `AttnContext` is passed with the call, as the argument `attn_context`. If the layer passes its mixer a mask but no
-other keyword argument, the context is passed in place of the mask.
+Only the forward of the module instance is replaced; its class and weights stay the same. If the user switches the model
+back to an attention implementation of transformers, `packed_forward` calls the forward of the module's class.
+
+A mixer gets the `AttnContext` (the samples of the pack) as the argument `attn_context`. If a layer passes its mixer a
+mask but no other keyword argument, the context is passed in place of the mask.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ HALF_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixerState:
-    """The information that `packed_forward` needs about a module (a mixer) whose forward it replaces. No field depends
-    on a batch.
+    """The information about a mixer (a module that mixes tokens without attention) that `packed_forward` needs to run
+    it on packs. No field depends on a batch.
     """
 
     mixer: Mixer
@@ -61,11 +62,15 @@ class MixerState:
 
 
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
-    """Replace the forward of the modules that `mixers` describe by `packed_forward`. Returns the number of modules.
+    """Replace the forward of a model's mixers (modules that mix tokens without attention) by `packed_forward`.
 
-    May be called again for the same model. `order` is only given for the shuffled packs of `padfree.model.probe`: index
-    i of such a pack holds token order[i]. If `fast` is True, a mixer processes all segments at once, provided that a
-    test on the device of the first batch passes.
+    Returns the number of modules. May be called again for the same model.
+
+    - `mixers`: one entry for each class of modules to replace.
+    - `order`: only for the shuffled packs of `padfree.model.probe`, in which index i holds token order[i] of the pack
+      before shuffling.
+    - `fast`: let mixers process all segments (samples) of a pack at once if they pass a test. The test runs before the
+      first batch, on the batch's device.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -106,10 +111,11 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Choose, before the first batch on a device, how each mixer of the model runs. This is a forward pre-hook.
+    """Forward pre-hook that chooses, before the first batch on a device, how each mixer of the model runs.
 
-    The hook tests whether a mixer gives correct results if it runs on all segments of a pack at once. A mixer that
-    fails this test runs segment by segment, which is slower.
+    A mixer is a module that mixes tokens without attention. The hook tests whether the mixer gives correct results if
+    it runs on all segments (samples) of a pack at once. A mixer that fails this test runs on each segment
+    separately, which is slower.
     """
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
@@ -253,11 +259,13 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """Apply `call` to each segment of a pack as a whole, even if the pack's tokens are divided over context ranks.
+    """Apply `call` to each segment (sample) of a pack as a whole, even if several ranks share the pack's tokens.
 
     A pack of T tokens is divided over `world` context ranks. Each tensor in `tokens` holds one value per token of this
-    rank, [T/world, ...]. Returns [T/world, D'] with zeros for padding tokens; D' is the output width. If `order` is
-    given, index i of the pack holds token order[i].
+    rank, [T/world, ...]. Returns [T/world, D'] with zeros for padding tokens; D' is the output width.
+
+    `order` [T] is only given if the tokens of the pack are shuffled: index i of `tokens`, and of the result, belongs to
+    token order[i] of the pack before shuffling.
     """
     segments = context.segments
     if context.layout is not None:

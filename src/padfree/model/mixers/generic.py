@@ -1,4 +1,6 @@
-"""Mixers of other kinds (RWKV's time shifts, RG-LRU): found by their behaviour, and run segment by segment."""
+"""The kind of all mixers (modules that mix tokens without attention) for which there is no other kind, such as RWKV's
+time shifts and RG-LRU. They run on each segment (sample) of a pack separately.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ def matches(module: nn.Module) -> bool:
 
 
 def _width(module: nn.Module) -> int:
-    """Return an estimate of the number of values per token saved for backward: the largest dimension of any weight."""
+    """Return the largest dimension of the module's parameters, from which FLOPs and saved activations are estimated."""
     return max((max(parameter.shape) for parameter in module.parameters() if parameter.ndim), default=0)
 
 

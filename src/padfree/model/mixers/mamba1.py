@@ -15,7 +15,10 @@ from padfree.model.mixers.mixer import MixerKind, convolution_flops, convolution
 
 
 def matches(module: nn.Module) -> bool:
-    """Return whether a mixer is Mamba: it has a decay for each element of the state, and a skip connection `D`."""
+    """Return whether a mixer (a module that mixes tokens without attention) is Mamba.
+
+    Mamba is recognised by its parameters: a decay for each element of the state, and a skip connection `D`.
+    """
     decay = decay_of(module)
     return decay is not None and decay.ndim >= 2 and hasattr(module, "D")
 

@@ -25,8 +25,10 @@ mask but drops other keyword arguments.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
-    """Describes how the modules of one class of mixers are called: which arguments hold hidden states, values per token
-    and the `AttnContext`. A mixer mixes tokens without softmax attention.
+    """A class of mixers (modules that mix tokens without softmax attention) and the arguments of its forward.
+
+    The fields name the arguments that hold the hidden states, other tensors with one value per token, and the
+    `AttnContext`.
     """
 
     class_name: str  # from `qualified_name`
@@ -40,8 +42,10 @@ class Mixer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerKind:
-    """A kind of mixer (e.g. Mamba-2): how to recognise such a mixer, how many FLOPs it takes, and how many activations
-    it saves.
+    """A kind of mixer (a module that mixes tokens without softmax attention), such as Mamba-2.
+
+    The fields say how to recognise such a mixer, how many FLOPs it takes, and how many activations it keeps for
+    backward.
     """
 
     name: str
@@ -55,7 +59,9 @@ class MixerKind:
     functions that they replace. Without functions for this device, returns the reason as a string.
     """
     dtypes: Callable[[torch.device], tuple[torch.dtype, ...]] = lambda device: (torch.float32,)
-    """The dtypes of hidden states that `functions` support on a device; the first one is tested."""
+    """For a device, returns the dtypes of hidden states that `functions` support. Before `functions` are used, their
+    results are tested in the first of these dtypes.
+    """
 
 
 def qualified_name(cls: type) -> str:

@@ -1,17 +1,15 @@
-"""Run a mixer (a recurrence or convolution) on all segments of a pack at once: its own forward, in which functions that
-respect segment boundaries replace those of transformers.
+"""Run a mixer (a recurrence or convolution) on all segments (samples) of a pack at once.
 
-    per segment    [n, L, D] for each length L        always correct, slow
-    fast           [1, T, D], Segments                functions of the mixer's kind replace functions of transformers
+The mixer runs its own forward, but some functions of transformers that this forward calls are replaced by functions
+that respect segment boundaries. A kind of mixer can provide such functions for a device.
 
-Each kind of mixer provides such functions for a device. Before padfree uses the functions, it tests them on this
-machine, on a mixer with random weights and the real sizes. The outputs and all gradients are compared with those of the
-mixer's plain PyTorch code, run on each segment in float32. The allowed difference is a few times the rounding error of
-the plain code in the tested dtype.
+Before padfree uses the functions, it tests them on this machine, on a mixer with random weights and the real sizes. The
+outputs and all gradients are compared with those of the mixer's plain PyTorch code, run on each segment in float32. The
+allowed difference is a few times the rounding error of the plain code in the tested dtype.
 
-If the test fails or a package is missing, the mixer runs segment by segment, and the reason is reported once. In that
-case transformers may call kernels of other packages. These kernels are tested in the same way, because some versions
-cannot compute gradients or give wrong results.
+If the test fails or there are no such functions, the mixer runs on each segment separately, which is slower. On a GPU,
+the reason is reported once. The mixer's forward may then call the kernels that transformers chooses, if they pass the
+same test. Some versions of these kernels cannot compute gradients or give wrong results.
 """
 
 from __future__ import annotations
@@ -46,7 +44,9 @@ PyTorch code in the tested dtype and in float32. If the tested dtype is float32,
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class VarlenKernel:
-    """A function that replaces the forward of all mixers of one class, and processes all segments of a pack at once."""
+    """A forward that runs one class of mixers (modules that mix tokens without attention) on all segments (samples) of
+    a pack at once.
+    """
 
     forward: Function
     boundaries: str  # the argument that takes the Segments
@@ -54,10 +54,10 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """Return a forward that runs mixers of this class on all segments of a pack at once.
+    """Return a forward that runs mixers of this class on all segments (samples) of a pack at once.
 
-    If there is no such forward, return the reason as a string.
-    The forward is not yet tested on this device.
+    If there is no such forward, return the reason as a string. This function does not test the forward; `tested_kernel`
+    does.
     """
     kind = KINDS[mixer.kind]
     if kind.functions is None:
@@ -103,9 +103,10 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Return whether the mixer's own forward gives correct results with the kernels that transformers chooses.
+    """Return whether the forward of a mixer gives correct results with the kernels that transformers chooses.
 
-    The forward is tested segment by segment, against the mixer's plain PyTorch code.
+    The forward runs on each segment (sample) separately, and is compared with the mixer's plain PyTorch code.
+    Returns False without a test if there is no such code, or on a CPU.
     """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False
@@ -130,7 +131,9 @@ _TRIALS: dict[tuple[str, str, str, torch.device], str | None] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A test of one implementation of a mixer. The test runs on a copy of the mixer with random weights."""
+    """A test of one implementation of a mixer (a module that mixes tokens without attention). The test runs on a module
+    of the same class and sizes with random weights.
+    """
 
     name: str  # of the implementation
     call: Function  # a function of (module, hidden states [T, D], Segments) that returns [T, D]

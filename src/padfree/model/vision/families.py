@@ -1,18 +1,19 @@
-"""The vision-language models that can be trained on packs, and what differs between them.
+"""The vision-language models that can be trained on packs (several samples in one sequence), and how they differ.
 
-    model (...ForConditionalGeneration)      lm_head
-      base                                   get_image_features(inputs) -> features [F, D] of F placeholder tokens
-        tower, projector                     `encoders`
-        language model                       `language`, packed with padfree's attention
+All supported models (`...ForConditionalGeneration`) have the same structure:
 
-The forward of each supported model embeds the tokens, puts the features in the places of the placeholder tokens and
-calls the language model; `features` does the same for packs. A `VisionFamily` therefore says only where the parts of
-the model are, what its tower reads, and whether positions depend on images. A tower reads the images of a pack in one
-call: patches of all images with cumulative lengths, or tiles of equal size along the batch axis. In the tower, no image
-attends to another.
+    base model
+        vision tower and projector      `VisionFamily.encoders`, called by get_image_features
+        language model                  `VisionFamily.language`, which runs with padfree's attention
+    lm_head
 
-A model that is not listed is refused: `why_refused` gives the reason, and the generated table of architectures has
-the reasons of all image-text models.
+Their forward embeds the tokens, replaces the embeddings of placeholder tokens by image features, and calls the language
+model. `padfree.model.vision.features` performs these three steps for a pack. A `VisionFamily` therefore says only where
+the parts of the model are, what its vision tower reads, and whether positions depend on images. A tower reads all
+images of a pack in one call: either the patches of all images with cumulative lengths, or tiles of equal size along the
+batch axis. In the tower, no image attends to another.
+
+Any other model is refused, and `why_refused` gives the reason.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ def _tile(config: PreTrainedConfig) -> Tensor:
 
 
 def _cut_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return the filler image (the input of the tower if a pack has no images) for towers that cut off padding.
+    """Return the filler image (the input of the vision tower if a pack has no images) for towers that crop each image
+    to its size in `image_sizes`.
 
-    The image has two placeholder tokens, because Mistral 3 fails with one.
+    The image is large enough for two placeholder tokens, because Mistral 3 fails with one.
     """
     side = config.vision_config.patch_size * config.spatial_merge_size
     return {"pixel_values": torch.ones(1, 3, side, 2 * side), "image_sizes": torch.tensor([[side, 2 * side]])}
@@ -111,10 +113,10 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return the filler image (the input of the tower if a pack has no images) for towers that read an image both as a
-    whole and in tiles.
+    """Return the filler image (the input of the vision tower if a pack has no images) for towers that read an image
+    twice: scaled to the size of one tile, and divided into tiles.
 
-    The image is as large as one tile, so the tower gets two tiles: the whole image, and its only part.
+    The filler image is as large as one tile, so the tower gets the same tile twice.
     """
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
@@ -193,14 +195,16 @@ FAMILIES: dict[str, VisionFamily] = {
     "Idefics3ForConditionalGeneration": _IDEFICS,
     "SmolVLMForConditionalGeneration": _IDEFICS,
 }
-"""The family of each supported class. padfree's tests compare it with transformers, one sample at a time."""
+"""The `VisionFamily` of each supported model class. For each class, padfree's tests compare the results for a pack with
+those of transformers for one sample at a time.
+"""
 
 REFUSED = {
     "paligemma": "the tokens of a prompt attend to each other, and a sample does not say where its prompt ends",
     "got_ocr2": "transformers cannot set the attention of the language model separately",
     "mllama": "the language model attends to images by cross-attention, not at placeholder tokens",
 }
-"""Why images cannot be trained, by `model_type` of the config."""
+"""The reason why a model cannot be trained on images, by `model_type` of its config."""
 
 
 def why_refused(model_class: type) -> str | None:
@@ -227,11 +231,11 @@ def _base_class(model_class: type) -> Any:
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
-    """Return the `VisionFamily` of a model, with any head, or of its base model; None if it is not a supported
-    vision-language model.
+    """Return the `VisionFamily` of a model, or None if it is not a supported vision-language model.
 
-    The class of the model must be one of transformers' own classes, because a subclass may compute something else. The
-    subclass that FSDP2 creates when it shards a model counts as the class of the model.
+    The model may have a language-model head, a scalar head or no head. Its class must be one of transformers' own
+    classes, because a subclass may compute something else. The only exceptions are the subclasses that FSDP2 creates
+    when it shards a model.
     """
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     name = own.__name__
@@ -244,7 +248,9 @@ def family_of(model: nn.Module) -> VisionFamily | None:
 
 
 def scalar_name(name: str) -> str:
-    """Return the name of the class with a scalar head for the name of a model's class with a language-model head."""
+    """Return the name of the class with a scalar head: LlavaForConditionalGeneration becomes
+    LlavaForSequenceClassification.
+    """
     return name.replace(_WHOLE, _SCALAR)
 
 
@@ -257,8 +263,9 @@ def language_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def unsupported_vision(config: PreTrainedConfig) -> str | None:
-    """Return a description of the value of the vision config that prevents training on images, or None if no value
-    does.
+    """Return the reason why a model with this config cannot be trained on images, or None if it can.
+
+    This function only checks whether the vision config has a dropout rate or drop-path rate above 0.
     """
     vision = config.vision_config
     for name, value in vision.to_dict().items():

@@ -44,7 +44,7 @@ def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: Loc
     if batch.images is not None and family.rotary and batch.rotary_positions is None:
         raise UserError(
             "rotary_positions",
-            f"are missing, and those of {type(base).__name__} depend on the images",
+            f"are missing, but the batch has images, on which token positions in {type(base).__name__} depend",
             "pass each sample through padfree.model.vision.prepare_sample(model, sample)",
         )
     hidden: Tensor = getattr(base, family.language)(**inputs).last_hidden_state
@@ -52,11 +52,12 @@ def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: Loc
 
 
 def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImages | None) -> dict[str, Any]:
-    """Return the inputs of the language model for tokens [T]: the embeddings [1, T, D], and for some models (Qwen3-VL)
-    further features of the vision tower for the first layers.
+    """Return the inputs of the language model for tokens [T]: embeddings [1, T, D], in which the features of `images`
+    replace the embeddings of their placeholder tokens. Some models (Qwen3-VL) also get further features of the vision
+    tower for the first layers.
 
-    Only the placeholders of `images` get features. A policy may also sample the placeholder's id in a response. Such a
-    token keeps its embedding, as when transformers generates text.
+    A policy may sample the id of the placeholder token in a response. There it stands for no image, and the token keeps
+    its embedding, as in `generate` of transformers.
     """
     device = tokens.device
     if images is None:
@@ -85,7 +86,7 @@ def _check_images(base: PreTrainedModel, family: VisionFamily, images: LocalImag
     if images.placeholder != base.config.image_token_id:
         raise UserError(
             "images",
-            f"have the placeholder {images.placeholder}, but {name} has {base.config.image_token_id}",
+            f"have placeholder tokens with id {images.placeholder}, but {name} expects id {base.config.image_token_id}",
             "tokenise the samples with the processor of this model",
         )
     if images.inputs and sorted(images.inputs) != sorted(family.inputs):

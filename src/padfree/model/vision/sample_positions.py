@@ -28,10 +28,10 @@ IMAGE = 1
 
 
 def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
-    """Return the sample with the positions that this model gives its tokens. A sample without images is returned
-    unchanged.
+    """Return the sample with `rotary_positions`, if token positions in this model depend on the images of the sample.
+    Otherwise, or if the sample has no images, return it unchanged.
 
-    Raises `UserError` if the model cannot be trained on these images.
+    Raises `UserError` if the model cannot be trained on images in general, or on the images of this sample.
     """
     family = need_family(model)
     if not sample.images:
@@ -42,7 +42,7 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
     if placeholder != base.config.image_token_id:
         raise UserError(
             "images",
-            f"stand at tokens with id {placeholder}, but {name} has the placeholder {base.config.image_token_id}",
+            f"have placeholder tokens with id {placeholder}, but {name} expects id {base.config.image_token_id}",
             "tokenise the sample with the processor of this model",
         )
     if family.one_image is not None and len(sample.images) > 1:
@@ -66,7 +66,9 @@ def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
             )
         if image.positions[-1] - image.positions[0] + 1 != len(image.positions):
             raise UserError(
-                "images", "have text between their placeholder tokens", "tokenise with the model's processor"
+                "images",
+                "have other tokens between the placeholder tokens of one image",
+                "tokenise with the model's processor",
             )
     types = np.zeros(len(sample), dtype=np.int32)
     types[np.concatenate([image.positions for image in sample.images])] = IMAGE

@@ -26,10 +26,10 @@ from padfree.sample import Sample
 def batch_metrics(
     groups: Sequence[RolloutGroup], samples: Sequence[Sample], settings: RolloutConfig, *, failed: tuple[int, int]
 ) -> dict[str, float]:
-    """Return metrics of the groups that the batch trains on.
+    """Return metrics of a batch.
 
-    `failed`: the number of failed episodes and the number of groups with a failed episode. Both are counted over all
-    episodes that were requested for the batch.
+    `groups`: the groups that the batch trains on. `failed`: the number of failed episodes, and the number of groups
+    with a failed episode. `failed` also counts groups that were sampled for the batch but are not trained on.
     """
     metrics: dict[str, float] = {}
     if settings.has_episodes:

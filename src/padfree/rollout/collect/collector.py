@@ -1,32 +1,34 @@
 """Turn groups of prompts into samples, batch by batch, for any engine and any kind of episode.
 
-`Collector.next` sends the weights to the sampler, takes groups from the batcher until the queue is full, and returns
-the samples of the oldest queued batch. For batch 7 with 3 episodes for each of the prompts p and q:
+`Collector.next` sends the weights to the sampler, queues batches of prompt groups (`put`) until its queue is full, and
+returns the samples of the oldest queued batch (`take`). In this example, batch 7 has 3 episodes for each of the prompts
+p and q:
 
     put 7     groups (p p p) (q q q)     episodes 0 1 2 | 3 4 5, divided over all ranks
               known episodes             those in the checkpoint or the response log are not sampled again
     take 7    episodes                   played by `ResponseWriter` (one turn) or `EpisodeRunner` (an environment)
               rewards                    a function runs on the rank of the episode; a reward model runs on all ranks
               filter                     optionally replaces groups whose rewards are all equal (`queued_batch`)
-              samples                    ordered by group, episode and leaf; every rank knows all of them, and the
+              samples                    in the order of the groups and episodes; every rank gets all samples, but their
                                          tokens stay on the rank that sampled them (`sample_exchange`)
 
-With `rollout.staleness` 0, `put` requests nothing and `take` plays the whole batch. With a staleness above 0, the
-sampler works on queued batches during training. A digit below is the number of a batch:
+With `rollout.staleness` 0, all episodes are played in `take`. With a staleness above 0, sampling begins at `put` and
+goes on during training. In this example with a staleness of 2, the digits are batch numbers, and a weight sync
+interrupts the sampling of batch 3:
 
     main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 .....
-    sampler          1 1 1 1 2 2 2 2 3 3 3 3 ...   3 3       | interrupted  | 3 3 4 4 4 ...
-    rewards              1 1 1 1 2 2 2 2 3 3 3 ...
+    sampler          1 1 1 1 2 2 2 2 3 3 3 3 3 3 3 3 3 3 3 3 |              | 3 3 4 4 4 ...
+    rewards              1 1 1 1 2 2 2 2 3 3 3 3 3 3 3 3 3 3 |              |     3 3 4 ...
 
-The batcher is ahead of training by the queued batches. A checkpoint therefore stores the position in the data before
-the oldest queued batch. A resumed run takes the same groups again, and restores their sampled responses.
+A checkpoint stores the queued batches (`queue_state`), and the position in the data before the oldest of them. A
+resumed run takes the same groups again, and restores the responses that were sampled for them. If `rollout.staleness`
+was lowered before the resume, some restored tokens may be too old when they are trained. The collector then drops the
+responses of their groups, and samples these groups again.
 
-The sampled tokens depend on the seed, the batch number and the episode number in the batch. Another number of ranks, or
-a resumed run, therefore gives the same rollouts, up to rounding of the logits. Batches are trained in the order in
-which they were queued, however fast the sampler is. All methods are collective.
-
-A checkpoint holds the queued batches (`queue_state`). If `rollout.staleness` was lowered before a resume, some tokens
-may be too old when they are trained. The collector drops their groups, counts them and samples them again.
+The random numbers that choose a token depend on the seed, the batch number and the episode number in the batch. With
+`rollout.staleness` 0, another number of ranks, or a resumed run, therefore gives the same rollouts, up to rounding of
+the logits. Batches are trained in the order in which they were queued, however fast the sampler is. All methods are
+collective.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ OnSampling = Callable[[int, int], None]
 Batcher = TokenBudgetBatcher[Any] | FixedSizeBatcher[Any]
 
 NUM_SHOWN = 4
-"""Number of groups of a batch whose first response is written to `rollouts.jsonl`."""
+"""For the first NUM_SHOWN groups of each batch, the first response is written to `rollouts.jsonl`."""
 POLL = 0.2
 """Seconds between two checks while the collector waits for episodes."""
 
@@ -157,8 +159,9 @@ class Collector:
     def _fill(self, batcher: Batcher, trained: PreTrainedModel, step: int, remaining: int = 0) -> None:
         """Sync the current weights to the sampler, then request batches until the queue is full.
 
-        The queue holds `staleness` batches, plus one if no batch is in training. `remaining`: updates that the batch in
-        training has left; 0 if no batch is in training.
+        The queue holds `staleness` batches while another batch is in training, and `staleness` + 1 batches otherwise.
+        `step`: the number of updates made so far. `remaining`: the number of updates still to be made with the batch in
+        training; 0 if no batch is in training.
         """
         self.sync_weights(trained, step)
         self._replace_equal_groups()
@@ -387,8 +390,9 @@ class Collector:
                 return outcomes
 
     def _wait(self, queued: QueuedBatch) -> str | None:
-        """Wait until this rank's episodes are finished, or no server has the weights. Return an error message, or None.
+        """Wait until this rank has finished its episodes of the batch. Return an error message, or None.
 
+        Stop waiting early after an error, or if `sampler.stuck` says that no server has the current weights.
         `sampler.stuck` is read without holding the lock `self._change`, to avoid a deadlock: a thread of the sampler
         may hold the sampler's own lock while it waits for `self._change`.
         """

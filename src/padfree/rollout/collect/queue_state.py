@@ -1,15 +1,20 @@
-"""Checkpoint state of the queued batches (`rollout.staleness` above 0), as a dict:
+"""Checkpoint state of the queued batches (`rollout.staleness` above 0), as a dict.
 
-    "queue"            for each finished episode: numbers of batch and episode, failure, and leaves, the sequences that
-                       become samples (length, reward, text, ...);
-                       for each partial response: numbers of batch and episode, and "begun" (its length, ...)
-    "queue/tokens"     [Σn] token ids of all leaves and partial responses, concatenated
-    "queue/logprobs"   [Σn] log-probabilities of these tokens
-    "queue/versions"   [Σn] policy versions of these tokens, -1 for tokens that were not sampled
-    "queue/routes"     [Σr, R, k] the k experts of each token in each of R layers, of all sequences that recorded them
-    "queue/counts"     [Σn] the number of ids from which truncated sampling drew each token (`KeptSets`)
-    "queue/ids"        [ΣK] these ids, concatenated; both arrays are absent if no softmax was truncated
+The entry "queue" is a list of finished episodes and partial responses. A finished episode consists of leaves, the token
+sequences that become samples. All leaves and partial responses together have N tokens:
+
+    "queue"            for each finished episode: batch number, episode number, failure, "leaves" (length, text, ...);
+                       for each partial response: batch number, episode number, "begun" (length, ...)
+    "queue/tokens"     [N] token ids
+    "queue/logprobs"   [N] log-probabilities
+    "queue/versions"   [N] policy version that sampled each token; -1: the token was not sampled
+    "queue/routes"     [M, R, k] the k experts of each token in each of R layers, for the M tokens with recorded experts
+    "queue/counts"     [N] the length of each token's list of ids in `KeptSets`
+    "queue/ids"        [K] the lists of ids, concatenated: the ids from which truncated sampling drew each token
     "queue/of"         the name of the environment; the episodes of another environment are not restored
+
+"queue/routes" is absent if no experts were recorded; "queue/counts" and "queue/ids" are absent without truncated
+sampling.
 
 Unfinished episodes of an environment are not stored: the state of their tools cannot be saved.
 """

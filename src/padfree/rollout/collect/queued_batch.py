@@ -70,9 +70,12 @@ Stored = tuple[int, int, Played | Response]
 class QueuedBatch:
     """A batch in the collector's queue: its groups of prompts, and the episodes that this rank plays for them.
 
-    `groups` holds the batch's own groups, then spare groups. The first `num_requested` groups have been requested from
-    the sampler. Three attributes hold this rank's episodes, by the number of the episode in the batch: `missing` (not
-    finished), `partial` (the tokens so far of unfinished responses) and `played` (results).
+    `groups` holds the groups that the data gives the batch. They are followed by spare groups, with which
+    `rollout.filter` replaces groups whose rewards are all equal. The first `num_requested` groups have been requested
+    from the sampler.
+
+    Three attributes describe this rank's episodes: `missing` is the set of the numbers of unfinished episodes,
+    `partial` maps the number of an episode to its unfinished response, and `played` maps the number to the result.
     """
 
     def __init__(
@@ -86,11 +89,11 @@ class QueuedBatch:
         seed: int = 0,
         cursor: Mapping[str, Any] | None = None,
     ) -> None:
-        """Create the batch, with nothing requested.
+        """Create the batch. No episode is requested from the sampler yet.
 
-        `own`: the batch's own groups. `version`: the policy version at which the batch is trained. `prompts`: all
-        prompts of the run. If `rollout.filter` is on, spare groups have prompts from this list, in an order that `seed`
-        gives. `cursor`: the position in the data before the batch.
+        `own`: the groups that the data gives the batch. `version`: the policy version at which the batch is trained.
+        `prompts`: all prompts of the run. If `rollout.filter` is on, spare groups get prompts from this list, in a
+        random order that depends on `seed`. `cursor`: the position in the data before the batch.
         """
         self.batch, self.version, self.cursor, self._settings = batch, version, cursor, settings
         self.groups: list[RolloutGroup] = []
@@ -109,7 +112,7 @@ class QueuedBatch:
 
     @property
     def requested(self) -> Sequence[RolloutGroup]:
-        """The groups of the batch whose episodes have been requested so far."""
+        """The groups that have been requested from the sampler so far."""
         return self.groups[: self.num_requested]
 
     def prompts(self) -> dict[int, Prompt]:
@@ -168,8 +171,8 @@ class QueuedBatch:
     def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
         """Return the groups to train on. Raise a `UserError` if no group is left.
 
-        First, as many groups are chosen as the batch has of its own; with `rollout.filter`, groups whose rewards differ
-        come first. Then the chosen groups with a failed episode are left out.
+        Choose as many requested groups as the batch has without spare groups. With `rollout.filter`, prefer groups that
+        contain different rewards. Then leave out each chosen group that contains a failed episode.
         """
         order = list(range(self._wanted))
         if self._filtered:
@@ -232,11 +235,11 @@ def merged(parts: Iterable[Outcomes]) -> dict[int, EpisodeOutcome]:
 def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list[tuple[int, RolloutGroup]]:
     """Divide the episodes of the groups over `world` ranks. Return the episodes of one rank, each with its group.
 
-    The shares of two ranks differ by at most one episode. Groups with prompts of similar length go to different ranks,
-    so that every rank gets prompts of all lengths.
+    Groups are sorted by prompt length and dealt to the ranks in turn, so that every rank gets prompts of all lengths.
+    Episodes are then moved between ranks, until the numbers of episodes of two ranks differ by at most one.
 
-    For example, 3 groups of 2 episodes hold the episode numbers 0 1 | 2 3 | 4 5. With two ranks and prompts of equal
-    length, rank 0 gets 0 1 4 and rank 1 gets 5 2 3.
+    For example, groups A, B and C have prompts of equal length and the episodes 0 1, 2 3 and 4 5. Of two ranks, rank 0
+    is dealt A and C, and rank 1 is dealt B. Then episode 5 moves, so rank 0 has 0 1 4 and rank 1 has 5 2 3.
     """
     by_length = sorted(groups, key=lambda group: (len(group.prompt.tokens), group.first))
     dealt = [group for start in range(world) for group in by_length[start::world]]
@@ -245,13 +248,14 @@ def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list
 
 
 class KnownEpisodes:
-    """Episodes and responses that were sampled before a resume, from the checkpoint and from the response log."""
+    """The episodes and responses in the checkpoint and in the response log, all sampled before the run was resumed."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """Start with an empty set of restored episodes.
+        """Start without the episodes of a checkpoint, which `restore` adds.
 
-        `oldest`: the maximum age of a token, in optimizer steps. `continues`: whether the sampler can continue partial
-        responses. If it cannot, partial responses in the log are ignored.
+        `oldest`: the maximum age of a token, i.e. the number of optimizer steps between the policy version that sampled
+        the token and the version at which it is trained. Groups with older tokens are dropped. `continues`: whether the
+        sampler can continue partial responses. If it cannot, partial responses in the log are ignored.
         """
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
@@ -285,7 +289,11 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return two counts since the last call: groups dropped for old tokens, and responses from the response log."""
+        """Return two counts since the last call.
+
+        The counts are the number of groups dropped because a token was too old, and the number of responses that were
+        found in the response log.
+        """
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0
         return counts

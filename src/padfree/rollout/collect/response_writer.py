@@ -1,10 +1,13 @@
 """Play single-turn episodes, which consist of a prompt, a response and a reward.
 
-    play      requests p0 p1 p2 q0 q1 q2 -> one call of `Sampler.sample` -> rewards in order, in the main thread
-    begin     requests -> `AsyncSampler.begin` -> a thread computes the reward of each response as it arrives
+`ResponseWriter.play` samples all responses with one call of `Sampler.sample`, then computes the rewards one by one in
+the main thread. With `rollout.on_failure=skip`, it computes the rewards in threads, so that the run continues if a
+reward function fails or hangs.
 
-With `rollout.on_failure=skip`, rewards are computed in threads, so that the run continues if one fails or hangs. With
-`rollout.reward_processes`, they are computed in processes.
+`ResponseWriter.begin` passes the requests to `AsyncSampler.begin` and returns. As soon as a response arrives, a thread
+computes its reward.
+
+With `rollout.reward_processes`, both methods compute rewards in processes instead.
 """
 
 from __future__ import annotations

@@ -1,20 +1,24 @@
 """Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
-    samples       a b on rank 0, c d on rank 1        every rank knows lengths, masks, rewards and shared prefixes
-    plan          a c on rank 1, b d on rank 0        needs no tokens, so every rank computes the same plan
-    exchange      a to rank 1, d to rank 0            token ids and log-probabilities, sent once
+In this example, rank 0 has sampled the samples a and b, and rank 1 has sampled c and d:
 
-Every rank holds placeholder ids in place of the tokens. A placeholder sample has the length, the last token and the
-shared prefixes of the real sample, so that a plan needs no real token ids. In this example, three samples share the
-prompt p q, and the first two also share the token 5:
+    all ranks know    lengths, masks, rewards and shared prefixes of a b c d, but not their tokens
+    plan              b d train on rank 0, a c on rank 1; every rank computes the same plan, without the tokens
+    exchange          rank 0 sends a to rank 1, and rank 1 sends d to rank 0: token ids and log-probabilities, sent once
 
-    samples                         p q 5 6 0 | p q 5 7 | p q 8 9 0       tokens shared with the previous sample: - 3 2
-    their placeholders              p q A A 0 | p q A 7 | p q C C 0       A, C: larger than any token id
+Before the exchange, every rank has a placeholder sample for each real sample. A placeholder sample has the length, the
+prompt, the last token and the shared prefixes of the real sample. Its other tokens are placeholder ids, which exceed
+all token ids. In this example, three samples share the prompt p q, and the first two also share the token 5. A and C
+are placeholder ids:
 
-Each rank finds the shared prefixes of its own samples. Samples of one group on different ranks share only the prompt in
-the plan. Samples with different routes (`padfree.routes`: the experts of each token) do not share tokens.
+    real samples           p q 5 6 0    p q 5 7    p q 8 9 0
+    placeholder samples    p q A A 0    p q A 7    p q C C 0
 
-Every rank knows the images of all samples: their placeholder tokens, and the bytes of images that are in no file.
+Each rank finds the prefixes that its own samples share. Between samples of different ranks, the plan shares at most the
+prompt. Samples with different routes (`padfree.routes`: the experts of each token) do not share tokens.
+
+Placeholder samples have the real image tokens, and the images of the real sample. The bytes of an image are sent to
+every rank if the image is in no file.
 """
 
 from __future__ import annotations
@@ -39,11 +43,11 @@ from padfree.routes import Routes, route_keys
 from padfree.sample import Sample
 
 NO_TOKEN = 1 << 40
-"""The smallest id that stands in for an unknown token in a placeholder sample. It is larger than any token id."""
+"""Ids from this number on are placeholder ids, which replace tokens that only one rank knows. Token ids are smaller."""
 
 ROUTED = 1 << 41
-"""This number is added to the ids of a prompt in a placeholder sample if the prompt has other routes (experts of each
-token) than in an earlier sample, so that samples with different routes share no prefix.
+"""Multiples of this number are added to the prompt's token ids in placeholder samples: one multiple for each distinct
+set of routes (the experts of each token), so that samples with different routes share no prefix.
 """
 
 Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None, Routes | None]
@@ -65,9 +69,9 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeafFacts:
-    """Describes a leaf (a sequence that becomes a sample) without its tokens. Every rank knows the facts of all leaves.
+    """Describes a leaf (a sequence that becomes a sample) without its tokens, so that every rank can know all leaves.
 
-    `order`: the index of this leaf when the leaves of the same rank and prompt are sorted by token ids.
+    `order`: the index of this leaf when the leaves of the same group on the same rank are sorted by token ids.
     """
 
     stretches: tuple[Stretch, ...]
@@ -88,10 +92,10 @@ class LeafFacts:
 def facts_of(
     played: Sequence[Played], prompt: NDArray[Any], *, shown: int | None, images: Sequence[Image] = ()
 ) -> list[tuple[LeafFacts, ...]]:
-    """Describe the leaves (sequences that become samples) of the episodes of one group that this rank played.
+    """Return for each episode in `played` the descriptions of its leaves (the sequences that become samples).
 
-    `prompt`: token ids of the group's prompt. `images`: the images of the prompt. `shown`: the number of the episode
-    whose text is included; None: no text is included.
+    `played`: this rank's episodes of one group. `prompt`: token ids of the group's prompt. `images`: the images of the
+    prompt. `shown`: the number of the episode whose text is included; None: no text is included.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     shown_images = [images if leaf.images is None else leaf.images.images for _, leaf in leaves]
@@ -142,14 +146,15 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 def placeholder_leaves(
     facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
 ) -> list[Leaf]:
-    """Make leaves (sequences that become samples) with placeholder token ids, from their descriptions `facts`.
+    """Make leaves (sequences that become samples) without the real tokens, from their descriptions `facts`.
 
-    `facts` describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so far, so
-    that no placeholder id is used twice.
+    Placeholder ids replace the tokens after the prompt. Leaves that share a prefix still share this prefix. `facts`
+    describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so far, so that no
+    placeholder id is used twice.
 
-    Leaves can share a prompt only if its tokens have the same routes (the experts of each token). A prompt therefore
-    gets other placeholder ids for each distinct set of routes. `routes` numbers these sets by their digests; a new
-    digest is added.
+    Two leaves must not share a prompt if its tokens have different routes (experts of each token) in the two leaves.
+    The ids of the prompt are therefore changed for each distinct set of routes. `routes` maps the digest of each set to
+    a number; this function adds new digests.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -185,10 +190,11 @@ def placeholder_leaves(
 def known_to_all(
     groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
 ) -> tuple[dict[int, Played], dict[int, int]]:
-    """Return the episodes of all ranks for these groups, and the rank that played each episode. Collective.
+    """Return the episodes of all ranks for these groups, and the rank that played each episode, both by episode number.
 
-    The leaves (sequences that become samples) of the returned episodes have placeholder token ids. For each of the
-    first `num_shown` groups, the first episode has its text, so that it can be written to `rollouts.jsonl`.
+    All ranks must call this function. The leaves (sequences that become samples) of the returned episodes have
+    placeholder ids instead of the real tokens. The leaves have no text either, except those of the first episode of the
+    first `num_shown` groups, which are written to `rollouts.jsonl`.
     """
     own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
     for index, group in enumerate(groups):
@@ -216,7 +222,7 @@ def known_to_all(
 
 
 class SampleStore:
-    """Holds the real tokens of some samples of a batch on this rank, and exchanges tokens with other ranks.
+    """Holds the tokens of the samples that this rank has sampled or fetched from other ranks.
 
     All methods except `get` are collective.
     """
@@ -276,10 +282,11 @@ class SampleStore:
             start = end
 
     def _num_bytes(self, index: int) -> int:
-        """Return the number of bytes that the exchange sends for a sample.
+        """Return the number of bytes that `fetch` sends for a sample.
 
-        Each token, each log-probability and each number of the kept sets (the ids from which each token was sampled)
-        takes 4 bytes. Recorded routes (the experts of each token) take further bytes.
+        Each token id and each log-probability takes 4 bytes. With truncated sampling, the size of a token's kept set
+        (the ids from which the token was sampled) and each id in this set take 4 bytes. Recorded routes (the experts of
+        each token) are added.
         """
         length, num_kept = self._lengths[index], self._num_kept[index]
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
@@ -303,13 +310,13 @@ class SampleStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TravellingSample(Sample):
-    """A sample with placeholder token ids. Its real tokens are those of sample `index` of a `SampleStore`."""
+    """A sample with placeholder ids in place of its tokens. The real tokens are sample `index` of a `SampleStore`."""
 
     store: SampleStore
     index: int
 
     def itself(self) -> Sample:
-        """Return the sample with its real tokens if this rank holds them, and otherwise with its placeholder tokens."""
+        """Return the sample with its real tokens if this rank holds them, and otherwise with its placeholder ids."""
         arrays = self.store.get(self.index)
         if arrays is None:
             return self
@@ -325,11 +332,13 @@ def travelling(
     own: Mapping[int, Arrays],
     num_kept: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """Return the samples, which have placeholder tokens, as samples that can fetch their real tokens. Collective.
+    """Give each sample access to its real tokens, which the rank that sampled it holds. Return the new samples.
 
-    `owners[i]`: the rank that sampled sample i. `own`: the real arrays of this rank's samples, keyed by sample index.
-    `num_kept[i]`: the total number of ids in the kept sets of sample i. A kept set holds the ids from which a token was
-    sampled.
+    The samples keep placeholder ids until their tokens are fetched. All ranks must call this function.
+
+    `owners[i]`: the rank that sampled sample i. `own`: the tokens and other arrays of the samples that this rank
+    sampled, by sample index. `num_kept[i]`: the total number of ids in the kept sets of sample i. A kept set holds the
+    ids from which a token was sampled.
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
@@ -347,11 +356,13 @@ def travelling_samples(
     owners: Mapping[int, int],
     own: Mapping[int, Played],
 ) -> list[Sample]:
-    """Return the samples, which have placeholder tokens, as samples that can fetch their real tokens. Collective.
+    """Give each sample access to its real tokens, which the rank that sampled it holds. Return the new samples.
+
+    The samples keep placeholder ids until their tokens are fetched. All ranks must call this function.
 
     `groups`: the groups of the samples, in the same order; each leaf (complete token sequence) of an episode has become
     one sample. `owners`: the rank that played each episode, by episode number. `own`: the episodes that this rank
-    played, by episode number.
+    played, with their real tokens, by episode number.
     """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
@@ -366,9 +377,11 @@ def travelling_samples(
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """Return all samples; those in this rank's packs have their real tokens. Collective if tokens are placeholders.
+    """Fetch the real tokens of the samples in this rank's packs from the ranks that sampled them. Return all samples.
 
-    `packs[data rank]`: for each pack an array of indices of `samples`, as in a `StepPlan`.
+    Samples whose tokens this rank does not hold keep placeholder ids in place of the tokens. If `samples` have
+    placeholder ids, all ranks must call this function. `packs[data rank]`: for each pack an array of indices of
+    `samples`, as in a `StepPlan`.
     """
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if not placeholders:
@@ -379,7 +392,7 @@ def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64
 
 
 def whole(samples: Sequence[Sample]) -> list[Sample]:
-    """Return all samples with their real tokens, e.g. for a checkpoint. Collective if tokens are placeholders."""
+    """Return all samples with their real tokens, e.g. for a checkpoint. Collective if samples have placeholder ids."""
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if placeholders:
         placeholders[0].store.fetch_all([sample.index for sample in placeholders])
@@ -395,9 +408,10 @@ def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
 
 
 def _arrays_of(received: NDArray[np.uint8], length: int, num_kept: int, kind: RouteKind | None) -> Arrays:
-    """Return the arrays of a sample of `length` tokens with `num_kept` kept ids, from the bytes that were sent.
+    """Return the arrays of a sample of `length` tokens from the bytes `received` from another rank.
 
-    `kind`: the shape per token and the dtype of routes (the experts of each token); None: no routes were sent.
+    `num_kept`: the total number of ids in the kept sets of the sample (the ids from which each token was sampled).
+    `kind`: the shape for one token and the dtype of the routes (the experts of each token); None: no routes were sent.
     """
     numbers = 2 * length + (length + num_kept if num_kept else 0)
     front, rest = np.split(received.copy(), [4 * numbers])

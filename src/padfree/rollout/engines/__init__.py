@@ -106,7 +106,8 @@ class CheckedSampler:
     def __init__(self, sampler: Any, name: str, *, truncated: bool = False) -> None:
         """`name`: the import path of the user's engine.
 
-        `truncated`: whether the responses must have kept sets (the ids from which top-k, top-p or min-p drew a token).
+        `truncated`: whether sampling is truncated (top-k, top-p or min-p). If so, each response must contain the kept
+        set of each token, i.e. the ids from which the token was sampled.
         """
         self._truncated = truncated
         self.sampler, self._name, self._what = sampler, name, f"rollout.engine: {name!r}"

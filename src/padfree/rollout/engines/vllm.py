@@ -1,14 +1,14 @@
-"""vLLM servers: their routes, options and answers.
+"""`VllmServer`: the HTTP interface of a vLLM server. `vllm_plugin` runs inside the server.
 
-The policy version of a response is that of the server's weights. The version is read twice, before and after the
-response, on the same connection as the response. Versions never repeat, and a connection does not survive a restart of
-the server. If both readings agree, all tokens were therefore sampled from the weights of this version.
+The policy version of the server's weights is read before and after each response. If both readings give the same
+version, all tokens were sampled from the weights of this version: the server cannot have received other weights in
+between, because no two weight syncs set the same version. The server cannot have restarted either, because both
+readings and the response share one connection.
 
-A pause of vLLM aborts the requests (mode `abort`), and the new weights prefill the partial responses. vLLM could also
-freeze requests and continue them afterwards (mode `keep`), but then later tokens would attend to keys and values of old
-weights, so that their log-probabilities would belong to no policy.
-
-`vllm_plugin` is the part that runs inside the server.
+For a weight sync, vLLM is paused in mode `abort`: requests end with the tokens sampled so far. A request that continues
+such a partial response computes its keys and values with the new weights. In mode `keep`, vLLM would keep the old keys
+and values. Later tokens would attend to them, and would have the log-probabilities of neither the old nor the new
+policy.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class VllmServer(HttpServer):
     async def models(self, *, fix: str = START) -> list[str]:
         """Return the names of the models that the server serves: the base model first, then adapters.
 
-        `fix`: advice in the error message if the server does not have the route.
+        `fix`: advice for the error message if the server has no route /v1/models.
         """
         answer = await self.call("GET", "/v1/models", fix=fix)
         with self.reading("/v1/models names no model"):
@@ -178,12 +178,20 @@ class VllmServer(HttpServer):
             )
 
     async def _check_kept_route(self, setting: str, name: str) -> None:
-        """Raise an error unless the server has the route that returns kept sets. `name`: of the served model."""
+        """Raise an error unless the server has the route `GENERATE`, the only one that returns kept sets.
+
+        A kept set holds the ids from which a token was sampled. `setting`: the setting that needs kept sets. `name`:
+        the name of the model on the server.
+        """
         try:
             body = _generate_body({"model": name, "prompt": [0], "max_tokens": 1, "top_k": 1})
             await self.call("POST", GENERATE, body, fix=KEPT)
         except UserError as error:
-            raise UserError(setting, f"{error.problem}, so the server does not return kept sets", KEPT) from None
+            raise UserError(
+                setting,
+                f"{error.problem}, so the server does not return kept sets (the ids from which each token was sampled)",
+                KEPT,
+            ) from None
 
     async def _check_vocabulary(self, name: str, vocabulary: int, *, has_weights: bool) -> None:
         """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one.
@@ -303,10 +311,10 @@ class VllmServer(HttpServer):
     def _choices(
         self, answer: Mapping[str, Any], number: int, model: str, route: str = COMPLETIONS
     ) -> list[dict[str, Any]]:
-        """Return the choices (responses) of an answer, in the order of the prompts. Raise an error unless all came.
+        """Return the sampled responses (the field `choices`) of a server's answer, in the order of the prompts.
 
-        `number`: the number of choices that must have come. `model`: the name of the model that must have answered.
-        `route`: the route that answered.
+        Raise an error unless the answer has `number` choices, and names `model` as the model. `route`: the route that
+        was called, for error messages.
         """
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
@@ -450,7 +458,7 @@ _OF_COMPLETIONS = ("prompt", "return_token_ids", "return_tokens_as_token_ids")
 
 
 def _generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the body of a request to the route `COMPLETIONS` into one for `GENERATE`, which returns kept sets."""
+    """Convert the body of a request for the route `COMPLETIONS` to the format of the route `GENERATE`."""
     sampling = {name: value for name, value in body.items() if name not in (*_OF_REQUEST, *_OF_COMPLETIONS)}
     return {
         **{name: body[name] for name in _OF_REQUEST if name in body},

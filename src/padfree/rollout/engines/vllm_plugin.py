@@ -1,25 +1,25 @@
-"""The vLLM side of a weight sync: a weight transfer engine, registered by the entry point `vllm.general_plugins`.
+"""A weight transfer engine for vLLM servers: receives the weights that padfree's trainer sends in a weight sync.
 
-A vLLM server uses this engine if the server is started with `--weight-transfer-config '{"backend": "padfree"}'`. The
-trainer calls these routes of the server:
+vLLM finds the engine by the entry point `vllm.general_plugins`. A server uses it if the server is started with
+`--weight-transfer-config '{"backend": "padfree"}'`. The trainer calls these routes of the server:
 
-    /init_weight_transfer_engine   {"transport": "group", "address", "port", ...}, or {"transport": "files"}
+    /init_weight_transfer_engine   connects the workers to the trainer; weights come by broadcast or in files
     /start_weight_update           begins vLLM's layerwise reload
-    /update_weights                one bucket: names, dtypes, shapes, differences; its bytes come by broadcast or in a
-                                   file
-    /finish_weight_update          ends the reload, and processes tied weights again
+    /update_weights                receives one bucket (a group of tensors that are sent together)
+    /finish_weight_update          ends the reload
 
-Every worker receives whole tensors, or differences, which it applies to a copy of the whole tensors in host memory. The
-model's `load_weights` keeps the shard that belongs to the worker.
+A bucket holds whole tensors, or only the elements that have changed since the last weight sync. A worker applies the
+changes to a copy of the whole tensors in host memory. In both cases, the worker gives whole tensors to the model's
+`load_weights`, which keeps the shard of this worker.
 
-vLLM's layerwise reload processes a layer once the weights of that layer have arrived. A head that is tied to the
-embeddings has no weights of its own, and on the CPU vLLM computes it from a packed copy of the embeddings. If
-`/finish_weight_update` did not process the head again, the head would keep the old copy.
+The reload processes a layer (e.g. packs its weights) when the weights of the layer have arrived. No weights arrive for
+a head that is tied to the embeddings. On the CPU, vLLM computes such a head from a packed copy of the embeddings.
+`/finish_weight_update` therefore processes tied heads once more, because they would otherwise keep the old copy.
 
 The plugin supports the versions of vLLM in `vllm.SUPPORTED`, which differ in two ways:
 
-    vLLM 0.24           the worker itself begins and ends the layerwise reload, and gives the engine `load_weights`
-    vLLM 0.24 to 0.26   no routes for the policy version, so the plugin adds them to the API server
+    vLLM 0.24           the worker begins and ends the reload itself, and passes `load_weights` to `receive_weights`
+    vLLM 0.24 to 0.26   the API server has no routes for the policy version, so the plugin adds them
 
 The server imports this module. The server's environment has torch and safetensors, but not all dependencies of padfree.
 """
@@ -162,7 +162,11 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Let vLLM process tied heads and embeddings again: on the CPU, each keeps a packed copy of the old weight."""
+    """Repeat vLLM's processing after loading for heads and embeddings that share a weight.
+
+    On the CPU, it updates the packed copy of the weight that each of these modules has. Otherwise, a copy could keep
+    the values from before the weight sync.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     sharing: dict[int, list[nn.Module]] = {}

@@ -1,23 +1,23 @@
 """Environments: multi-turn episodes with tools and branches, and unmodified agent programs.
 
-trajectory         Branch, Tree, Trajectory: token ids, and which of them were sampled
+trajectory         Branch, Tree, Trajectory: the token ids of an episode, and which of them were sampled
 episode_policy     Policy: the object through which an episode samples tokens
 calculator         a built-in environment: word problems with a calculator
 agent              runs a program as the environment (`rollout.agent`)
-  command          the program's command line: placeholders for columns, and safety checks
+  command          the program's command line: placeholders for data columns, and safety checks
   gateway          serves the policy to agent programs as an OpenAI-compatible API
   listener         an HTTP server on the loopback address, with limits
   call_fields      the fields that an API call may have
-  calls            turns the API calls of a program into branches of its episode, token by token
+  calls            turns the API calls of a program into token sequences (branches of its episode)
 verifiers_episode  plays an environment of the verifiers package
 openenv_episode    plays an environment that an OpenEnv server provides
-  responder        the policy for environments that keep messages, in this process
+  responder        samples responses for environments that use chat messages instead of token ids
   tool_calls       reads tool calls in the text of a response
 group_rewards      rewards that need all episodes of a prompt
 runner             EpisodeRunner: plays many episodes concurrently
   tokens           samples tokens for episodes: in rounds, or as requests arrive
 load_environment   loads the environment that the settings name
-rehearse           plays an environment without a model
+rehearse           plays an environment without a model, with given texts as the responses
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent

@@ -2,12 +2,13 @@
 
     rollout.agent = ["python", "my_agent.py", "{question}"]
 
-    arguments          {question} is replaced by the column `question` of the row (`command`)
-    standard input     the row as JSON
+    arguments          {question} is replaced by the column `question` of the data row
+    standard input     the data row as JSON
     standard output    the answer, from which `rollout.reward` computes the reward
-    API calls          their prompts and responses become the trajectory, token by token
+    API calls          the token ids of their prompts and responses become the trajectory
 
-A program fails if its exit code is not 0. A program that exceeds the time limit is killed with all its children.
+An episode fails if the exit code of its program is not 0. A program that exceeds the time limit is killed with all its
+children.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ POLL = 0.05
 """Seconds between two checks whether a program has ended."""
 
 LARGEST_OUTPUT, LAST_ERRORS = 16 << 20, 64 << 10
-"""Maximum size of the standard output, and the number of last bytes of the standard error that are kept."""
+"""`LARGEST_OUTPUT`: maximum bytes of a program's standard output. `LAST_ERRORS`: number of bytes that are
+kept from the end of its standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +121,7 @@ async def _collect(pipe: asyncio.StreamReader, collected: bytearray, last: int |
         if last is not None:
             del collected[:-last]
         elif len(collected) > LARGEST_OUTPUT:
-            raise RuntimeError(f"it printed more than {LARGEST_OUTPUT} bytes; print only the answer")
+            raise RuntimeError(f"the program printed more than {LARGEST_OUTPUT} bytes; let it print only its answer")
 
 
 async def _close(process: asyncio.subprocess.Process) -> None:

@@ -27,9 +27,9 @@ from padfree.rollout.prompts import Prompt
 QUESTION = re.compile(r"<<([^<>=]+)=\s*$")
 MOST_CALLS = 16
 ARITHMETIC = re.compile(r"[\d+\-*/(). ]{1,100}")
-"""Matches the calculations that the calculator computes. The limit on the length keeps the numbers small."""
+"""Matches the expressions that the calculator evaluates. The limit of 100 characters keeps the numbers small."""
 DIGITS = 6
-"""Maximum number of decimal places."""
+"""Number of decimal places to which results are rounded."""
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,

@@ -1,15 +1,13 @@
-"""The fields of an agent's API call. A field is of one of five kinds; a call with any other field is rejected.
+"""The fields that an API call of an agent program may have. There are five kinds of fields:
 
-    FOLLOWED     messages, prompt, max_tokens, n, ...       the call obeys them
-    OVERRIDDEN   temperature, seed, ...                     OpenAI's sampling settings, which most programs send; they
-                                                            are ignored, because the policy samples as it is trained,
-                                                            and the call is counted
+    FOLLOWED     messages, prompt, max_tokens, n, ...       these fields take effect
+    OVERRIDDEN   temperature, seed, ...                     ignored: the run's settings apply, and the call is counted
     TRUNCATION   top_p, top_k, min_p, min_tokens            accepted with the value of the run, else rejected
     NEUTRAL      stop, logit_bias, guided_json, ...         accepted with a value that has no effect, else rejected
-    METADATA     user, metadata, ...                        accepted and ignored: they never affect an answer
+    METADATA     user, metadata, ...                        ignored: they never affect an answer
 
-`null` is the same as a missing field. An unknown field is rejected by name, so that no program relies on an unsupported
-setting. docs/guides/environments.md lists the fields.
+A call with any other field is rejected, and the error message names the field. `null` is the same as a missing field.
+docs/guides/environments.md lists the fields.
 """
 
 from __future__ import annotations
@@ -92,10 +90,9 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
-"""Values of `OVERRIDDEN` fields that change nothing, because the policy samples without penalties.
+"""The penalties that an API call may give without being counted as overridden: the policy samples without penalties.
 
-A call with other values is counted as overridden. So is a call with a temperature other than `loss.temperature`, and
-any call with a seed.
+A call is also counted as overridden if it gives a temperature other than `loss.temperature`, or a seed.
 """
 
 NEUTRAL: dict[str, Sequence[Any]] = {

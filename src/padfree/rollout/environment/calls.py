@@ -1,24 +1,27 @@
-"""The API calls of an agent program as branches of its episode.
+"""Turn the API calls of an agent program into token sequences, the branches of its episode.
+
+In this example, the chat template drops the thought from the earlier response:
 
     call 1   user: 2+3?                      context   <u>2+3?<a>                 encoded once
              assistant: <think>..</think>5   response  <think>..</think>5<e>      ids as sampled
-    call 2   user, assistant: 5, user: +1?   rendered  <u>2+3?<a>5<e><u>+1?<a>    the template has dropped the thought
+    call 2   user, assistant: 5, user: +1?   context   <u>2+3?<a>5<e><u>+1?<a>    encoded again from the start
 
-<u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token. The messages of a call
-are rendered as text. If the text begins with the context and the response of an earlier call, the new branch continues
-from the token ids of that call, and only the new text is encoded. Otherwise all text is encoded, as a new branch. Every
-sample therefore has exactly the tokens that the model saw.
+<u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token.
 
-Calls that do not continue an earlier call are counted. The metric `agent/cuts` counts calls whose messages continue an
-earlier call, but whose rendered text does not (call 2 above). The metric `agent/conversations` counts calls after the
-first whose messages continue no earlier call.
+The chat template renders the messages of a call as text. If this text begins with the context and the response of an
+earlier call, the token ids of that call are kept, and only the text after them is encoded. Otherwise, all text is
+encoded (call 2 above). Every sample therefore has exactly the tokens that the model saw.
 
-A program may receive a response as a parsed message, e.g. with tool calls. The template may write this message
-differently from the model. If the program returns the message unchanged, the call still continues from the ids,
-provided that the template writes it in the same way with and without later messages.
+A program may receive a response as a parsed message, e.g. with tool calls. The template may render this message
+differently from the sampled text. The sampled ids are still kept if the program sends the message back unchanged, and
+if the template renders it in the same way with and without later messages.
 
-The random key of a call depends on the ids of its context and on the number of earlier calls with the same ids, but not
-on time.
+The metric `agent/cuts` counts calls whose messages begin with those of an earlier call and a response, but that cannot
+keep the token ids of that call (call 2 above). The metric `agent/conversations` counts calls after the first whose
+messages do not begin with those of an earlier call.
+
+The random key of a call depends on the token ids of its context and on the number of earlier calls with the same
+context, but not on time.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ class Calls:
         self._times: Counter[int] = Counter()  # number of calls with the same context, by a hash of its token ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
-        """Return the context of a chat call with these messages and tools."""
+        """Return the input of a chat call: its token ids, and the branch that it continues, if any."""
         assert self._chat_tokenizer.chat is not None
         conversation = read_conversation(list(messages), "messages", tools=tools)
         context = self._of_text(self._chat_tokenizer.chat.prompt(conversation), conversation.messages, begun=True)
@@ -86,7 +89,7 @@ class Calls:
         return context
 
     def of_prompt(self, prompt: str | Sequence[int]) -> Context:
-        """Return the context of a completion call. `prompt`: a text, or token ids."""
+        """Return the input of a completion call: see `of_messages`. `prompt`: a text, or token ids."""
         if isinstance(prompt, str):
             return self._of_text(prompt, (), begun=False)
         ids = list(prompt)
@@ -164,15 +167,15 @@ class Calls:
         return longest
 
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
-        """Return the context of a call whose messages contain the response of `earlier` in parsed form.
+        """Return an input that continues `earlier`, although the template changes the text of the earlier response.
 
-        Parsed form: e.g. as a message with tool calls. Return None if the context cannot keep the sampled ids of this
-        response. `text`: the rendered conversation, which must begin with the conversation up to the response. In this
-        example, the template writes the parsed response in its own form. Only the text after the response is encoded:
+        The program received the response as a parsed message, e.g. with tool calls, and has sent the message back. The
+        sampled ids are kept, and only the text after the response is encoded. Return None if this is not possible.
+        `text`: the rendered conversation. In this example, the program has added the result of a tool (<t>):
 
-            up to the response  <u>2+3?<a>call(add, 2, 3)<e>\\n
-            text                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>
-            encoded                                        \\n<t>5<a>
+            context and response of `earlier`   <u>2+3?<a>add(2,3)<e>
+            text                                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>
+            part of the text that is encoded                               \\n<t>5<a>
         """
         assert self._chat_tokenizer.chat is not None
         number = len(earlier.messages)

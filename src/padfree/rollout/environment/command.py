@@ -1,17 +1,18 @@
-"""The command line of `rollout.agent`: columns of a data row fill its placeholders, but must not be run as code.
+"""The command line of `rollout.agent`: the columns of a data row replace its placeholders, but must not run as code.
 
-    ["python", "agent.py", "{question}"]      {question}: the column of the row, as one argument of the program
-    ["python", "agent.py", "{{question}}"]    the text {question}: doubled braces become single ones
+    ["python", "agent.py", "{question}"]      {question} is replaced by the column `question`, as one argument
+    ["python", "agent.py", "{{question}}"]    the argument is the text {question}, because the braces are doubled
 
-A column is data, and data must not be run. A command is rejected if a placeholder occurs
+A command is rejected if a placeholder occurs in a position where the text of the column could run as code:
 
-    as the program                              ["{tool}", "x"]
-    in code                                     ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
-    as the script, or before it                 ["python", "{file}"], ["awk", "{question}", "rows.txt"]
-    after a program that starts a shell         ["ssh", "host", "agent", "{question}"]
+    the program                                 ["{tool}", "x"]
+    code in an argument                         ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
+    an interpreter's script                     ["python", "{file}"], ["awk", "{question}", "rows.txt"]
+    an interpreter's options before the script  ["python", "{option}", "agent.py"]
+    arguments of a program that calls a shell   ["ssh", "host", "agent", "{question}"]
 
 A command is also rejected if an interpreter gets neither code nor a script: it would run its standard input, which is
-the row. Arguments after the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
+the data row. Arguments after the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ program, its value is checked too, which is harmless.
 
 
 def column_names(arguments: Sequence[str]) -> list[str]:
-    """Return the names of the columns in the placeholders of the arguments, each once."""
+    """Return the column names that occur as placeholders in the arguments, without duplicates."""
     return list(dict.fromkeys(match[2] for argument in arguments for match in COLUMN.finditer(argument) if match[2]))
 
 
@@ -76,7 +77,7 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
             raise UserError(
                 "rollout.agent",
                 f"contains {{{name}}}, but {place} {has}",
-                f"{fix} (write braces twice if they do not enclose a column)",
+                f"{fix} (write braces twice if they are plain text)",
             )
         content = row[name]
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
@@ -85,7 +86,7 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
 
 
 def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> None:
-    """Raise a `UserError` if a row lacks a column that a placeholder names, or its value cannot be an argument.
+    """Raise a `UserError` if a row lacks the column of a placeholder, or has a value that cannot be an argument.
 
     `place`: how error messages name the row.
     """
@@ -117,9 +118,9 @@ def check_command(arguments: Sequence[str]) -> None:
     if problem is not None:
         raise UserError(
             "rollout.agent",
-            f"{list(arguments)}: {problem}, so that data would be run as code",
-            "use a program or script that takes the column as a separate argument, or reads the row as JSON from "
-            "standard input",
+            f"{list(arguments)}: {problem}, so text of the data row would be run as code",
+            "use a program or script that takes each data column as a separate argument, or reads the data row as JSON "
+            "from standard input",
         )
 
 
@@ -143,9 +144,10 @@ def _danger(arguments: Sequence[str]) -> str | None:
 
 
 def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | None:
-    """Return why the arguments of the interpreter `name` could run data as code, or None if they are safe.
+    """Return how an interpreter could run text of the data row as code, or None if its arguments are safe.
 
-    `surely`: whether `name` certainly starts the interpreter. Otherwise, it may be a plain argument of another program.
+    `name`: the name of the interpreter. `surely`: whether `name` is certainly run as a program. If not, `name` may be
+    an argument of another program.
     """
     has_code, index = False, 0
     while index < len(arguments):
@@ -189,7 +191,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """Return the argument of `env -S`, which `env` splits into several, if it contains a placeholder of a column."""
+    """Return the string that `env -S` splits into arguments if the string has a placeholder, otherwise None."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

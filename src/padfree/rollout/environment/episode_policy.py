@@ -65,7 +65,7 @@ class ChatTokenizer:
         """Create the tokenizer.
 
         `vocabulary`: the number of embeddings of the model, which may differ from the size of the tokenizer. `images`:
-        how the vision-language model reads the images of replies; None: replies are text.
+        how the model reads images in the environment's messages; None if these messages can only have text.
         """
         self._tokenizer, self.chat, self.vocabulary = tokenizer, chat, vocabulary
         self.images = images
@@ -111,10 +111,11 @@ class ChatTokenizer:
             )
 
     def shown(self, content: Sequence[Any], role: str, end: str) -> tuple[list[int], tuple[Image, ...]]:
-        """Return the token ids of a message with images between two responses, and the images.
+        """Return the token ids and the images of a message that the environment adds after a response.
 
+        The ids end with the header of the next response. The positions of the images are indices in these ids.
         `content`: the parts of the message (texts and images). `role`: the role of the message. `end`: the text with
-        which the earlier response ended. The position of an image is an index of the returned ids.
+        which the response ended.
         """
         if self.images is None or self._reader is None or self.chat is None:
             raise UserError(
@@ -137,9 +138,9 @@ class ChatTokenizer:
         return ids, images_of([_held(one) for one in read], encoded.tokens, self.images)
 
     def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
-        """Return the rotary positions [P, n], in P dimensions, of the n tokens of a branch.
+        """Return the rotary position ids [P, n] of the n tokens of a branch, in P dimensions.
 
-        Return None if they do not depend on images, i.e. if they are 0, 1, 2, and so on.
+        Return None if no images affect the position ids, so that they are 0, 1, 2, and so on.
         """
         if not tree.has_new_images(branch):
             return tree.prompt.rotary_positions_of(len(branch.ids))
@@ -163,9 +164,9 @@ class ChatTokenizer:
         return content if self.chat is None else self._rendered(content, role, end)[0]
 
     def _rendered(self, content: str | list[Any], role: str, end: str) -> tuple[str, tuple[ImageReference, ...]]:
-        """Return the text that the chat template writes between two responses for a message, and the message's images.
+        """Render a message that stands between two responses. Return the text between them, and the message's images.
 
-        The text has a marker in place of each image.
+        The text has a marker in place of each image. `end`: the text with which the earlier response ended.
         """
         assert self.chat is not None
         messages: list[dict[str, Any]] = [
@@ -229,7 +230,7 @@ class Policy:
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]:
-        """Whether each token of this branch was sampled, [n]. Only sampled tokens are trained on."""
+        """A mask [n], true for the tokens that the policy sampled. Only these tokens are trained on."""
         return np.array(self._branch.sampled, dtype=np.bool_)
 
     @property
@@ -240,7 +241,7 @@ class Policy:
 
     @property
     def max_new_tokens(self) -> int:
-        """The number of tokens that this branch can still get, of `rollout.max_new_tokens` after the prompt."""
+        """How many more tokens fit in this branch. `rollout.max_new_tokens` limits all tokens after the prompt."""
         return 0 if self._full else self.tree.limit - len(self._branch.ids)
 
     @property
@@ -327,8 +328,9 @@ class Policy:
         if one_image is not None and len(images) + len(branch.images) > 1:
             raise UserError(
                 "rollout.environment",
-                f"shows {len(images) + len(branch.images)} images in one sample: {one_image}",
-                "show one image in an episode, or train another model",
+                f"shows {len(images) + len(branch.images)} images in one sample, but this model can read only one, "
+                f"because {one_image}",
+                "show one image in each sample, or train another model",
             )
         return self._append(ids, images)
 
@@ -355,10 +357,10 @@ class Policy:
         metrics: Mapping[str, float] | None = None,
         group_reward: GroupReward | None = None,
     ) -> Trajectory:
-        """Return the trajectory of the episode, i.e. all its leaves. An episode ends when it returns its trajectory.
+        """Return the trajectory, which is the result of the episode. It holds all branches that become samples.
 
-        A leaf is a branch that becomes a sample. `reward`: the reward of each leaf that has no reward of its own. If
-        `reward` is None too, `rollout.reward` computes the reward of the leaf from its text, or from `answer` if given.
+        The reward of a sample is the reward that was set on its branch or, if there is none, `reward`. If `reward` is
+        None, `rollout.reward` computes the reward from `answer` or, without `answer`, from the text of the sample.
         `metrics`: averaged over the episodes of a batch, and reported as `environment/...`. `group_reward`: given
         instead of `reward` if the reward needs all episodes of the prompt.
         """

@@ -4,9 +4,8 @@
                                  completions
                                  models
 
-    listener      accepts connections and reads requests, with limits; a body is read only for a known key
-    call_fields   the fields that a call may have
-    calls         the context of a call as a branch of its episode
+The gateway uses three modules: `listener` (the HTTP server), `call_fields` (checks the fields of a call) and `calls`
+(turns the calls of an episode into token sequences).
 
 Tokens are sampled at `loss.temperature`, because the trainer computes log-probabilities at that temperature. A call
 that cannot be served gets status 400 and the reason. A bug in the gateway gives status 500 and fails the episode;
@@ -71,7 +70,10 @@ class Gateway:
         self._episodes: list[_Served] = []
 
     async def address(self, tree: Tree, host: Host) -> str:
-        """Return the URL of the API for the episode of `tree`. Repeated calls return the same URL."""
+        """Return the base URL at which an episode can call the policy. Each episode has its own URL.
+
+        `tree`: the tree that records the token ids of the episode.
+        """
         async with self._starting:
             if self._port is None:
                 self._port = await self._listener.start()
@@ -82,7 +84,7 @@ class Gateway:
         return f"http://127.0.0.1:{self._port}/{served.key}/v1"
 
     def forget(self, tree: Tree) -> None:
-        """Remove the URL of an ended episode, and cancel calls that still wait."""
+        """Remove the URL of an episode that has ended, and cancel its API calls that have no answer yet."""
         for one in self._episodes:
             if one.tree is tree:
                 for task in one.pending:

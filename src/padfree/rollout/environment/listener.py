@@ -1,16 +1,13 @@
-"""A small HTTP/1.1 server on the loopback address, with limits on the resources of each client.
-
-    connection         head              key in the path          body            answer
-    unauthenticated    10 s, 16 KiB      unknown: 404, closed     never read
-    authenticated      300 s, 16 KiB     known                    60 s, 16 MiB    60 s
-
-The times and sizes are the default limits: for the client to send the head and the body, and to receive the answer. The
-bodies of all requests together take at most `ListenerLimits.bodies` bytes; further requests wait.
+"""A small HTTP/1.1 server on the loopback address, with limits on the resources that clients can use.
 
 Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
-headers) whose path has a known key. Until then, only its head is kept in memory. There are at most
-`ListenerLimits.unauthenticated` such connections. A further connection closes the oldest of them. A program that sends
-its head without delay is therefore always served.
+headers) whose path contains a valid secret key. Until then, only its head is kept in memory. If the key is not valid,
+the request gets an error answer, and the connection is closed. There are at most `ListenerLimits.unauthenticated`
+unauthenticated connections: one more closes the oldest of them. A program that sends its head without delay is
+therefore always served.
+
+`ListenerLimits` has the limits on the size of a head and a body, on the time in which a client must send them, and on
+the time in which it must receive the answer. It also limits the bytes of all bodies together; further requests wait.
 
 The application passes a function of type `Admit`. Before the body of a request is read, this function decides by method
 and path whether and how the request is answered.
@@ -80,7 +77,10 @@ Answer = Callable[[bytes], Awaitable[Reply]]
 """Takes the body of a request, and returns an awaitable of the reply. The awaitable must not refer to the body."""
 
 Admit = Callable[[str, str], Answer]
-"""Takes a method and a path, and returns the `Answer`. Raises `CallError` for a path without a known key."""
+"""A function that takes the HTTP method and the path of a request, and returns the function that answers the request.
+
+It raises `CallError` if the path does not contain a valid secret key.
+"""
 
 
 class _EndedError(Exception):

@@ -44,13 +44,13 @@ def check_episode_settings(settings: RolloutConfig) -> None:
 
 
 def check_episode_rows(settings: RolloutConfig, prompts: Sequence[Prompt]) -> None:
-    """Raise a `UserError` if a row lacks a column of `rollout.agent`, or a column's value cannot be an argument."""
+    """Raise a `UserError` if the placeholders of `rollout.agent` cannot be filled from every data row."""
     for prompt in prompts if settings.agent else ():
         check_row(settings.agent, prompt.row, prompt.uid)
 
 
 def load_episode(settings: RolloutConfig) -> Episode:
-    """Return the coroutine function that plays an episode. The call imports the module of a user's environment."""
+    """Return the coroutine function that plays an episode. If it is a user's function, import its module."""
     if settings.environment is not None and is_packaged(settings.environment):
         return packaged_episode(settings.environment)
     if settings.environment is not None:

@@ -49,8 +49,8 @@ Reward = Literal["sum", "last"]
 class OpenEnvServer:
     """The address of an OpenEnv server, and which fields hold the text of an action and of an observation.
 
-    `action`, `observation`: the name of a field, or `json` for the whole object. None: the only text field if there is
-    one, otherwise `json`.
+    `action`, `observation`: the name of the field, or `json` if the text is the whole object as JSON. None: `_field`
+    chooses by the schema of the server.
     """
 
     url: str
@@ -199,19 +199,19 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 
 
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
-    """Return the name of the field that holds the text, or `json` if the whole object is the text.
+    """Return the name of the field that holds the text of an action or observation (`part`).
 
-    `given`: the field that the environment's address names. If it is None, the result is the only text field of
-    `schema`, or `json` if there are several or none, or if an action has other required fields. `part` ("action" or
-    "observation") and `name` (the environment) are for error messages.
+    Return `json` if the text is the whole object as JSON. `given`: the field that the user has chosen, or None. If it
+    is None, the result is the text field of `schema` if there is exactly one, otherwise `json`. It is also `json` for
+    actions with required fields that are not text. `name`: the environment, for error messages.
     """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
         known = ", ".join([*sorted(properties), JSON])
         raise UserError(
             SETTING,
-            f": the {part} of the server has no field {given!r}",
-            f"set {part} in the address to one of {known}",
+            f": the server defines no field {given!r} for the {part}",
+            f"give {part}=NAME in the address, where NAME is one of {known}",
             value=name,
         )
     if given is not None:

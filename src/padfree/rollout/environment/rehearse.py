@@ -63,7 +63,10 @@ def rehearse(
 
 
 class _Turns:
-    """A sampler whose responses are given texts. Each of their tokens has a log-probability of -1."""
+    """A sampler that returns the texts in `turns` as responses, one after the other, instead of using a model.
+
+    Each token has a log-probability of -1.
+    """
 
     def __init__(self, turns: Sequence[str], chat_tokenizer: ChatTokenizer, eos: int) -> None:
         self._turns, self._chat_tokenizer, self._eos = list(turns), chat_tokenizer, eos
@@ -83,7 +86,7 @@ class _Turns:
     def _response(self, request: SamplingRequest) -> Response:
         if not self._turns:
             raise UserError(
-                "turns", "the episode calls generate more times than there are turns", "give one turn for each call"
+                "turns", "has fewer texts than the episode makes calls of policy.generate", "give a text for each call"
             )
         ids = [*self._chat_tokenizer.encode(self._turns.pop(0)), self._eos][: request.max_new_tokens]
         tokens = np.array(ids, np.int64)

@@ -1,10 +1,9 @@
-"""The policy for an environment that keeps its conversation as messages, in this process.
+"""Samples responses for an environment that works with chat messages and runs in the process of the trainer.
 
-    environment                     PolicyResponder                    episode
-    messages, tools            ->   context as token ids          ->   sampled from the policy
-    message with tool calls    <-   text of the sampled ids       <-   ids, log-probabilities
+The messages and tools of a request are encoded as token ids, and the policy samples a response. The episode keeps the
+sampled ids and their log-probabilities. The environment gets the text as a message, with tool calls if it has any.
 
-If the messages of a request continue an earlier response, the context keeps the token ids of this response (`Calls`).
+If the messages of a request continue an earlier response, the sampled ids of this response are kept (`Calls`).
 """
 
 from __future__ import annotations

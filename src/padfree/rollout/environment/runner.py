@@ -160,7 +160,7 @@ class EpisodeRunner:
 
         `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
         when all episodes have started, or one has failed. `compared`: the `PlayGroup` of each rollout group, for
-        rewards that compare the episodes of a prompt; None: such rewards are an error.
+        rewards that compare the episodes of a prompt. If it is None, such a reward raises an error.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -208,11 +208,11 @@ class _Session:
         free: Callable[[], None],
         compared: PlayGroup | None,
     ) -> None:
-        """Create the session of the episode `play`.
+        """Create the session of one episode.
 
-        `free`: a function to call when the episode samples no more tokens, so that another episode can start.
-        `compared`: the episodes of the prompt on this rank, for rewards that compare them; None: such rewards are an
-        error.
+        `play`: the episode to play. `free`: a function to call when the episode samples no more tokens, so that another
+        episode can start. `compared`: the episodes of the same prompt on this rank, for rewards that compare these
+        episodes. If it is None, such a reward raises an error.
         """
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key
@@ -285,7 +285,7 @@ class _Session:
         return LeafImages(branch.images, self.chat_tokenizer.rotary_positions(self._tree, branch))
 
     async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
-        """Return the trajectory with its reward, after all episodes that the reward compares have ended."""
+        """Wait until all episodes of the prompt have ended, compare them, and return the trajectory with its reward."""
         name = self._runner._settings.name
         if self._compared is None:  # a checkpoint may hold only some of the episodes to compare
             raise UserError(
@@ -329,9 +329,9 @@ class _Session:
         return float(own)
 
     def _text(self, ids: Sequence[int], ended: bool) -> str:
-        """Return the text of `ids`, the tokens of a branch after its prompt.
+        """Decode the token sequence `ids`, without the prompt if the sequence starts with the prompt.
 
-        If `ended`, the last id is a stop token, which is left out.
+        If `ended`, the last id is a stop token, which is also left out.
         """
         prompt = self._play.prompt.tokens
         start = len(prompt) if ids[: len(prompt)] == prompt.tolist() else 0
@@ -384,7 +384,10 @@ class _Session:
 
 
 def _is_own(error: UserError) -> bool:
-    """Return whether the error concerns a setting or a reward of the run, and not an argument from the environment."""
+    """Return whether the error is about a setting or the reward function of the run.
+
+    Other `UserError`s come from padfree functions that the environment's code called with a wrong argument.
+    """
     return error.setting == "reward" or error.setting.startswith(("rollout.", "data."))
 
 

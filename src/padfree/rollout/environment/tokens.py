@@ -29,8 +29,10 @@ POLL = 0.2
 """Seconds between two checks while waiting for episodes."""
 
 QUIET_ITERATIONS = 16
-"""When all running episodes wait for tokens, their requests are sampled together (a round) after this many iterations
-of the event loop without a new request. Meanwhile, further branches of an episode can send requests.
+"""How many event-loop iterations `Rounds` waits for further requests after all running episodes wait for tokens.
+
+Further requests come from episodes that sample several continuations concurrently. Each new request restarts the count.
+After the wait, all requests are sampled together.
 """
 
 
@@ -186,7 +188,11 @@ class Streams:
             self._sampler.renew()
 
     def _wait(self, episodes: Future[Any]) -> str | None:
-        """Wait until this rank's episodes have ended, or no server has the weights. Return an error message or None."""
+        """Wait until this rank's episodes have ended. Return an error message, or None if there is no error.
+
+        Also stop waiting, and return None, if no reachable server has the current weights. The weights must then be
+        sent again.
+        """
         ended = threading.Event()
         episodes.add_done_callback(lambda _: ended.set())
         while not ended.wait(POLL):

@@ -56,7 +56,10 @@ READERS: dict[str, Reader] = {"tags": _tags, "brackets": _brackets, "object": _o
 
 
 class ToolCallParser:
-    """Turns the text of a response into an assistant message, in the tool-call format of the chat template."""
+    """Turns the text of a response into an assistant message.
+
+    Tool calls in the text must have the format in which the chat template writes tool calls.
+    """
 
     def __init__(self, chat: ChatRenderer) -> None:
         self.format = _format_of(chat)
@@ -88,7 +91,7 @@ class ToolCallParser:
 
 
 def read_calls(read: Reader, text: str) -> Found | None:
-    """Return the tool calls in a text, which `read` parses, or None if the text has no valid tool call."""
+    """Parse the tool calls in a text with `read`. Return None if the text has no tool call, or an invalid one."""
     try:
         found = read(text)
     except (ValueError, RecursionError):

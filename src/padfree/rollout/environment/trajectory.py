@@ -1,15 +1,17 @@
-"""The result of an episode: a tree of token ids, whose leaves become samples.
+"""The result of an episode: a tree of token ids. Each path from a root to a leaf becomes a sample.
 
-In this example, a, b and c are sampled tokens, E is a sampled stop token, and t and u are text of the environment:
+In this example, the model samples a response to the prompt p p p, and the episode continues in two ways. Therefore it
+gives two samples. a, b and c are sampled tokens, E is a sampled stop token, and t and u are text of the environment:
 
-    prompt            p p p              root     p p p | a a E | t t | b b E        written by the calls on the left
-    generate          a a E              mask     0 0 0   1 1 1   0 0   1 1 1
-    add               t t                fork     p p p | a a E | u | c E            another branch, which starts after
-    generate          b b E              mask     0 0 0   1 1 1   0   1 1            the first turn of the root
+    sample 1     p p p | a a E | t t | b b E
+    loss mask    0 0 0   1 1 1   0 0   1 1 1
 
-Token ids are appended and never encoded again. A branch is a leaf if it has sampled tokens of its own and is not a
-prefix of another leaf. Every leaf is a separate sample with its whole path. A prefix that leaves share is computed once
-(`batch.share_prefixes`), and its gradient is the sum over the leaves.
+    sample 2     p p p | a a E | u | c E
+    loss mask    0 0 0   1 1 1   0   1 1
+
+Token ids are only appended: the text of earlier tokens is never tokenised again. A branch (a path through the tree) is
+a leaf if it has sampled tokens of its own and is not a prefix of another leaf. Training can compute a shared prefix
+only once (`batch.share_prefixes`). The gradient of the prefix is the sum over its samples.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ class Branch:
     def write(self, response: Response) -> None:
         """Append the tokens of a sampled response.
 
-        `response.routes` holds the routes (the experts of each token) of the whole branch. An earlier token takes its
-        route from there only if its route was unknown so far.
+        `response.routes` (the experts of each token) also covers the tokens before the response. It sets the experts of
+        an earlier token only if they are still unknown.
         """
         self.routes = merged_routes(self.routes, response.routes, len(self.ids) + len(response.tokens))
         kept = [NO_IDS] * len(response.tokens) if response.kept is None else response.kept.arrays()
@@ -117,15 +119,15 @@ class Branch:
 
     @property
     def has_own(self) -> bool:
-        """Whether the branch has sampled tokens that do not belong to the branch from which it was made."""
+        """Whether the branch (a path through the tree) has sampled tokens that its parent branch does not have."""
         return any(self.sampled[self.fork :])
 
 
 class Tree:
-    """The branches of one episode.
+    """All token sequences (branches) of one episode.
 
-    A root is a branch that does not continue another one. The first root starts with the prompt. An API call of an
-    agent program that does not continue an earlier call starts another root.
+    A root is a branch that was not split from another branch. The first root starts with the prompt. If an agent
+    program calls the API with text that does not continue an earlier call, the call starts another root.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -141,7 +143,7 @@ class Tree:
         return len(self.prompt)
 
     def has_new_images(self, branch: Branch) -> bool:
-        """Return whether a branch shows other images than the prompt does."""
+        """Return whether the images of a branch (a token sequence of the episode) differ from those of the prompt."""
         return [id(image) for image in branch.images] != [id(image) for image in self.prompt.images]
 
     def fork(self, branch: Branch, at: int | None = None) -> Branch:
@@ -149,7 +151,7 @@ class Tree:
         return self.branches[-1]
 
     def begin(self, tokens: Sequence[int]) -> Branch:
-        """Start another root, a branch that begins with `tokens` instead of the prompt, and return it."""
+        """Add a token sequence that starts with `tokens` instead of the prompt, and return its branch, a new root."""
         self.branches.append(Branch(np.array(tokens, dtype=np.int64), path=(-len(self.branches),)))
         return self.branches[-1]
 
@@ -179,10 +181,11 @@ class Trajectory:
 def leaf_of(
     branch: Branch, text: str, reward: float | None, answer: str | None = None, *, images: LeafImages | None = None
 ) -> Leaf:
-    """Return the branch as a leaf, i.e. a sequence that becomes a sample.
+    """Convert a branch (a token sequence of an episode) to a `Leaf`, which becomes a sample.
 
-    `reward`: None if a reward model computes it later. `answer`: the text to grade instead of `text`. `images`: the
-    images of the leaf; None: those of the prompt.
+    `text`: the decoded tokens after the prompt. `reward`: None if a reward model computes it later. `answer`: the text
+    that the reward function gets instead of `text`. `images`: the images of the branch, or None if they are those of
+    the prompt.
     """
     return Leaf(
         images=images,
@@ -201,6 +204,9 @@ def leaf_of(
 
 
 def turns_of(branch: Branch) -> int:
-    """Return the number of turns of a branch. A turn is a run of consecutive sampled tokens."""
+    """Return the number of turns in a branch (a token sequence of an episode).
+
+    A turn is a run of consecutive sampled tokens.
+    """
     sampled = np.array([False, *branch.sampled])
     return int((sampled[1:] & ~sampled[:-1]).sum())

@@ -1,13 +1,12 @@
-"""Play an environment of the verifiers package as an episode. The environment's own loop and rubric are used.
+"""Play an environment of the verifiers package as an episode, with the environment's own loop and reward functions.
 
-    row of the data    ->   environment.rollout   ->   state   ->   rubric   ->   reward, metrics
-                            asks PolicyResponder
+The environment's `rollout` receives a row of the data, asks a `PolicyResponder` for the responses, and returns a state.
+From the state, the environment's rubric (its set of reward functions) computes the reward and the metrics.
 
-    a function of the rubric            computes its rewards
-    for one rollout                     when the episode ends
-    for several rollouts                when all episodes of the prompt have ended
+The rubric is applied when the episode ends. If one of its functions compares several rollouts, the rubric is applied
+when all episodes of the prompt have ended.
 
-The reward is the weighted sum of the rubric's functions. All functions are metrics, also those with weight 0.
+The reward is the weighted sum of the functions' results. Each result is also a metric, even if its weight is 0.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def verifiers_episode(name: str) -> Episode:
     if environment.provides_advantages:
         raise UserError(
             "rollout.environment",
-            ": the rubric computes advantages, but padfree computes them from rewards (loss.advantage)",
-            "use an environment whose rubric gives rewards",
+            ": its rubric (the scoring functions) returns advantages, but loss.advantage needs rewards",
+            "use an environment whose rubric returns rewards",
             value=name,
         )
     if not environment.score_rollouts:
@@ -140,7 +139,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
             return found
 
         async def raise_from_native_response(self, response: Responded) -> None:
-            """Do nothing: the policy in this process never answers with an error."""
+            """Do nothing. The method is for responses in which a server reports an error, but there is no server."""
 
         async def from_native_response(self, response: Responded) -> Any:
             turn, answer = response.turn, response.answer

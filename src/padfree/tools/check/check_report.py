@@ -141,9 +141,11 @@ class CheckReport:
         ]
 
     def shown_rows(self) -> list[CheckResult]:
-        """Return the results that the report's table shows: all results of the main check, and some of each variation.
+        """Return the results that the report's table shows.
 
-        For each variation, the table shows the failed results or, if none failed, the result nearest to its limit.
+        These are all results of the main check, and some results of each variation (another layout of the samples in
+        packs, or other tokens around a sample). Of a variation, the table shows the failed results. If none failed, it
+        shows the one with the largest ratio of difference to allowed difference.
         """
         shown: list[CheckResult] = []
         for check, group in groupby(self.rows, key=lambda row: row.check):
@@ -184,7 +186,7 @@ class CheckReport:
         ]
 
     def float8_line(self) -> str:
-        """Return a line of text that names the layers that stay in bfloat16 with the checked `float8_budget`."""
+        """Return a line of text that names the layers that stay in bfloat16 in a run with this `float8_budget`."""
         if self.float8_budget is None:
             return (
                 "give --float8 a number N to see which layers stay in bfloat16 in a run with parallel.float8_budget=N"

@@ -1,17 +1,16 @@
-"""Compute the largest differences between two results, and define the tolerances.
+"""Compute the differences between packed training and the reference (plain transformers code), and define tolerances.
 
-    quantity            what is compared                                                  example
-    log-probabilities   largest difference of any token, in nats                          2.1e-06 at token 17 of 'b'
-    loss                difference, in nats                                               1.2e-07
-    normaliser          relative difference between the loss and minus the mean           4.0e-08
-                        of padfree's own log-probabilities
-    gradients           for each part (a layer, the embeddings, the head, a norm): the    3.0e-07 in layers.0.mlp...
-                        largest relative difference of a parameter's gradient
+- log-probabilities: the largest difference of any token, in nats.
+- loss: the difference between the losses.
+- normaliser: the relative difference between the loss of packed training and the mean negative log-probability of the
+  trained tokens, also from packed training. It shows whether the loss weights are normalised correctly.
+- gradients: for each part of the model (a layer, the embeddings, the head, a norm), the largest relative difference of
+  a parameter's gradient.
 
-The relative difference of a parameter's gradient is the largest difference of an entry, divided by the largest entry
-of the expected gradient. Some gradients are zero except for rounding, e.g. the gradient of a key projection's bias. For
-them, this quotient would be large. The divisor is therefore at least a hundredth of the largest gradient entry in the
-same part of the model.
+The relative difference of a parameter's gradient is the largest absolute difference of an element, divided by the
+largest absolute element of the reference gradient. Some gradients are zero except for rounding, e.g. that of a key
+projection's bias, and would have a large quotient. The divisor is therefore at least a hundredth of the largest
+gradient element in the same part of the model.
 
 A non-finite number counts as an infinite difference.
 """
@@ -34,10 +33,15 @@ from padfree.model.vision.families import family_of
 from padfree.sample import Sample
 
 FLOOR = 0.01
-"""The divisor of a gradient difference is at least this fraction of the largest entry in the same part of the model."""
+"""The relative difference of a parameter's gradient is the absolute difference divided by the largest element of the
+gradient. The divisor is at least this fraction of the largest gradient element in the same part of the model (e.g. in
+the same layer).
+"""
 
 FACTOR = 4.0
-"""A difference passes if it is at most this many times the noise, the rounding error of plain transformers code."""
+"""A difference from the reference that is above the tolerance still passes if it is at most this many times the noise
+(the rounding error of plain transformers code).
+"""
 
 
 class Gap(NamedTuple):
@@ -71,8 +75,10 @@ TOLERANCES = {
     torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
     torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
 }
-"""Tolerances by dtype: a few hundred times the rounding error of float32, and a few times that of bfloat16. The
-normaliser's tolerance is low for both, because loss weights and sums are always in float32."""
+"""Tolerances by dtype. For log-probabilities and gradients, they are a few hundred times the machine epsilon of float32
+and about four times that of bfloat16. `normaliser` checks the normalisation of the loss weights. Its tolerance is low
+in bfloat16, too, because loss weights and sums are always in float32.
+"""
 
 
 def logprob_gap(actual: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]], samples: Sequence[Sample]) -> Gap:

@@ -1,25 +1,28 @@
-"""`check_model`: compare the packed path and its variations with a reference.
+"""`check_model`: compare packed training, and variations of it, with plain Hugging Face code.
 
-       step          what is computed                                           with what it is compared
-    1  reference     plain HF code, one sample at a time, in float64            nothing; rank 0 computes, others wait
-    2  noise         plain HF code in the dtype, padded pairs, eager attention  reference; rank 0 computes, others wait
-    3  packed        log-probabilities, loss, gradients of every part           reference, with the noise as limit
-    4  leak          step 3 with other tokens in every second sample            step 3: no change in the other samples
-    5  pad           step 3 with random tokens after every pack                 reference; also zeros after every pack
-    6  layouts       other micro-batches, another order, other context methods  reference
-    7  float8        gradients with linear layers in float8, if requested       step 3
+1. Reference: plain code computes the samples one at a time, in float64.
+2. Noise: plain code computes the samples in the dtype of the check (float32 or bfloat16), in padded batches of two
+   samples with eager attention. The difference from the reference is the rounding error of a correct implementation.
+3. Packed: packed training computes log-probabilities, loss and gradients. A difference from the reference passes if it
+   is within a tolerance, or at most `FACTOR` times the noise.
+4. Leak: step 3 runs with other tokens in every second sample. The log-probabilities of the other samples must not
+   change.
+5. Pad: step 3 runs with random padding tokens after every pack, and is compared with the reference. Padding tokens
+   with id 0 must give the same log-probabilities.
+6. Layouts: step 3 runs with other micro-batches, another order of samples, shared prefixes and other methods of context
+   parallelism, and is compared with the reference.
+7. Float8, if requested: the gradients with linear layers in float8 are compared with those without float8.
 
-In this table, HF code is plain Hugging Face code, the dtype is that of the check (float32 or bfloat16), and padded
-pairs are padded batches of two samples.
+Rank 0 computes steps 1 and 2 on a single device, while the other ranks wait.
 
-Only the loss "nll" has log-probabilities to compare. For other losses (`plain_losses`), steps 1, 2, 3 and 6 run. To
-check such a model for leaks between samples and effects of padding, check it with "nll".
+Only the loss "nll" has log-probabilities to compare. Steps 4 and 5 are therefore left out for other losses
+(`plain_losses`). To check a model for leaks between samples and effects of padding, check it with "nll".
 
-With `vision`, samples have images, and the gradients of the tower and of its projector are compared, too. The noise
-then comes from one sample at a time with eager attention. The leak check also replaces the images.
+With `vision`, samples have images, and the gradients of the vision tower and of its projector are compared, too. In
+step 2, each batch then has only one sample. Step 4 also replaces the images.
 
-Models are in evaluation mode, without dropout. The reference runs on a single device. If there is not enough memory for
-float64, or the model does not run in float64, the reference has the dtype of the check, and the report says so.
+Models are in evaluation mode, without dropout. If there is not enough memory for float64, or the model does not run in
+float64, the reference has the dtype of the check, and the report says so.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ from padfree.train.check_data import check_fits
 from padfree.train.float8_budget import Float8Distance
 
 TIMEOUT = 3600.0
-"""Maximum seconds for which all other processes wait until rank 0 has computed the reference."""
+"""Maximum seconds for which the other ranks wait while rank 0 computes the results of plain Hugging Face code."""
 
 RANDOM_SAMPLES = 8
 
@@ -284,7 +287,7 @@ def _reference(
         if found is None:
             say(f"reference: {len(samples)} samples, {_what(loss)}")
         given, outcome = found or compute(model)
-        say("noise: the same samples in the dtype of the check, with eager attention")
+        say("noise: measuring the rounding error of transformers, with eager attention")
         _, other = compute(model, given, padded=True)
         extents = {name: extent(other.gradients.get(name), outcome.gradients.get(name)) for name in parts}
         noise = {part: gap.difference for part, gap in gradient_gaps(extents, parts).items()}
@@ -315,9 +318,10 @@ def _reference(
 
 
 class _Check:
-    """Runs packed training in all variations, and compares each with plain transformers code (the reference).
+    """Compares packed training with plain transformers code (the reference).
 
-    Every rank takes part, but only rank 0 has the results.
+    The comparison is repeated with other layouts of the samples in packs, and with other tokens around a sample. Every
+    rank takes part, but only rank 0 has the results.
     """
 
     def __init__(
@@ -351,13 +355,15 @@ class _Check:
         return self.rows, self.skipped
 
     def float8_distances(self) -> tuple[Float8Distance, ...]:
-        self.say("float8: gradients with all layers in float8, and with each layer alone")
+        self.say("float8: measuring its effect in all layers, then in one layer at a time")
         self.path.lay_out(Variation(name=MAIN, max_tokens=sum(len(sample) for sample in self.samples)))
         return self.path.float8_distances(self.samples)
 
     def _compare(self, variation: Variation) -> Logprobs | None:
-        """Compare loss, gradients and (for "nll") log-probabilities of packed training in this variation with those of
-        plain transformers code (the reference).
+        """Run packed training with a layout of the samples in packs, and compare it with plain transformers code.
+
+        Loss, gradients and log-probabilities are compared. Return the log-probabilities, or None if the check is not
+        about the loss "nll", because only that loss has log-probabilities to compare.
         """
         samples = list(reversed(self.samples)) if variation.reverse else self.samples
         logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
@@ -368,10 +374,11 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare results of packed training with those of plain transformers code.
+        """Compare results of packed training with those of plain transformers code, and add the comparisons to the
+        report.
 
-        The results are `logprobs`, `loss` and the gradients that the last backward has left in the parameters. The
-        report gets one line per quantity, under the name `check`.
+        The results of packed training are `logprobs`, `loss` and the gradients that the last backward pass has left in
+        the parameters. `check`: the name under which the report shows the comparisons.
         """
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
@@ -397,7 +404,7 @@ class _Check:
             self.rows += gradients
 
     def _leak(self, logprobs: Logprobs) -> None:
-        self.say("leak: different tokens in every second sample")
+        self.say("leak: replacing every second sample must not change the other samples")
         for changed in (0, 1):
             others = self.path.logprobs(with_other_tokens(self.samples, self.vocabulary, changed))
             kept = slice(1 - changed, None, 2)
@@ -405,7 +412,7 @@ class _Check:
             self._add_exact(f"leak from {('even', 'odd')[changed]} to {('odd', 'even')[changed]} samples", gap)
 
     def _pad(self) -> None:
-        self.say("pad: random tokens after every pack")
+        self.say("pad: adding random tokens after every pack must not change the results")
         generator = torch.Generator().manual_seed(0)
 
         def random(length: int) -> Tensor:
@@ -418,15 +425,15 @@ class _Check:
         self._add_exact("pad of other tokens", logprob_gap(zeros, logprobs, self.samples))
 
     def _add_exact(self, check: str, gap: Gap) -> None:
-        """Add the result of a check that other samples in a pack do not change a sample's log-probabilities.
+        """Add the result of a check that a sample's log-probabilities do not depend on other tokens in its pack.
 
-        `gap`: the largest difference of a log-probability after the other samples have been replaced. It may be at
-        most as large as the difference between two identical runs. This limit is usually 0, because a matmul computes
-        each token's result independently of other tokens.
+        `gap`: the largest difference of a log-probability after other samples or padding tokens have been replaced. It
+        may be at most `FACTOR` times the difference between two identical runs. This limit is usually 0, because a
+        matmul computes each token's result independently of other tokens.
 
-        In two cases the noise is the limit instead, because the shapes of matmuls, and with them the rounding, depend
-        on the other samples: in a model with experts, and if samples share an image, which the vision tower then
-        computes once.
+        There are two exceptions: models with experts, and samples that share an image (the vision tower computes it
+        only once). There the shapes of matmuls, and with them the rounding, depend on the other tokens. The limit is
+        then the same as for differences from the reference.
         """
         if not self.first:
             return

@@ -74,7 +74,7 @@ def model_source(
     if layers is not None and layers < 1:
         raise UserError("layers", "is not a positive number", "give 1 or more", value=layers)
     if layers is not None and full:
-        raise UserError("layers", f"{layers} cannot be combined with full", "give only one of them")
+        raise UserError("layers", f"{layers} cannot be combined with full=True", "give only one of the two arguments")
     if vision and layers is not None:
         raise UserError(
             "layers", f"is {layers}, but a vision-language model is checked with all its layers", "remove layers"

@@ -1,15 +1,11 @@
-"""The definition of correct: plain transformers code, one sample at a time.
+"""Compute loss and gradients by plain transformers code, with which `padfree check` compares packed training.
 
-    method          input      computation
-    one at a time   [1, n]     HF's own attention, logits [n, V], cross entropy, backward; gradients summed in float32
-    padded pairs    [2, L]     the same for two samples padded to L tokens: attention mask, HF's eager attention
-
-If any sample has images, "padded pairs" runs one sample at a time, too, with eager attention, because the classes of
-transformers pad images in different ways (`image_inputs`).
-
-HF is Hugging Face transformers. "One at a time" gives the reference, in float64 if possible (`exact.py`). For
-"padded pairs", HF runs two samples per padded batch, in the dtype of the check. Their difference from the reference is
-the noise: the rounding error of a correct implementation with this dtype, device and model.
+- `one_at_a_time` runs one sample per call of the model. Its results are the reference, in float64 if possible
+  (`exact.py`).
+- `padded_pairs` runs padded batches of two samples, with an attention mask and eager attention, in the dtype of the
+  check. The difference between its results and the reference is the noise: the rounding error of a correct
+  implementation with this dtype, device and model. If any sample has images, each batch has only one sample, because
+  the classes of transformers pad images in different ways (`image_inputs`).
 
 To save memory, each gradient is added to the sums and freed as soon as it is computed.
 """
@@ -36,7 +32,7 @@ from padfree.tools.check.padded import padded_rows
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CheckOutcome:
-    """The loss and the gradients that one implementation computed: one sample at a time, padded pairs or packed."""
+    """The log-probabilities, the loss and the gradients that plain transformers code computed for all samples."""
 
     logprobs: list[NDArray[np.float32]]  # [n] per sample; 0 for the first token
     loss: float  # mean over the trained tokens

@@ -1,20 +1,20 @@
-"""The code path of training, from samples to gradients, and variations of it that must not change the results.
+"""Packed training as `padfree check` runs it, and variations of it that must not change the results.
 
-Gradients and log-probabilities are computed by two paths, which share all steps up to the attached model. A plan says
-which samples form which pack.
+`padfree.train.Engine` computes gradients, and `padfree.train.Scorer` computes log-probabilities. A plan says which
+samples form which pack. The model has been prepared for packs (`padfree.model.attach`).
 
-    samples -> plan -> packs -> attached model -> fused loss -> backward -> sums over ranks      by padfree.train.Engine
-    samples -> plan -> packs -> attached model -> score -> log-probabilities                     by padfree.train.Scorer
+    samples -> plan -> packs -> model -> fused loss -> backward -> sums over ranks      by Engine
+    samples -> plan -> packs -> model -> score -> log-probabilities                     by Scorer
 
 The results must be the same in each of these variations:
 
-    variation                      what differs
-    one sample per pack            micro-batches of one sample
-    a few packs                    micro-batches of about a third of the tokens
-    reversed                       the order of the samples
-    pad                            packs are padded with random tokens
-    shared prefixes                prefixes that samples share are computed once (if samples share any)
-    ring, headtail, ...            how context ranks divide a pack and attend to it (needs several context ranks)
+    variation                        what differs
+    one sample per pack              every pack has only one sample
+    a few packs, samples reversed    a pack has about a third of the tokens, and the order of the samples is reversed
+    pad after every pack             packs are padded with random tokens
+    shared prefixes                  prefixes that samples share are computed once (if samples share any)
+    balanced ring, ...               other methods of context parallelism: how ranks divide a pack, and how they
+                                     compute attention (only with several context-parallel ranks)
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Variation:
 
 
 def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
-    """Return the variations of the layout to check: other micro-batches, another order of samples, shared prefixes, and
-    other context methods.
+    """Return the variations to check: other packs, another order of samples, shared prefixes, and other methods of
+    context parallelism.
 
-    `context`: number of context ranks.
+    `context`: number of ranks that divide each pack among them (context parallelism).
     """
     total = sum(len(sample) for sample in samples)
     found = [
@@ -117,7 +117,10 @@ def variations(samples: Sequence[Sample], context: int) -> list[Variation]:
 
 
 class PackedPath:
-    """Computes the results of packed training for samples, with a training engine. Every rank must call each method."""
+    """Computes log-probabilities, loss and gradients of samples as packed training does, with a training engine.
+
+    Every rank must call each method.
+    """
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class PackedPath:
         self._float8.use(())  # no layer uses float8, except in `float8_distances`
 
     def lay_out(self, variation: Variation) -> None:
-        """Set how samples are arranged in packs. All later calls of other methods use this variation."""
+        """Set how all later calls of other methods arrange samples in packs."""
         packer = self.scorer.packer
         packer.max_tokens, packer.pack_settings = variation.max_tokens, variation.pack_settings
         if self.checked == "reward":
@@ -209,7 +212,7 @@ class PackedPath:
     # With a pad after every pack
 
     def padded_logprobs(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> Logprobs:
-        """Return log-probabilities [n] of all tokens of each sample, with padding tokens after every pack.
+        """Append padding tokens to every pack, and return the log-probabilities [n] of the n tokens of each sample.
 
         `fill(length)` returns the ids of `length` padding tokens.
         """
@@ -228,7 +231,9 @@ class PackedPath:
         return [host[start:end] for start, end in pairwise(starts)]
 
     def padded_loss(self, samples: Sequence[Sample], fill: Callable[[int], Tensor]) -> float:
-        """Return the loss of the samples, with padding tokens after every pack. Leave its gradients in the parameters.
+        """Append padding tokens to every pack, and return the loss of the samples.
+
+        The gradients of the loss are left in the parameters.
 
         `fill(length)` returns the ids of `length` padding tokens.
         """

@@ -1,20 +1,22 @@
-"""The losses of training by plain transformers code, one sample or preference pair at a time.
+"""Compute training losses by plain transformers code, with which `padfree check` compares packed training.
 
     kind      loss                                                           inputs besides the samples' tokens
     nll       cross entropy, mean over trained tokens (`one_at_a_time`)      none
     dpo       sigmoid loss of preference pairs, mean over pairs              log-probabilities of a reference model
     kto       loss of single answers with labels, mean over answers          as for dpo, and the reference point z₀
-    distill   forward KL from a teacher, mean over trained tokens            a teacher: the model with changed norms
-    reward    Bradley-Terry loss of preference pairs, mean over pairs        none; the model has a scalar head
-    value     clipped squared error of values, mean over trained tokens      returns, old values; a scalar head
+    distill   forward KL from a teacher, mean over trained tokens            a teacher model (`make_teacher`)
+    reward    Bradley-Terry loss of preference pairs, mean over pairs        none
+    value     clipped squared error of values, mean over trained tokens      returns and old values
 
-Some losses need inputs that a run computes first: log-probabilities of a reference, returns, old values. In this check
-these inputs are random numbers, seeded with the index of the sample. The random log-probabilities are near the model's
-own.
+For reward and value, the model has a scalar head.
 
-The reference comes from one call of the model per sample. The noise comes from padded batches of two samples (a
-preference pair, or consecutive samples) with eager attention. If any sample has images, it comes from one call per
-sample with eager attention.
+A training run computes the log-probabilities of the reference model, the returns and the old values before an update.
+In the check, they are random numbers, seeded with the index of the sample. The random log-probabilities are near those
+of the checked model.
+
+Each loss is computed twice. First, the model runs one sample per call; packed training is compared with the result.
+Then the model runs padded batches of two samples (a preference pair, or consecutive samples) with eager attention, one
+sample per batch if any sample has images. The difference between the two results measures the rounding error.
 """
 
 from __future__ import annotations
@@ -67,10 +69,10 @@ def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
-    """Return the samples with the inputs that the loss needs besides the tokens: random numbers for returns, values and
-    log-probabilities of a reference model.
+    """Return the samples with the inputs that the loss needs besides the tokens.
 
-    `own`: for each sample, the model's log-probabilities [n]. For DPO and KTO, those of the reference are near these.
+    For DPO and KTO, these are log-probabilities of a reference model: those of the checked model (`own`, [n] for each
+    sample) plus random noise. For the value loss, they are random returns and random old values.
     """
     found = []
     for index, sample in enumerate(samples):
@@ -91,9 +93,10 @@ def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | 
 
 @torch.no_grad()
 def make_teacher(model: PreTrainedModel) -> None:
-    """Turn `model`, a copy of the checked model, into a teacher with other outputs, in place.
+    """Change a copy of the checked model in place, so that it can serve as a teacher whose outputs differ from those of
+    the checked model.
 
-    Norms and biases are multiplied by random numbers from 0.5 to 1.5.
+    The weights of norms and all biases are multiplied by random numbers from 0.5 to 1.5.
     """
     for number, (_, tensor) in enumerate(sorted(named_tensors(model).items())):
         if tensor.ndim == 1 and tensor.is_floating_point():
@@ -174,10 +177,11 @@ def _end(sample: Sample, pad_token: int | None) -> int:
 def _unit_loss(
     loss: CheckedLoss, unit: Sequence[Sample], outputs: Sequence[Tensor], taught: Sequence[Tensor]
 ) -> Tensor:
-    """Return the loss of one call of the model: the sum over the pairs, answers or trained tokens of its samples.
+    """Return the loss of the samples in `unit`, before it is divided by the number of pairs, answers or tokens.
 
-    `unit`: the samples of the call. `outputs`: the model's output for each sample. `taught`: the teacher's output for
-    each sample.
+    For "dpo" and "reward", this is the loss of the pair that the samples form; for "kto", the sum over the answers; for
+    "value" and "distill", the sum over the trained tokens. `outputs`: the model's output for each sample. `taught`: the
+    teacher's output for each sample.
     """
     if loss == "reward":
         (chosen,), (rejected,) = outputs

@@ -128,8 +128,8 @@ def check_sampler(
 ) -> SamplerReport:
     """Sample a response to each prompt, and compare the sampler's log-probabilities with the trainer's.
 
-    `model`: a loaded model on its device, which this function attaches and compiles as training does. The sampler gets
-    a copy of its modules with the same weights.
+    `model`: a loaded model on its device. This function prepares the model for packed training (`attach`) and, if
+    `compiled`, compiles it as training does. The sampler gets a copy of the model's modules with the same weights.
     """
     device, dtype = model.device, model.dtype
     obstacle = state_obstacle(attach(model, backend)) or unsupported_reason(model)

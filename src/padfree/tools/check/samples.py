@@ -104,10 +104,11 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
-    """Sort the N lengths and choose `count` at even distances, including the shortest and the longest.
+    """Sort N samples by length, and choose `count` at evenly spaced places, including the shortest and the longest.
 
-    Return the indices of the chosen lengths in `lengths`, ascending. If `preferred` [N] marks enough of the lengths, at
-    least half of the chosen ones are marked.
+    Return the indices of the chosen samples, ascending. With `preferred` (bools [N]), at least half of the chosen
+    samples are preferred ones, or all preferred samples if there are too few. Preferred and other samples are then
+    chosen separately.
     """
     if preferred is not None and preferred.any() and not preferred.all():
         kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]

@@ -88,13 +88,18 @@ def run(settings: argparse.Namespace) -> None:
 
 
 def _real_model(settings: argparse.Namespace) -> str | None:
-    """Return the real model to train: the value of `--real`, or that of `--model` if `--real` has no value.
+    """Return the folder or Hub id of the model to train, or None for the demo with a tiny model (without `--real`).
 
-    Return None without `--real`.
+    With `--real MODEL`, return MODEL. With `--real` alone, return the value of `--model`.
     """
     if settings.real is None:
         for name in ("model", "data"):
-            need(getattr(settings, name) is None, f"--{name}", getattr(settings, name), "add --real, or remove it")
+            need(
+                getattr(settings, name) is None,
+                f"--{name}",
+                getattr(settings, name),
+                "add --real, or remove this option",
+            )
         return None
     if settings.real and settings.model is not None:
         raise UserError(

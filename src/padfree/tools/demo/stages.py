@@ -78,7 +78,7 @@ def check(demo: Demo) -> Found:
             "run padfree check to see which results differ, or install another version of torch",
         )
     gradients = max(result.difference for result in report.rows if result.quantity == "gradients")
-    demo.say(f"gradients of all parameters differ by at most {gradients:.1e} from those of one sample at a time")
+    demo.say(f"gradients of packed training and of one sample at a time differ by at most {gradients:.1e} (relative)")
     return {"gradients": gradients}
 
 

@@ -1,21 +1,20 @@
-"""Decide which hypothesis explains the log-probabilities that a server reports (the evidence).
+"""Decide which fault of a server explains the log-probabilities that it reports (observed).
 
-A hypothesis makes proposals, e.g. "the temperature is 0.7", and each proposal predicts the log-probabilities. Three
-mean differences decide:
+A hypothesis, e.g. "temperature", makes proposals, e.g. "the server uses temperature 0.7". The decision uses three
+numbers:
 
-    before   mean |observed - expected|     expected: as the model computes them
-    after    mean |observed - predicted|    predicted: as a server with the proposed fault would compute them
-    limit    FACTOR times the noise         the noise of rounding: two correct implementations against float64
+    before    the mean |observed - expected|; expected: the log-probabilities that the model computes
+    after     the mean |observed - predicted|; predicted: what a server with the proposed fault would report
+    limit     the largest mean difference that rounding explains (`limit_of`)
 
-The server is healthy if `before` is within the limit. Otherwise, a proposal explains the evidence if `after` is within
-the limit and at most half of `before`. The proposal with the smallest `after` is the best one.
+The server is healthy if `before` is within the limit. Otherwise, a proposal explains the log-probabilities if `after`
+is within the limit and at most half of `before`. The proposal with the smallest `after` is the best one.
 
-A proposal is tied with the best one if its mean |observed - predicted| is larger by at most `SIGNIFICANT` standard
-errors, or by at most the noise of float32. Among tied proposals, the one with the fewest fitted numbers is reported
-first.
+Another proposal is tied with the best one if its `after` is larger by at most `SIGNIFICANT` standard errors, or by at
+most the rounding error of float32. Of tied proposals, the one with the fewest fitted values is reported first.
 
 A server that is meant to compute in float32 may have a fault and also compute in bfloat16. If no proposal explains the
-evidence of such a server, the proposals are judged once more with the limit of bfloat16.
+log-probabilities of such a server, the proposals are judged once more with the limit of bfloat16.
 """
 
 from __future__ import annotations
@@ -37,16 +36,22 @@ from padfree.tools.doctor.sampling_hypotheses import SAMPLING_HYPOTHESES
 from padfree.tools.doctor.weight_hypotheses import WEIGHT_HYPOTHESES
 
 FACTOR = 4.0
-"""A mean difference of up to this many times the measured noise counts as rounding, as in `padfree check`."""
+"""A mean difference between the log-probabilities of server and model counts as rounding if it is at most this many
+times the measured rounding error.
+"""
 SIGNIFICANT = 3.0
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""The proposal that the server computes in another dtype explains the evidence if it reduces the mean difference to at
-most this fraction. The fraction is near 1, because the server rounds in another order, which leaves a difference."""
+"""A wrong dtype explains the server's log-probabilities only if a model in that dtype has at most this fraction of the
+mean difference from the server that the model in the right dtype has. The fraction is near 1, because server and model
+round in different orders even in the same dtype.
+"""
 COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8
-"""If no proposal explains the evidence, the report lists up to `NUM_CLOSEST` proposals that reduce the mean difference
-to at most `CLOSE` times its size."""
+"""If no possible fault explains the server's log-probabilities, the report lists up to `NUM_CLOSEST` faults that come
+close. A fault comes close if a model with this fault has at most `CLOSE` times the mean difference from the server that
+the model without it has.
+"""
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
     *SAMPLING_HYPOTHESES,
@@ -60,8 +65,9 @@ State = Literal["healthy", "explained", "unexplained"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noise:
-    """Mean differences of log-probabilities that rounding causes, measured on the tokens whose log-probabilities a
-    server or a rollout file gives (the evidence).
+    """The mean differences of log-probabilities that rounding causes in correct implementations, by dtype.
+
+    They are measured on the tokens whose log-probabilities a server or a rollout file gives.
     """
 
     float32: float
@@ -70,7 +76,7 @@ class Noise:
     between: dict[torch.dtype, float]  # mean difference of padfree's packs from plain transformers, in the same dtype
 
     def of(self, dtype: torch.dtype) -> float:
-        """Return the mean difference of log-probabilities that rounding causes in a server that computes in `dtype`."""
+        """Return the mean error that rounding causes in the log-probabilities of a server that computes in `dtype`."""
         return {torch.bfloat16: self.bfloat16, torch.float16: self.float16}.get(dtype, self.float32)
 
 
@@ -114,10 +120,11 @@ class Finding:
 
 
 def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
-    """Measure the log-probability differences that rounding causes, for each dtype.
+    """Measure the rounding error of log-probabilities in float32, bfloat16 and float16.
 
-    Two correct implementations, packs and plain transformers code, are compared with plain transformers code in
-    float64. If there is not enough memory for float64, they are compared with packs in float32.
+    In each dtype, padfree's packed model and plain transformers code compute the log-probabilities. Both results are
+    compared with plain transformers code in float64 or, if there is not enough memory, with the packed model in
+    float32.
     """
     packed = rescored(model, evidence)
     plain = logprobs_of(plain_logits(variant(model, attached=False), evidence), evidence)
@@ -139,7 +146,7 @@ def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
 def diagnose(
     case: Case, noise: Noise, dtype: torch.dtype, *, hypotheses: Sequence[Hypothesis], say: Callable[[str], None]
 ) -> Finding:
-    """Find the cause of the differences between the evidence and the model's log-probabilities.
+    """Find out why the log-probabilities that a server reports differ from those of the model that it should serve.
 
     `dtype`: the dtype in which the server is meant to compute.
     """
@@ -216,7 +223,9 @@ def _explains(each: Measured, before: float, case: Case, noise: Noise) -> bool:
 
 
 def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> bool:
-    """Return whether proposal `each` fits the evidence as well as `best`, up to chance and rounding."""
+    """Return whether proposal `each` (a possible fault of the server) predicts the `observed` log-probabilities as well
+    as proposal `best`, or so nearly that chance or rounding can explain the difference.
+    """
     covered = ~np.isnan(each.proposal.logprobs) & ~np.isnan(best.proposal.logprobs)
     seen = observed[covered]
     paired = difference(seen, each.proposal.logprobs[covered]) - difference(seen, best.proposal.logprobs[covered])
@@ -225,7 +234,7 @@ def _tied(each: Measured, best: Measured, observed: Floats, noise: Noise) -> boo
 
 
 def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:
-    """Return the largest mean difference between the model's log-probabilities and those of a healthy server.
+    """Return the largest mean difference between the log-probabilities of server and model that rounding explains.
 
     `dtype`: the dtype in which the server is meant to compute.
     """
@@ -233,9 +242,10 @@ def limit_of(noise: Noise, dtype: torch.dtype, evidence: Evidence) -> float:
 
 
 def explained_model(case: Case, finding: Finding) -> PreTrainedModel | None:
-    """Return a model that computes like the server, including its fault.
+    """Return a model that computes the same log-probabilities as the server.
 
-    Return None if the fault is unknown, or is not a fault of the model.
+    If a fault was found, this is a model with the same fault. Return None if the server's log-probabilities are
+    unexplained, or if the fault is not in the model (e.g. a wrong temperature).
     """
     if finding.state == "healthy":
         return case.model

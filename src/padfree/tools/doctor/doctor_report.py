@@ -41,7 +41,10 @@ class DoctorReport:
 
     @property
     def causes(self) -> list[str]:
-        """Return the causes that were found, including "unexplained"; an empty list if the server is healthy."""
+        """Return the names of the faults that explain differences from the expected log-probabilities or token ids.
+
+        If no fault explains a difference, the list contains "unexplained". If the server is healthy, the list is empty.
+        """
         found = [each.cause for each in self.findings if each.state != "healthy"]
         return [*found, *(each.cause for each in self.texts if each.cause is not None)]
 

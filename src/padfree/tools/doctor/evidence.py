@@ -25,8 +25,8 @@ Ids = NDArray[np.int64]
 Part = Literal["prompts", "responses"]
 
 FLOAT32_ERROR = 2e-6
-"""Log-probabilities that differ by less than this from numbers with a few decimals count as rounded to these decimals.
-The difference comes from storing them in float32."""
+"""If all log-probabilities are within this distance of numbers with a few decimals, padfree assumes that the server
+rounded them. The distance allows for the error of float32 numbers."""
 
 MOST_BYTES = 2 << 30
 """Maximum size in bytes of the logits of all scored tokens."""
@@ -96,7 +96,7 @@ class Evidence:
         return 0.0
 
     def with_prompts(self, prompts: Sequence[Sequence[int]]) -> Evidence:
-        """Return a copy of the evidence in which the response of each sequence follows another prompt.
+        """Return a copy in which the response of each sequence follows another prompt.
 
         `prompts`: the token ids of the new prompt of each sequence.
         """
@@ -119,7 +119,7 @@ class Evidence:
 
 
 def evidence_of_rollouts(samples: Sequence[Sample], *, vocabulary: int, temperature: float) -> Evidence:
-    """Return evidence: the trained tokens of rollouts and the log-probabilities that the rollouts record for them."""
+    """Return the token ids of rollouts, with the recorded log-probabilities of the tokens that are in the loss."""
     rows: list[tuple[Any, int, Any, Any]] = []
     for sample in samples:
         assert sample.logprobs is not None

@@ -1,14 +1,16 @@
-"""`examine_server` and `examine_rollouts`: collect evidence, and find the cause of its differences from the model.
+"""`examine_server` and `examine_rollouts`: find out how a server or rollout file differs from a model.
 
-    evidence     what a server is asked for                          faults that it can show
-    prompts      log-probabilities of prompts given as ids           in the weights and the arithmetic
-    responses    log-probabilities of the tokens that it samples     in temperature, truncation, penalties
-    plain text   the token ids of a text                             in the tokenizer, special tokens
-    messages     the token ids of a conversation                     in the chat template
+A server is asked for four kinds of evidence, which are examined in this order:
 
-The evidence is examined in this order. If a stage finds a fault, later stages assume this fault. For example, if
-prompts show a stale layer, responses are compared with those of a model with the same stale layer. A rollout file has
-responses only, for which all hypotheses are tried.
+    evidence     what the server returns                              where it can show a fault
+    prompts      log-probabilities of prompts given as token ids      weights, arithmetic
+    responses    log-probabilities of the tokens that it samples      temperature, truncation, penalties
+    plain text   the token ids of a text                              tokenizer, special tokens
+    messages     the token ids of a conversation                      chat template
+
+Once a fault is found, later kinds of evidence are examined on the assumption that the server has this fault. For
+example, if prompts show a stale layer, responses are scored by a model with the same stale layer. A rollout file has
+responses only, so these are examined for all kinds of faults.
 """
 
 from __future__ import annotations
@@ -99,7 +101,9 @@ def open_patient(
     chat_template: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Patient:
-    """Load the model, and the weights in the folders `previous`, which the server may still hold, in float32.
+    """Load the model and its older weights (those in the folders `previous`), all in float32.
+
+    The server may still hold older weights.
 
     `dtype`: the dtype in which the server is meant to compute; None stands for the dtype of the weight files.
     """

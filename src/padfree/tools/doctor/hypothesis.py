@@ -37,8 +37,8 @@ class OlderWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Case:
-    """The input of hypotheses (possible causes): log-probabilities that a server reports (the evidence), the model that
-    it should serve, and this model's logits for the same tokens.
+    """What is needed to test a hypothesis (a possible fault of a server): the log-probabilities that the server reports
+    (the evidence), the model that it should serve, and this model's logits for the same tokens.
     """
 
     model: PreTrainedModel  # attached, float32
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def expected(self) -> Floats:
-        """Return the log-probabilities [E] that a healthy server would report."""
+        """Return what a server without faults would report: the model's log-probabilities of the E tokens, [E]."""
         return logprobs_of(self.logits, self.evidence)
 
 

@@ -1,7 +1,8 @@
-"""Hypotheses about how a server computes: config values that it ignores, dtypes, quantisation.
+"""Possible faults (hypotheses) of a server's arithmetic: ignored config values, missing tensors, dtypes, quantisation.
 
-For each config value that changes the arithmetic there are a few proposals, e.g. that the server ignores the value, or
-that it uses the default. To test a proposal, a model with the changed config and the same tensors scores the evidence.
+For each config value that changes the arithmetic, a few faults are tested, e.g. that the server ignores the value, or
+that it uses the default. To test a fault, the log-probabilities that the server reports are compared with those of a
+model with the changed config and the same tensors.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ class Change(NamedTuple):
 
 
 def of_config(cause: str, changes: Any, *, fix: str = SAME_CONFIG) -> Hypothesis:
-    """Return the hypothesis that the server computes with config values that differ from the model's.
+    """Return the `Hypothesis` of a possible fault: the server computes with config values that differ from the model's.
 
     `changes(case)` yields a `Change` for each set of values to test, or `Untested` if the log-probabilities that the
-    server reports cannot show the fault.
+    server reports cannot show this fault.
     """
 
     def propose(case: Case) -> Proposals:
@@ -211,9 +212,9 @@ def attention_scale(case: Case) -> Iterator[Change]:
 
 
 def ignored_value(name: str, neutral: Any, what: str) -> Any:
-    """Return a function that yields one `Change`: the server ignores the config field `name`.
+    """Return a function that yields a possible fault: the server ignores the config field `name`, and uses `neutral`.
 
-    Such a server computes with the value `neutral`. `what` describes the field to the user, e.g. "scale of the logits".
+    `what` describes the field to the user, e.g. "scale of the logits".
     """
 
     def changes(case: Case) -> Iterator[Change]:

@@ -1,12 +1,13 @@
-"""A client of OpenAI-compatible servers that finds out which log-probabilities they report.
+"""A client that asks OpenAI-compatible servers for token ids and log-probabilities.
 
-    /v1/completions        prompt = token ids    log-probabilities of the prompt: `prompt_logprobs` (vLLM) or `echo`;
-                                                 ids and log-probabilities of the response
-                           prompt = text         ids of the prompt, if the server returns them
-    /v1/chat/completions   messages              ids of the prompt, if the server returns them
-    /tokenize              text or messages      ids, if the server has this route
+    route                  input                what the server can return about the input
+    /v1/completions        token ids            log-probabilities (`prompt_logprobs` of vLLM, or `echo`)
+                           text                 token ids
+    /v1/chat/completions   messages             token ids
+    /tokenize              text or messages     token ids
 
-All fields and routes beyond OpenAI's own are optional. `ServerProbe.missing` lists what the server did not return.
+The first two routes can also return the token ids of the response and their log-probabilities. Fields and routes that
+OpenAI's own API does not have are optional. `ServerProbe.missing` names features that the server lacks.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RejectedError(UserError):
 
 @dataclass(slots=True)
 class ServerProbe:
-    """A connection to an OpenAI-compatible server. `missing` lists the fields and routes that the server lacks."""
+    """A connection to an OpenAI-compatible server. `missing` names features that the server lacks."""
 
     url: str
     token_ids: Mapping[str, int]  # the id of each token by its text, for servers that return texts instead of ids
@@ -188,7 +189,7 @@ class ServerProbe:
 
 
 def _read(answer: dict[str, Any], token_ids: Mapping[str, int]) -> ServerAnswer:
-    """Read the first choice in the JSON object that a completion route returned."""
+    """Read the first of the `choices` in the JSON object that a server returned for a completion or chat completion."""
     choice = answer["choices"][0]
     given = choice.get("logprobs") or {}
     logprobs, texts = given.get("token_logprobs"), given.get("tokens")

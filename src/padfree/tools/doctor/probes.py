@@ -1,4 +1,4 @@
-"""Ask a server for evidence: log-probabilities of prompts and of responses, and the ids of texts and messages."""
+"""Ask a server for log-probabilities of prompts and responses, and for the token ids of texts and chat messages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def probe_ids(
 
 
 def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float) -> TextAnswer:
-    """Ask for the token ids of a text or, if the server does not return ids, for a response to the text."""
+    """Ask which token ids the server makes of a text.
+
+    If the server does not return them, ask for a response, from whose log-probabilities they can be inferred.
+    """
     answer = probe.complete(text, max_tokens=1, temperature=temperature)
     ids = answer.prompt_ids or probe.tokenize({"prompt": text, "add_special_tokens": True})
     if ids is None:
@@ -100,7 +103,7 @@ def probe_text(probe: ServerProbe, tokenizer: Any, text: str, temperature: float
 def probe_chat(
     probe: ServerProbe, messages: list[dict[str, str]], expected: list[int], temperature: float
 ) -> TextAnswer:
-    """Ask for the token ids of messages or, if the server does not return ids, for a response to the messages.
+    """Ask which token ids the server makes of messages, in the same way as `probe_text`.
 
     `expected`: the ids that the model's tokenizer makes of the messages.
     """

@@ -110,7 +110,7 @@ def chat_candidates(
 
 
 def other_prompts(case: Case) -> Proposals:
-    """Yield proposals that the server adds or drops special tokens or the generation prompt in every prompt."""
+    """Yield possible faults: in every prompt, the server adds or drops special tokens or the generation prompt."""
     if case.tokenizer is None:
         return
     prompts = case.evidence.prompts

@@ -37,7 +37,7 @@ FLOAT8 = {"fp8 (e4m3)": torch.float8_e4m3fn, "fp8 (e5m2)": torch.float8_e5m2}
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the model's logits [E, V] for the E tokens whose log-probabilities are in the evidence.
+    """Return the model's logits [E, V] for the E tokens whose log-probabilities a server reports (`evidence`).
 
     The logits are in float32 on the CPU.
     """
@@ -74,9 +74,9 @@ def _head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
-    """Return the logits [E, V] for the evidence's E tokens. `model`: a plain transformers model, without packs.
+    """Return the logits [E, V] for the E tokens whose log-probabilities a server reports (`evidence`).
 
-    The model runs on one sequence at a time.
+    `model`: a plain transformers model. It runs on one sequence at a time, not on packs.
     """
     found = []
     for number, sequence in enumerate(evidence.sequences):
@@ -87,15 +87,15 @@ def plain_logits(model: PreTrainedModel, evidence: Evidence) -> Tensor:
 
 
 def chosen(log_p: Tensor, evidence: Evidence) -> Floats:
-    """Pick the log-probabilities [E] of the evidence's E tokens from `log_p` [E, V], which has those of all V ids."""
+    """Pick one log-probability from each row of `log_p` [E, V]: that of the token id in `evidence.tokens` [E]."""
     found: Floats = log_p.gather(1, torch.from_numpy(evidence.tokens)[:, None])[:, 0].double().numpy()
     return found
 
 
 def logprobs_of(logits: Tensor, evidence: Evidence, temperature: float | None = None) -> Floats:
-    """Return the log-probabilities [E] of the evidence's tokens, computed from the model's `logits` [E, V].
+    """Return the log-probabilities [E] of the token ids `evidence.tokens` [E], computed from `logits` [E, V].
 
-    `temperature`: the temperature of the log-probabilities; None: the temperature of the evidence.
+    `temperature`: the temperature by which the logits are divided; None: `evidence.temperature`.
     """
     return chosen((logits / (temperature or evidence.temperature)).log_softmax(-1), evidence)
 
@@ -114,9 +114,10 @@ def variant(
     tensors: Mapping[str, Tensor] | None = None,
     attached: bool = True,
 ) -> PreTrainedModel:
-    """Return a model with another config or other tensors, which shares all other tensors with `model`.
+    """Return a copy of `model` with other config values (`changes`) or other tensors (`tensors`, by name).
 
-    With `attached`, the model runs on packs. Otherwise it is a plain transformers model.
+    The copy and `model` share all tensors that are not replaced. With `attached`, the copy runs on packs. Otherwise it
+    is a plain transformers model.
     """
     own = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     if changes or not attached:
@@ -150,9 +151,9 @@ def in_dtype(model: PreTrainedModel, dtype: torch.dtype, *, attached: bool = Tru
 
 
 def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
-    """Return the log-probabilities of the evidence's tokens, computed by plain transformers code in float64.
+    """Return the log-probabilities [E] of `evidence.tokens` [E], computed by plain transformers code in float64.
 
-    Returns None if there is not enough memory, or if a kernel of the model does not support float64.
+    Return None if there is not enough memory, or if a kernel of the model does not support float64.
     """
     samples = [Sample(tokens=sequence) for sequence in evidence.sequences]
     if model.device.type == "mps" or float64_bytes(model, samples) > USABLE * free_memory(model.device):
@@ -167,7 +168,7 @@ def exact_scores(model: PreTrainedModel, evidence: Evidence) -> Floats | None:
 
 
 def layer_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and the tensor of each matrix in the decoder layers, which servers may quantise."""
+    """Yield the name and the tensor of each matrix in the decoder layers."""
     layers = layers_of(model)
     prefix = next(name for name, module in model.named_modules() if module is layers)
     for name, parameter in model.named_parameters():
@@ -238,7 +239,7 @@ class NarrowRouters(TorchFunctionMode):
 
 
 def routes_of(model: PreTrainedModel, evidence: Evidence) -> tuple[Floats, Tensor]:
-    """Return the log-probabilities [E] of the evidence, and the experts that the routers choose.
+    """Return the log-probabilities [E] of the token ids `evidence.tokens` [E], and the experts that the routers choose.
 
     The experts are an array [tokens x layers, k]: for each token and layer, the k chosen experts in ascending order.
     """

@@ -1,14 +1,14 @@
-"""Hypotheses about how a server samples and what it then reports: temperature, truncation, penalties.
+"""Hypotheses (possible faults) about how a server samples and what it then reports: temperature, truncation, penalties.
 
 These hypotheses need no new forward pass, because each is a function of the model's logits [E, V] for E tokens and a
 vocabulary of V token ids:
 
-    temperature   A server at temperature t reports log softmax(logits / t). The proposal is the t that fits best, or
-                  the one that the server ignored.
-    truncation    A server that keeps only likely tokens reports log p + d, where p is the probability that the model
-                  gives a token, and d = -log(probability of all kept tokens). The evidence shows d, and therefore how
-                  many tokens the server kept at each position. The proposal is the k, p or min_p that agrees with most
-                  positions.
+    temperature   A server at temperature t reports log softmax(logits / t). Two temperatures are tested: the t that
+                  fits best, and 1 in case the server ignores the requested temperature.
+    truncation    A server that samples with top-k, top-p or min-p reports larger log-probabilities than the model. The
+                  difference is -log(total probability of the kept tokens), so it shows how many tokens the server
+                  kept at each position. One value each of top_k, top_p and min_p is tested: the one that agrees best
+                  with these numbers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def temperature(case: Case) -> Proposals:
 def truncated(scaled: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Return the log-probabilities [E, V] after truncation by top-k, top-p and min-p; -inf for dropped tokens.
 
-    `scaled` are the logits [E, V], divided by the temperature.
+    `scaled`: the logits [E, V] of E positions and V token ids, divided by the temperature.
     """
     log_p, order = scaled.log_softmax(-1).sort(dim=-1, descending=True, stable=True)
     p = log_p.exp()
@@ -155,7 +155,7 @@ def _short(value: float) -> str:
 
 
 def generation_config(case: Case) -> Proposals:
-    """Yield the proposal that the server samples with the model's generation_config.json, as vLLM does by default."""
+    """Yield a possible fault: the server samples with the model's generation_config.json, as vLLM does by default."""
     given = getattr(case.model, "generation_config", None)
     t = float(getattr(given, "temperature", None) or 1.0)
     cut: dict[str, Any] = {
@@ -206,7 +206,7 @@ def _penalised(case: Case, value: float) -> Tensor:
 
 
 def shifted(case: Case) -> Proposals:
-    """Yield proposals that the server reports, for each token, the log-probability of the next or previous token."""
+    """Yield two possible faults: the log-probability reported for a token is that of the next or previous token."""
     for step, side in ((1, "next"), (-1, "previous")):
         predicted = []
         for values in case.evidence.by_sequence(case.expected):

@@ -35,10 +35,11 @@ from padfree.tools.doctor.rescoring import rescored, variant
 from padfree.tools.doctor.sampling_hypotheses import smallest
 
 MOST_UNITS = 64
-"""In a model with more tensors than this, the search replaces whole layers instead of single tensors."""
+"""If the model and the older weights differ in more tensors than this, the search for stale tensors tests whole layers
+instead of single tensors."""
 ROUNDS, GAIN = 3, 0.7
-"""`ROUNDS`: the maximum number of passes over all units in which the search adds or removes single units. `GAIN`: the
-search gives up if more than this fraction of the difference remains."""
+"""`ROUNDS`: the maximum number of passes in which the search adds or removes stale tensors (or layers) one by one.
+`GAIN`: the search gives up if more than this fraction of the difference between server and model is unexplained."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 
@@ -46,7 +47,7 @@ Names = frozenset[str]
 
 
 class Replacements:
-    """Computes log-probabilities of the evidence's tokens with models in which older tensors replace some tensors."""
+    """Computes log-probabilities with models in which some tensors are replaced by older ones."""
 
     def __init__(self, case: Case, older: OlderWeights) -> None:
         self.case, self.older = case, older
@@ -73,7 +74,10 @@ class Replacements:
 
 
 def groups_of(names: Collection[str]) -> dict[str, Names]:
-    """Return groups of tensors by name: layers, kinds of tensor over all layers, and tensors outside the layers."""
+    """Return groups of tensor names, keyed by a description.
+
+    A group is a layer, a kind of tensor in all layers (e.g. all `q_proj`), or a single tensor outside the layers.
+    """
     found: dict[str, set[str]] = {}
     for name in names:
         match = re.search(r"(?:^|\.)(\d+)\.(.+)$", name)
@@ -128,9 +132,11 @@ def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]
 
 
 def search(tried: Replacements, units: list[Names]) -> Names:
-    """Return the tensors that are probably stale (older on the server than in the model).
+    """Return the names of the tensors that are probably stale (older on the server than in the model).
 
-    They are found by least squares over `units` (sets of tensors), and then by adding and removing units."""
+    `units`: sets of tensors. A least-squares fit finds the units whose effects on the log-probabilities add up to the
+    difference between server and model. Then units are added or removed as long as this improves the agreement.
+    """
     expected = tried.score(frozenset())
     effects = np.stack([tried.score(unit) - expected for unit in units], axis=1)  # [E, units]
     shares = np.linalg.lstsq(effects, tried.case.observed - expected, rcond=None)[0]
@@ -175,9 +181,10 @@ def _proposal(tried: Replacements, names: Names, label: str | None, everything: 
 
 
 def _scaled_adapter(tried: Replacements) -> Iterator[Proposal]:
-    """Yield the proposal that the server scales the adapter differently: base + factor * (model - base).
+    """Yield a possible fault: the server scales the adapter by a wrong factor.
 
-    The factor is fitted to the evidence.
+    The server's weights are then base + factor * (model - base). The factor is fitted to the log-probabilities that
+    the server reports.
     """
     own = tried.case.model.state_dict()
 

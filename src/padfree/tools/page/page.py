@@ -47,7 +47,7 @@ BEGINNING = TEMPLATES.get_template("beginning.html").render()
 
 
 def refuse_foreign(path: Path, setting: str = "output") -> None:
-    """Raise a `UserError` if the file `path` exists and is not a page of padfree.
+    """Raise a `UserError` if `path` is an existing file that is not an HTML page written by padfree.
 
     `setting`: the name of the option that holds the path, for the error message.
     """

@@ -59,12 +59,12 @@ FEWEST_TOKENS = 64
 """The largest measured micro-batch has at least this many tokens, even if its FLOPs are above `AFFORDABLE_FLOPS`."""
 
 WHOLE_MODEL_WEIGHTS = {"cpu": 20_000_000, "cuda": 1_000_000_000}
-"""By device type: a model is measured with all of its layers if a token uses at most this many weights. For a larger
-model, the times are extrapolated from two models with fewer layers."""
+"""Maximum number of active parameters of a model that is measured with all of its layers, by device type. The times of
+a larger model are extrapolated from two models with fewer layers."""
 
 MEASURED_TOGETHER = {"cpu": 1, "cuda": 3}
-"""By device type: the number of consecutive micro-batches that are timed together. With several, the host can run ahead
-of a GPU, as it does in training."""
+"""The number of consecutive micro-batches that are timed together, by device type. On a GPU there are several, so that
+the host can run ahead of it, as in training."""
 
 TRUSTED_FACTOR = 4.0
 """`calibrate` fails if a measurement and its fitted value differ by more than this factor."""
@@ -75,7 +75,10 @@ OnMeasurement = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """A measured micro-batch: its seconds with all layers, and the seconds that the fitted cost model predicts."""
+    """The seconds of a micro-batch: as measured, and as the fitted cost model predicts.
+
+    If only models with fewer layers were measured, `seconds` is extrapolated to all layers.
+    """
 
     lengths: tuple[int, ...]
     seconds: float
@@ -169,11 +172,11 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """Return the numbers of layers of the models to measure: the whole model, or two smaller models for extrapolation.
+    """Return the number of layers of each model to measure: all layers, or two smaller numbers for extrapolation.
 
-    The whole model is measured if a token uses at most `whole` weights, or if the model has too few layers to
-    extrapolate. Otherwise the smaller model has the layers before the layer types begin to repeat, and one period of
-    the repetition. The larger model has some more periods.
+    All layers are measured if the model has at most `whole` active parameters, or too few layers to extrapolate.
+    Otherwise, the smaller model has the layers before the layer types begin to repeat, and one period of the
+    repetition. The larger model has at least one more period.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
@@ -312,7 +315,7 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _write_about(found: Calibration, config: Config) -> None:
-    """Write a human-readable record of the measurements next to the cost model."""
+    """Write the measurements and the settings that they depend on to a JSON file, in the folder of the cost model."""
     about = {
         "device": found.device,
         "model": config.model.path,

@@ -23,7 +23,8 @@ from padfree.packing.cost import Floats
 from padfree.tools.planner.steps import Lengths, spread
 
 EXACT_STEPS = 128
-"""The number of steps of an epoch that are planned in full by default."""
+"""The default number of steps that are planned, i.e. whose samples are assigned to micro-batches. Values of the whole
+epoch are estimated from these steps."""
 
 OnPlannedStep = Callable[[int, int], None]
 """Function that is called with the number of steps planned so far and the total number of steps to plan."""
@@ -168,10 +169,11 @@ def plan_epoch(
     progress: OnPlannedStep | None = None,
     prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan `exact_steps` steps that are spread evenly over the epoch, or all steps if `exact_steps` is None.
+    """Plan some steps of an epoch, i.e. assign their samples to micro-batches and ranks.
 
-    `steps`: sample lengths of each step. `prefixes`: a function that returns the prefix tree of the samples of a step;
-    None if samples share no prefixes.
+    `exact_steps`: the number of planned steps, which are spread evenly over the epoch; None: all steps. `steps`: sample
+    lengths of each step of the epoch. `prefixes`: a function that returns the prefix tree of the samples of a step,
+    given the index of the step; None if samples share no prefixes.
     """
     if exact_steps is not None and exact_steps < 1:
         raise UserError("--exact-steps", "is not a positive number", "give 1 or more", value=exact_steps)

@@ -18,7 +18,7 @@ from padfree.packing import CostModel
 from padfree.tools.planner.steps import Lengths
 
 PADDED_SIZES = (2, 4, 8, 16, 32)
-"""Numbers of samples in the padded micro-batches that the plan compares with packing."""
+"""Batch sizes (samples per micro-batch) for which `padfree plan` compares the cost of padding with that of packing."""
 
 USUAL_SIZE = 8
 """The printed plan compares packing with padded micro-batches of this number of samples."""

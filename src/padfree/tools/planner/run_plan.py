@@ -25,7 +25,8 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.train.batcher import SourceShare
 
 OTHER_CONTEXTS = (2, 4, 8)
-"""The page compares layouts of a long pack for these numbers of context ranks, whatever --cp is."""
+"""The HTML page of `padfree plan` compares layouts (how context ranks divide a pack) for these numbers of context
+ranks, whatever --cp is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,7 +62,7 @@ class RunPlan:
 
     @property
     def sharing(self) -> float | None:
-        """Return how many times fewer tokens are computed if a prefix that samples share is computed only once.
+        """Return the number of tokens, divided by the number that remains if each shared prefix is computed only once.
 
         The result is None if it is unknown which samples share prefixes.
         """
@@ -69,7 +70,7 @@ class RunPlan:
 
     @property
     def packed_cost(self) -> float:
-        """Return the cost of all samples in packs, in the units of the cost model."""
+        """Return the total cost of all samples without padding, in the unit of the cost model (e.g. seconds)."""
         return float(self.epoch.costs.sum())
 
     @property

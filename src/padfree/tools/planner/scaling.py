@@ -39,8 +39,8 @@ from padfree.tools.planner.time_model import TimeModel
 from padfree.tools.planner.traffic import NUMBER_BYTES, Placement, Traffic, context_traffic, fsdp_units, weights_traffic
 
 BASELINE_DEVICES = 8
-"""The number of devices whose throughput per device counts as an efficiency of 1. If fewer devices are planned, their
-number takes its place."""
+"""The smallest number of devices for which a step time is estimated, unless --ranks is smaller or --cp is larger. The
+smallest number of devices is the baseline: its efficiency is 1."""
 
 INSIDE = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 BETWEEN = {"hdr": 25.0, "ndr": 50.0, "xdr": 100.0, "ethernet-100": 12.5, "ethernet-400": 50.0}
@@ -56,8 +56,9 @@ LATENCY_INSIDE, LATENCY_BETWEEN = 1e-6, 5e-6
 per host."""
 
 PLANNED_STEPS, CONTEXT_PACKS = 2, 16
-"""`PLANNED_STEPS`: the number of steps that are planned to estimate the step time for a number of devices.
-`CONTEXT_PACKS`: the number of packs of a micro-batch from which the traffic between context ranks is estimated."""
+"""`PLANNED_STEPS`: the number of steps of the epoch that are planned to estimate the mean step time.
+`CONTEXT_PACKS`: the maximum number of packs per micro-batch that are examined to estimate the traffic between context
+ranks."""
 
 WORTHWHILE_SPEEDUP = 1.5
 """Doubling the number of devices is worthwhile if steps get at least this many times as fast."""
@@ -162,10 +163,11 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """Return the largest worthwhile number of devices, and why more devices are not worthwhile.
+        """Return the largest worthwhile number of devices, and the reason why more devices are not worthwhile.
 
-        The reason is the cause of lost time (see `StepTime.losses`) that grows most from this number of devices to the
-        next larger one. The result is None if every number of devices in `times` is worthwhile.
+        Return None if all numbers of devices in `times` are worthwhile. The reason is one of the causes in
+        `StepTime.losses`: the one that, on the next larger number of devices, loses the most time compared with perfect
+        scaling (half the seconds on twice as many devices).
         """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):
@@ -334,9 +336,9 @@ def _step_time(
 def _context_seconds(
     plan: StepPlan, placement: Placement, parallel: ParallelConfig, need: DeviceMemory, links: Links, size: int
 ) -> Any:
-    """Return, for each of J micro-batches, the seconds that context ranks spend sending keys and values: an array [J].
+    """Return the seconds that context ranks need to send each other keys and values in each of J micro-batches, [J].
 
-    The seconds are estimated from the first `CONTEXT_PACKS` packs of a micro-batch. `size`: bytes of an element.
+    The seconds of a micro-batch are estimated from its first `CONTEXT_PACKS` packs. `size`: bytes of an element.
     """
     found = np.zeros(plan.num_micro_batches)
     if placement.context == 1:

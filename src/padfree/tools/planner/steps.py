@@ -50,7 +50,7 @@ from padfree.train.shared_turns import copied_keys, rows_with_several, run_cost,
 Lengths = NDArray[np.int64]
 
 MOST_COMPARED = 50_000
-"""Maximum number of data rows that are examined to estimate how many tokens samples of the same row share."""
+"""Maximum number of data rows that are examined to estimate how many tokens are saved by shared prefixes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,10 +76,10 @@ def load_steps(
     progress: Progress | None = None,
     on_note: Callable[[str], None] | None = None,
 ) -> StepLengths:
-    """Return the optimizer steps of a run with `config`. `lengths`: a file of sample lengths that replaces the data.
+    """Return the sample lengths of each optimizer step in the first epoch of a run with `config`.
 
-    Raise the same errors about the data as a run with this config. `on_note` is called with notes about how each file
-    is read. `processes`: the number of processes of the planned run.
+    Raise the same errors about the data as this run. `lengths`: a file of sample lengths, which is read instead of the
+    data. `on_note` is called with notes about how each file is read. `processes`: number of processes of the run.
     """
     if lengths is not None:
         if config.data.sources:
@@ -210,9 +210,9 @@ def spread(number: int, most: int) -> Lengths:
 
 
 def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """Return the optimizer steps of one pass over rollouts or preference pairs, as lengths of their samples.
+    """Return the sample lengths of each optimizer step of one pass over rollouts or preference pairs.
 
-    `parts`: number of samples of each source of a mixture.
+    `parts`: number of samples of each source, if the data is a mixture of sources.
     """
     steps = rollout_updates(samples, config, parts)
     shown = distinct([sample for group in _shown(samples, config, parts) for sample in group])
@@ -222,8 +222,8 @@ def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> St
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
     """Return the sample lengths of each optimizer step of one pass over rollouts.
 
-    A batch consists of whole groups (all responses to a prompt). Training on a batch takes `loss.epochs` ×
-    `loss.mini_batches` steps. `parts`: number of samples of each source of a mixture.
+    A batch has whole groups (all responses to a prompt), and training on it takes `loss.epochs` × `loss.mini_batches`
+    optimizer steps. `parts`: number of samples of each source, if the data is a mixture of sources.
     """
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
@@ -237,10 +237,10 @@ def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> 
 
 
 def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> StepLengths:
-    """Return the optimizer steps of one pass over prompts.
+    """Return the sample lengths of each optimizer step of one pass over prompts.
 
-    Each prompt has `rollout.samples_per_prompt` responses of the largest length. `parts`: number of prompts of each
-    source.
+    Each prompt counts as `rollout.samples_per_prompt` samples, with responses of the maximum length. `parts`: number of
+    prompts of each source, if the data is a mixture of sources.
     """
     group = config.rollout.samples_per_prompt
     found = rollout_updates(prompts, config, parts)
@@ -251,10 +251,10 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 
 
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
-    """Return the data rows, or the groups of responses to a prompt, that the first epoch uses, in file order.
+    """Return the data rows of the first epoch, in file order. In RL, return groups (e.g. all responses to a prompt).
 
-    A row or group that the epoch repeats is in the list several times. `parts`: number of samples of each source of a
-    mixture.
+    A row or group that the epoch repeats is in the list several times. `parts`: number of samples of each source, if
+    the data is a mixture of sources.
     """
     groups, sizes = groups_of(config, samples, parts)
     return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]

@@ -29,8 +29,7 @@ SAME_FACTOR = 1.01
 """Times and imbalances within this factor count as equal."""
 
 FASTER_FACTOR = 1.05
-"""Twice as many context ranks as the longest sample needs are suggested only if this makes steps more than this many
-times as fast."""
+"""Minimum speedup of steps for which `suggest` doubles the number of context ranks that the longest sample needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,14 @@
 """Estimate how long steps take: the cost of a step in some unit (e.g. FLOPs), divided by the number of units that a
 device computes per second.
 
-    what is known                                                            unit of the cost
-    batch.cost, or measured on this device by `padfree plan --calibrate`     seconds
-    a GPU whose peak FLOP rate is known, and model.dtype=bfloat16            FLOPs, at PEAK_FRACTION of the peak rate
-    none of these                                                            FLOPs, at an unknown rate
+The unit of the cost depends on what is available, in this order:
 
-The time includes forward and backward on the slowest rank of each micro-batch, and the optimizer step if it was
+1. Seconds, if `padfree plan --calibrate` has measured a cost model: on this device, or in the file `batch.cost`.
+2. FLOPs, if the model is given. Seconds are estimated from PEAK_FRACTION of the GPU's peak FLOP rate, if this rate is
+   known and model.dtype=bfloat16. Otherwise the time is unknown.
+3. Tokens. The time is unknown.
+
+The time includes forward and backward of each micro-batch on its slowest rank, and the optimizer step if that was
 measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
 """
 

@@ -1,28 +1,29 @@
 """Count the bytes that processes send each other in a step, by kind, inside a host and between hosts.
 
-Example with 8 ranks on two hosts, ranks 0 to 3 and ranks 4 to 7 (launchers give a host consecutive ranks). `>` is a
-message inside a host, `>>` a message between hosts:
+In this example, ranks 0 to 3 are on one host, and ranks 4 to 7 on another. For settings of `parallel`, the table shows
+which ranks communicate, and what they send. `>` is a message inside a host, `>>` a message between hosts, and `0 1` a
+pair of ranks that send to each other:
 
-    setting         rings or pairs of ranks                                                 what is sent
-    (default)       one ring of 8:    0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0                   shards of the weights
-    replicate 2     two rings of 4:   0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4                 shards of the weights
-                    four rings of 2:  0 >> 4 >> 0   1 >> 5 >> 1   2 >> 6 >> 2   3 >> 7 >> 3  a fourth of the gradients
-    context 2       four pairs:       0 1 | 2 3 | 4 5 | 6 7                                 keys and values
-    expert 2        four pairs:       0 1 | 2 3 | 4 5 | 6 7                                 tokens for experts
-                    two rings of 4:   0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1             shards of the experts
+    setting         rings or pairs of ranks                                                  what is sent
+    (default)       one ring of 8:    0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0                    weights and gradients
+    replicate=2     two rings of 4:   0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4                  weights and gradients
+                    four rings of 2:  0 >> 4 >> 0   1 >> 5 >> 1   2 >> 6 >> 2   3 >> 7 >> 3  gradients of one shard
+    context=2       four pairs:       0 1 | 2 3 | 4 5 | 6 7                                  keys and values
+    expert=2        four pairs:       0 1 | 2 3 | 4 5 | 6 7                                  tokens for experts
+                    two rings of 4:   0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1              experts, their gradients
 
-A collective over n bytes among P processes makes each process send to the next process of its ring:
+In a collective among P processes, each process sends this many bytes to the next process of its ring:
 
     all-gather        (P - 1)/P n bytes      n: size of the gathered tensor
     reduce-scatter    (P - 1)/P n bytes      n: size of the tensor before it is scattered; with gloo twice as much,
                                              because it uses an all-reduce
     all-reduce        2 (P - 1)/P n bytes    n: size of the tensor
 
-FSDP gathers every unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and head. With
-`parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch. For context
-parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank.
+FSDP gathers the weights of each unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and
+head. With `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch.
+For context parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank.
 
-Experts that ranks divide among them are a unit of their own. Each time a token chooses an expert, one vector of
+With expert parallelism, the experts of a layer are a separate unit. Each time a token chooses an expert, one vector of
 activations is sent to the expert's rank and one is sent back. This happens in forward and in backward, and again if
 activations are recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally
 often.
@@ -107,7 +108,8 @@ class Placement:
     def expert_mesh(self) -> Ranks:
         """Return all ranks, in an array of shape [replicate, fsdp, expert], as in `padfree.distributed.mesh`.
 
-        Ranks along the last axis divide the experts of a layer. Ranks along the second axis shard the same experts.
+        Ranks along the last axis hold different experts of a layer. Ranks along the second axis hold shards of the same
+        experts.
         """
         return np.arange(self.ranks).reshape(self.replicate, -1, self.expert)
 
@@ -144,7 +146,7 @@ class Traffic:
     between: dict[str, Floats] = field(default_factory=dict)  # [ranks]
 
     def send(self, kind: str, source: ArrayLike, target: ArrayLike, size: ArrayLike) -> None:
-        """Add the bytes of messages: rank `source[i]` sends `size[i]` bytes to rank `target[i]`."""
+        """Add messages to the traffic: rank `source[i]` sends `size[i]` bytes to rank `target[i]`."""
         source, target, size = np.broadcast_arrays(source, target, np.asarray(size, dtype=np.float64))
         near = self.placement.host(source) == self.placement.host(target)
         for links, chosen in ((self.inside, near), (self.between, ~near)):
@@ -152,7 +154,7 @@ class Traffic:
             np.add.at(sent, source[chosen], size[chosen])
 
     def rings(self, kind: str, groups: Ranks, size: float) -> None:
-        """Add the bytes of a collective in several rings: each rank sends (P - 1)/P · `size` bytes to the next rank.
+        """Add a collective to the traffic: each rank sends (P - 1)/P · `size` bytes to the next rank of its ring.
 
         `groups` [rings, P]: the P ranks of each ring. `size`: the bytes of the whole tensor.
         """

@@ -50,9 +50,10 @@ def default_output(folders: Sequence[str | Path]) -> Path:
 def write_report(
     folders: Sequence[str | Path], output: str | Path | None = None, *, names: Sequence[str] | None = None
 ) -> list[str]:
-    """Write the page of the runs in these folders to `output`; None: to `default_output(folders)`.
+    """Write an HTML page about the runs in `folders` to the file `output`, by default `default_output(folders)`.
 
-    Return notes about data that could not be read, which the page also shows. `names`: how the page names the runs.
+    Return notes about data that could not be read. The page shows these notes, too. `names`: how the page names the
+    runs.
     """
     given = output is not None
     output = Path(output) if output is not None else default_output(folders)

@@ -53,8 +53,9 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "Speed and memory": ("tokens_per_second", "mfu", "tflops*", "seconds", "memory*"),
     "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
 }
-"""Headings in the order of the page, each with patterns of its metrics. A metric belongs to the first heading that has
-a matching pattern. If there is none, the heading is the prefix of the metric's name, or "Other"."""
+"""The headings of the report in their order, each with name patterns. A metric belongs to the first heading with a
+pattern that matches its name. A metric whose name matches no pattern belongs to a heading that is the prefix of its
+name or, without a prefix, to "Other"."""
 
 ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
 """Metrics that get a figure even if they never change. Other constant metrics are listed in a table."""
@@ -92,7 +93,8 @@ UNITS = (
     (r"tflops_per_device", "TFLOP/s"),
     (r"norm", "norm"),
 )
-"""Axis labels, by a pattern for the end of the figure's name. The default label is the figure's name in words."""
+"""Pairs of a regular expression and an axis label. A figure gets the first label whose expression matches the end of
+the figure's name. If none matches, the label is the figure's name in words."""
 
 LOGARITHMIC = re.compile(r"norm|perplexity|canary")
 PARTS = (
@@ -132,7 +134,10 @@ class Panel:
 
 
 def panels(runs: Sequence[Run]) -> tuple[dict[str, list[Panel]], list[str]]:
-    """Return the panels (figures before they are drawn) by heading, and the names of the metrics that never change."""
+    """Return a list of panels (figures to draw) for each heading, and the names of metrics without a figure.
+
+    A metric that never changes has no figure, unless a pattern in `ALWAYS` matches.
+    """
     names = {name for run in runs for name in run.metrics}
     lines: dict[str, dict[str, dict[str, str]]] = {}  # by heading and figure: metrics with their labels
     for name in sorted(names, key=_order):

@@ -26,7 +26,7 @@ MOST_ROWS = 400
 MOST_LETTERS = 2_000_000
 MOST_LETTERS_OF_TEXT = 20_000
 BLOCK = 4
-"""Number of consecutive lines of the file that the table shows or omits together: those of one rollout batch."""
+"""Number of lines that a rollout batch writes to `rollouts.jsonl`. The table shows all lines of a batch or none."""
 
 FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "prompt", "response", "uid")
 """The first columns of the table, in this order. Other fields of the file follow as further columns."""

@@ -1,6 +1,6 @@
 """Read a run folder. The run may have ended, may have been killed, or may still be running.
 
-    metrics.jsonl             one object per step; a metric that only some steps have is a shorter series
+    metrics.jsonl             one object per step; not every step has every metric
     evaluation.jsonl          one object per evaluation
     config.json               the settings
     events.jsonl              starts, resumes, stops
@@ -11,8 +11,9 @@
     checkpoints/step-*        the checkpoints
 
 A run that has just started has `run.json` and little else. Folders of early versions have no `run.json`. Data that
-cannot be read (an incomplete last line, a value that is not a number, a file without permission) is skipped with a note
-in `notes`, which the page shows. A missing file that not every run writes (evaluations, rollouts) gives no note.
+cannot be read (an incomplete last line, a value that is not a number, a file without permission) is skipped, and the
+report shows a note (`Run.notes`). A file that only some runs write (evaluations, rollouts) may be missing without a
+note.
 """
 
 from __future__ import annotations

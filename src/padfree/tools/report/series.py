@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMOOTH_ABOVE = 200
-"""A series of more values than this gets a running mean."""
+"""If a metric has more values than this, its plot also shows their running mean."""
 
 MOST_POINTS = 1000
 """Maximum number of points of one series on the page."""

@@ -34,9 +34,9 @@ REASON_LETTERS = 300
 
 
 def state_of(folder: Path, events: Sequence[Mapping[str, Any]], *, has_nonfinite: bool) -> str:
-    """Return the state of the last process of the run as text, e.g. "running".
+    """Return the state of a run as text, e.g. "running". After a resume, it is the state of the newest process.
 
-    `has_nonfinite`: whether a step had a non-finite loss or gradient.
+    `has_nonfinite`: whether a step had a non-finite loss or gradient. It matters only for runs that recorded no events.
     """
     marks = [event for event in events if event.get("kind") in ("start", *ENDS)]
     held = is_held(folder)

@@ -49,7 +49,10 @@ class ChatSession:
         return answer
 
     def prompt_ids(self, rendered: str) -> list[int]:
-        """Return the token ids of a rendered conversation. Earlier turns keep their ids if possible."""
+        """Return the token ids of a rendered conversation.
+
+        If possible, the token ids of earlier turns are used again instead of encoding their text again.
+        """
         chat_tokenizer = self._speaker.chat_tokenizer
         if self._ids and rendered.startswith(self._text):
             return [*self._ids, *chat_tokenizer.encode(rendered[len(self._text) :])]

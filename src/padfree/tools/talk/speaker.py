@@ -172,9 +172,10 @@ class Speaker:
         first: int = 0,
         on_text: OnText | None = None,
     ) -> list[Answer]:
-        """Return one answer for each prompt. `on_text` receives pieces of text as they are generated.
+        """Return one answer for each prompt. `on_text` receives pieces of the answers as they are generated.
 
-        The random numbers depend on `turn` and on the index of the prompt; `first` is the index of the first prompt.
+        `turn` (the number of earlier turns of the chat) and the index of a prompt determine the random numbers of its
+        answer. `first`: the index of the first prompt, if `prompts` is a part of a longer list.
         """
         need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
         limits = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
@@ -375,13 +376,13 @@ def _with_adapter(base: str, folder: Path) -> PreTrainedModel:
         raise UserError(
             SETTING,
             f"the adapters of {folder} do not fit {base} ({shown_error(error)})",
-            "give the base model that they were trained on with --base",
+            "set --base to the base model that the adapters were trained on",
         ) from None
     if stored != wanted:
         raise UserError(
             SETTING,
             f"the adapters of {folder} do not fit {base}: only one of the two has {min(stored ^ wanted)}",
-            "give the base model that they were trained on with --base",
+            "set --base to the base model that the adapters were trained on",
         )
     assert isinstance(merged, PreTrainedModel)
     return merged

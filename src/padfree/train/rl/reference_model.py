@@ -81,9 +81,9 @@ class ReferenceModel(ABC):
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of finished batches, and whether a refresh was made.
+        """Restore the number of finished batches, and whether the reference has taken over weights of the policy.
 
-        The tensors of the reference are restored separately, by the checkpointer.
+        The checkpointer restores the tensors of the reference separately.
         """
         self.batches, self.refreshed = int(state["batches"]), bool(state["refreshed"])
 

@@ -1,12 +1,12 @@
-"""The log of a run's sampled responses. It saves a killed run from sampling responses twice.
+"""The log of a run's sampled responses, which a resumed run reuses.
 
 Without the log, a resumed run would have to sample again all responses since the last checkpoint. The log
 (`padfree.rollout.response_log`) consists of parts. A new part begins at each checkpoint. When the checkpoint is
-complete, the parts before it are deleted.
+complete, the parts that no later batch needs are deleted.
 
-A resumed run reuses a logged response only if it has the same weights and settings as the run that sampled the
-response. Therefore each part begins with a fingerprint of the weights at its first step, and with a digest of all
-settings that change what is sampled or trained.
+A resumed run reuses logged responses only if its weights and settings are the same as those of the run that sampled the
+responses. Therefore each part begins with a fingerprint of the weights at the part's first step, and with a digest of
+all settings that change what is sampled or trained.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ WITHOUT_EFFECT = (
     "run.timeout",
     "slurm.",
 )
-"""Prefixes of settings that may differ when responses are reused: they change results by rounding errors at most."""
+"""Prefixes of settings that may differ between a run that reuses logged responses and the run that sampled them. These
+settings change results by rounding errors at most."""
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
     """Return a digest of `made_with`, the record of settings, model and data that a checkpoint stores.
 
-    A resumed run reuses logged responses only if their digest equals its own. The settings in `WITHOUT_EFFECT` are left
-    out of the digest, because they change what is sampled or trained by rounding errors at most.
+    A resumed run reuses logged responses only if the digest in the log equals the digest of the run. The digest leaves
+    out the settings in `WITHOUT_EFFECT`, which change results by rounding errors at most.
     """
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
@@ -77,10 +78,10 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Start logging, and return a note for the user if there are responses to reuse.
+        """Start to log responses. If responses of an earlier start can be reused, return a note for the user.
 
-        `step`, `after`: the numbers of the last optimizer step and the last batch before the log begins. `resume`:
-        whether the run resumes; if not, responses of an earlier run are deleted.
+        `step`: the number of the last optimizer step. `after`: the number of the last batch whose responses are not
+        needed any more. `resume`: whether the run resumes; if not, all logged responses are deleted.
         """
         origin = self._origin(step)
         error = None

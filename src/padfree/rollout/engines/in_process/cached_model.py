@@ -46,11 +46,14 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DecodeLayer:
-    """What attention needs in one layer of a decode step: the layer's cached keys and values, and the slots."""
+    """What attention needs in one layer of a decode step: the layer's cached keys and values, and the slots.
+
+    A slot describes one response that is being sampled.
+    """
 
     keys: Tensor  # [M, Hkv, d]
     values: Tensor  # [M, Hkv, dv]
-    slots: Tensor  # [F, L]
+    slots: Tensor  # [F, L]: F fields of L slots
     longest: int  # maximum number of keys of a slot
     exact: bool  # whether attention has the bits of the trainer
 
@@ -67,7 +70,7 @@ class _PrefillLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """What attention needs in one layer of the forward pass that only finds the shapes of keys and values."""
+    """What attention needs in one layer of a trial forward pass, which records the shapes of keys and values."""
 
     shapes: list[LayerShape]
     packed: AttnContext

@@ -92,7 +92,7 @@ def decode_attention(
     softcap: float | None,
     longest: int,
 ) -> Tensor:
-    """Attend from the new token of each slot; return the output [L, H, dv], and store k and v in the cache.
+    """Attend from the new token of each of L responses. Return the output [L, H, dv], and store k and v in the cache.
 
     The module docstring explains the tensors. `sinks` [H]: learned scores in the softmax. `window`: number of keys that
     a token sees, including its own; None: all keys. `softcap`: bound of the scores; None: no bound.

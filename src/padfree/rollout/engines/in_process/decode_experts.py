@@ -1,23 +1,29 @@
-"""Experts of a sampling model with kernels whose shapes do not depend on the routes, for CUDA graphs.
+"""Experts of a sampling model with kernels whose shapes do not depend on the chosen experts, for CUDA graphs.
 
-For T tokens of width D and k of E experts each, there are R = T k rows, one for each pair of a token and an expert. The
-width inside an expert is I, and U is I or, with a gate, 2 I:
+Each of T tokens of width D has k of E experts. The R = T k pairs of a token and one of its experts are the rows of the
+computation. The width inside an expert is I, and U is I or, with a gate, 2 I:
 
-    hidden [T, D], choices [T, k], weights [T, k]                     the input, and each token's experts and weights
-    sort the rows by expert     order [R], starts [E + 1]             sorted row r is row order[r] of the choices
-    up      [T, D] -> [R, U]    each row with its expert's weight     gathers token order[r] // k
+    input   hidden [T, D]; choices [T, k], the experts of each token; weights [T, k], the weights of these experts
+    sort    the pairs by expert: order [R], the index of each sorted pair in the flattened choices;
+            starts [E + 1], where the pairs of each expert begin in this order
+    up      [T, D] -> [R, U]    sorted row r is token order[r] // k, multiplied with the matrix of its expert
     gate    [R, U] -> [R, I]    the module's own activation
-    down    [R, I] -> [R, D]    writes row order[r]
-    sum over the k experts of a token, times weights                  [T, D]
+    down    [R, I] -> [R, D]    multiplies each row again, and writes sorted row r to row order[r]
+    sum     [R, D] -> [T, D]    the weighted sum over the k experts of each token
 
-In this example, 4 tokens have 2 of E = 3 experts each, and a block has 2 rows:
+In this example, 4 tokens have 2 of 3 experts each; a bar separates the tokens in choices, and the experts in order:
 
-    choices    0 1 | 1 2 | 1 0 | 1 2        order   0 5 | 1 2 4 6 | 3 7        starts   0 2 6 8
-    blocks     [0 5] of expert 0, [1 2] [4 6] of expert 1, [3 7] of expert 2, and three programs without rows
+    choices    0 1 | 1 2 | 1 0 | 1 2
+    order      0 5 | 1 2 4 6 | 3 7
+    starts     0 2 6 8
 
-R rows need at most R // block + min(E, R) blocks, however they are divided over the experts. The grid has this many
-programs, so that the host need not read the routes. On CUDA, the custom operator `grouped_linear` runs a Triton kernel
-(`triton_grouped_linear`). On other devices, and in float64, it runs the reference below.
+One program of the kernel multiplies one block of rows of the same expert. Blocks of 2 rows would be [0 5] of expert 0,
+[1 2] and [4 6] of expert 1, and [3 7] of expert 2. R rows need at most R // block size + min(E, R) blocks, however they
+are divided over the experts. The kernel has this many programs, here 7, so that the host need not read the choices;
+programs without rows end at once.
+
+On CUDA, the custom operator `grouped_linear` runs a Triton kernel (`triton_grouped_linear`). On other devices, and in
+float64, it runs the function `reference`.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from padfree.model.stacked_experts import stacked_experts
 
 
 def all_stacked(model: PreTrainedModel) -> bool:
-    """Return whether the model has experts, and stores the weights of all experts of a layer as one stacked tensor."""
+    """Return True if the model has experts and the weights of all experts of a layer are stacked into one tensor."""
     stacked = set(stacked_experts(model))
     named = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
     return bool(stacked) and all(module in stacked for module in named)
@@ -67,9 +73,10 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 
 
 def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the R = T k pairs of a token and a chosen expert by expert. `choices` [T, k]: the experts of each token.
+    """Sort the R = T k pairs (token, expert) by expert. `choices` [T, k]: the k experts of each token.
 
-    Return `order` [R], the index of each sorted pair in `choices`, and the start [E + 1] of each expert's pairs.
+    Return `order` [R], the index of each sorted pair in the flattened `choices`, and `starts` [E + 1]: the pairs of
+    expert e are `order[starts[e]:starts[e + 1]]`.
     """
     experts, order = torch.sort(choices.reshape(-1), stable=True)
     bounds = torch.arange(num_experts + 1, device=choices.device, dtype=experts.dtype)
@@ -110,12 +117,14 @@ def grouped_linear(
     scatter: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply each of R rows with the weight of its expert; return [R, N]. Rows are sorted by expert.
+    """Multiply each of R rows with the weight of its expert. Return [R, N].
 
-    `weight` is [E, N, K], or [E, K, N] if `transposed`, for E experts with K inputs and N outputs. `bias` is [E, N].
-    `order` [R] and `starts` [E + 1] are the results of `sorted_rows`. If `gather` is 0, x is [R, K], sorted by expert.
-    If `gather` is k, x is [T, K], and sorted row r reads x[order[r] // k]. With `scatter`, sorted row r is written to
-    row order[r] of the result.
+    A row is a pair of one of T tokens and one of its k experts. `order` [R] and `starts` [E + 1] sort the rows by
+    expert, see `sorted_rows`. `weight`: [E, N, K], or [E, K, N] if `transposed`, for E experts with K inputs and N
+    outputs. `bias`: [E, N].
+
+    `gather`: 0 if `x` [R, K] has the sorted rows. Otherwise k: `x` [T, K] has the tokens, and sorted row r is the token
+    `x[order[r] // k]`. `scatter`: whether sorted row r is written to row `order[r]` of the result, and not to row r.
     """
     if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_grouped_linear import multiply

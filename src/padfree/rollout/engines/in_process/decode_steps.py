@@ -37,14 +37,16 @@ from padfree.sample import Sample
 
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST, SHIFT = range(5, 10)
 NUM_SLOT_FIELDS = 10
-"""Number of fields of a slot: the five that attention reads (`sampled_tokens`), then the five above.
+"""Number of fields of a slot, which describes one response that is being sampled.
 
-TOKEN is the next input token, KEY the random key, MAX_NEW_TOKENS the token limit and REQUEST the index of the request.
-SHIFT is the position of a token in the model minus its index in the sequence; it is 0 except after images.
+Attention reads the first five fields, see `NUM_ATTENTION_FIELDS`. TOKEN is the next input token, KEY the random key,
+MAX_NEW_TOKENS the token limit and REQUEST the index of the request. SHIFT is the position id of the next token minus
+its index in the sequence; it is 0 except after images.
 """
 
 MIN_SLOTS = 16
-"""Minimum number of slots of a captured step. Steps are captured for all slots, half of them, a quarter, and so on."""
+"""CUDA graphs of decode steps are captured for all slots (one slot per response in the batch), for half of the slots, a
+quarter of them and so on, down to this number of slots."""
 
 PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
@@ -96,7 +98,7 @@ class DecodeStatistics:
 
 @dataclass(slots=True, eq=False)
 class StatusCopy:
-    """An asynchronous copy on the host: how many tokens each response has, and whether the response has ended."""
+    """A copy on the host of how many tokens each response has and whether it has ended; `read` waits for the copy."""
 
     status: Tensor
     event: Any
@@ -130,12 +132,13 @@ class DecodeSteps:
         captured: bool | None = None,
         step_rows: Sequence[int] | None = None,
     ) -> None:
-        """Create the steps. Their buffers and CUDA graphs are created when they are first needed.
+        """Set up the decode steps. Buffers and CUDA graphs are created when they are first needed.
 
-        `stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache; None: as much as `num_slots`
-        responses need, but at most half of the free device memory. `captured`: whether steps are CUDA graphs; None: if
-        the device and the model allow it. `step_rows`: the numbers of slots that a step may have, descending; the first
-        is at least `num_slots`. None: those of `slot_counts` if steps are captured, else any number.
+        `num_slots`: the maximum number of responses that are sampled at the same time, one in each slot. `stops`: token
+        ids that end a response. `cache_bytes`: size limit of the KV cache; None: as much as `num_slots` responses need,
+        but at most half of the free device memory. `captured`: whether decode steps are CUDA graphs; None: if the
+        device and the model allow it. `step_rows`: the batch sizes of decode steps, in slots, in descending order; the
+        first is at least `num_slots`. None: the result of `slot_counts` if the steps are CUDA graphs, else any size.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature, self.truncation = num_slots, temperature, truncation
@@ -162,7 +165,7 @@ class DecodeSteps:
         self._pool = None
 
     def free(self) -> None:
-        """Free the buffers, which include the KV cache, and the CUDA graphs of the steps."""
+        """Free the CUDA graphs and all buffers, including the KV cache."""
         self.forget_graphs()
         self._buffers = None
 
@@ -244,9 +247,10 @@ class DecodeSteps:
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
-        """Return the number of cache entries for a response to a prompt with `stored` keys.
+        """Return how many cache entries a response needs if the cache holds `stored` keys of its prompt.
 
-        If the cache has pages, the response also holds a copy of the keys on the prompt's last, partial page.
+        If the cache has pages, a response takes whole pages. Keys of the prompt that do not fill a page are copied to
+        the start of the first of these pages.
         """
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
@@ -435,7 +439,10 @@ def prefill_rows(tokens: int) -> int:
 
 
 def slot_counts(num_slots: int) -> list[int]:
-    """Return the numbers of slots for which steps are captured: 256 128 64 32 16 for 256 slots, 40 20 for 40 slots."""
+    """Return the batch sizes for which decode steps are captured as CUDA graphs, in slots (one per response).
+
+    For example, 256 slots give 256, 128, 64, 32 and 16, and 40 slots give 40 and 20.
+    """
     counts = [num_slots]
     while counts[-1] // 2 >= MIN_SLOTS:
         counts.append(counts[-1] // 2)

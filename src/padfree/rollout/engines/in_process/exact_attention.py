@@ -1,26 +1,32 @@
 """Decode attention whose output is bitwise equal to that of the trainer's attention (`rollout.exact`).
 
-`exact_decode_attention` chooses one of two ways:
+`exact_decode_attention` uses one of two kernels:
 
     Triton kernel     `triton_exact_attention` repeats the arithmetic of flash-attn-4. It is used if the comparison
                       `has_bits_of_trainer` finds equal bits on the device for the heads of the model.
-    paged attention   the trainer's own kernel, with one query in each slot
+    paged attention   the trainer's own kernel, with one query for each response
 
 The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE`, counted from the first key, and combines the
 blocks from the last to the first. The output for a query depends on the keys that it sees and on the borders of the
-blocks, but not on other queries. Both ways therefore keep these borders. The KV cache is divided into pages of one
-block. Slots share the whole pages of a prompt. The rest of the prompt is copied to the slot's own first page. In this
-example, p is a key of the prompt, and a and b are keys of the responses in slots 0 and 1:
+blocks, but not on other queries. Decode attention must therefore keep these borders. The KV cache consists of pages,
+each with the keys of one block.
 
-    prompt of 5 tokens, pages of 4             pages 0: p p p p   1: p . . .      prefilled once
-    two slots, with 4 and 1 tokens of their    pages 2: p a a a   3: a . . .      slot 0 sees pages 0 2 3
-    own                                        pages 4: p b . .                   slot 1 sees pages 0 4
+A slot holds one response that is being sampled. The slots with the same prompt share the full pages of the prompt. If
+the last page of the prompt is not full, its keys are copied to the first page of each slot. In this example with pages
+of 4 keys, slots 0 and 1 have the same prompt of 5 tokens, with the keys p. The response in slot 0 has 4 keys a, and the
+response in slot 1 has 1 key b:
 
-For each of L slots, a decode step computes (`StepKeys`):
+    page 0    p p p p        the prompt, computed once
+    page 1    p . . .
+    page 2    p a a a        slot 0, which sees pages 0 2 3
+    page 3    a . . .
+    page 4    p b . .        slot 1, which sees pages 0 4
+
+A decode step of L slots computes (`StepKeys`):
 
     place [L]        cache index where the new token's key is stored; for an inactive slot the last index of the cache
-    table [L, m]     int32: the pages of each slot
-    lengths [L]      int32: number of keys of each slot with the new one; 1 for an inactive slot
+    table [L, m]     int32: up to m pages that each slot sees
+    lengths [L]      int32: number of keys that each slot sees, including the new one; 1 for an inactive slot
 """
 
 from __future__ import annotations
@@ -52,10 +58,10 @@ COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
 
 
 class StepKeys(NamedTuple):
-    """Which cached keys each of L slots sees in a decode step.
+    """Which cached keys each of L responses sees in a decode step. The KV cache consists of pages of `PAGE_SIZE` keys.
 
-    `place`: the cache index of the new key. `table`: the pages with the keys of the slot. `lengths`: how many keys the
-    slot sees.
+    `place`: the cache index of the new key. `table`: the pages that the response sees. `lengths`: how many keys the
+    response sees on these pages, including the new key.
     """
 
     place: Tensor  # [L] int64
@@ -64,11 +70,13 @@ class StepKeys(NamedTuple):
 
 
 def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
-    """Return which keys each slot of `slots` [F, L] sees in a decode step. The result is the same for all layers.
+    """Return which cached keys each response sees in a decode step. The result is the same for all layers.
 
-    `capacity`: number of tokens in the cache, a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys of a
-    slot before the new one. A prompt begins at the start of a page. A slot's own tokens begin on a page of the slot,
-    after the copied keys of the prompt's last, partial page.
+    `slots` [F, L]: F fields for each of L responses, see `decode_attention`. `capacity`: number of tokens in the cache,
+    a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys that a response sees besides the new key.
+
+    A prompt begins at the start of a page. Responses to the same prompt share its full pages. Keys of the prompt that
+    do not fill a page are copied to the first page of each response, and the keys of the response follow them.
     """
     assert capacity % PAGE_SIZE == 0
     active = slots[ACTIVE] != 0
@@ -153,10 +161,10 @@ def has_bits_of_trainer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether the Triton kernel gives a token the same bits as the trainer's `backend` in a pack.
+    """Return whether the Triton kernel for decode steps gives a token the same output bits as the trainer on a pack.
 
-    `key_shape`: the number of key heads and their size. The first call compares random tokens on the device, so it must
-    be made before a decode step is captured as a CUDA graph.
+    `backend`: the trainer's attention backend. `key_shape`: the number of key heads and their size. The first call runs
+    both kernels on random tokens, so it must be made before a decode step is captured as a CUDA graph.
     """
     heads, size = key_shape
     if backend != "fa4" or spec.softcap is not None or size & (size - 1) or dtype != torch.bfloat16:

@@ -1,27 +1,29 @@
 """`rollout.exact`: whether sampler and trainer can be bitwise equal, and if not, which operator prevents it.
 
-    operator                  kernel in the sampler and in the trainer             what could change the bits
-    embedding, RoPE angles    the model's own code                                 nothing, because it is elementwise
-    RMSNorm, QK-norm, RoPE    compiled: operators of `padfree.layers.ops`;         the order of a sum over a row, which
-                              not compiled: the model's own code                   depends on the width only
-    LayerNorm (CPU only)      the model's own code                                 the order of a sum: `row_trial`
-    experts (CPU)             blocks of 16 rows:                                   nothing, because all matmuls have
-                              `padfree.model.block_matmuls`                        the same shape
-    experts (GPU)             one grouped matmul for the rows of all experts:      a kernel that depends on the number
-                              `padfree.model.grouped_matmuls`                      of rows of an expert: `row_trial`
-    routers                   the model's own code. Compiled: sums over experts    the order of a sum over experts:
-                              are PyTorch's, `row_sums_pass`                       `row_trial` (GPU)
-    linear layers, adapters   the library's matmul                                 a sum over K in parts: `row_trial`
-    attention                 prefill: the trainer's kernel. Decode steps: a       the order of sums and the borders
-                              kernel that is compared with it on the device,       of blocks of keys:
-                              or the trainer's with one query per slot             `exact_attention`
-    SwiGLU, residual, bias    compiled with a rounding after every operation       which operations share a kernel:
-                                                                                   `padfree.layers.compile`, `exact`
-    head and log-softmax      `padfree.head.score`                                 nothing, because the blocks of
-                                                                                   columns are fixed
+`problem` returns the first operator or setting whose bits could differ, and why. The function needs no weights. The
+table names for each operator the kernel that sampler and trainer use, what could change the bits, and in brackets the
+module that checks or prevents this. `row_trial` runs an operator on batches of different sizes and compares the bits.
 
-After a colon, the last column names the module that checks or prevents the difference. `problem` returns the first
-operator or setting whose bits could differ, and why. The function needs no weights.
+    operator                  kernel                                              what could change the bits
+    embedding, RoPE angles    the model's own code                                nothing: it is elementwise
+    RMSNorm, QK-norm, RoPE    `padfree.layers.ops` with parallel.compile,         nothing: the order of the sum over a
+                              else the model's own code                           row depends on its width only
+    LayerNorm (CPU only)      the model's own code                                the order of a sum [`row_trial`]
+    experts (CPU)             matmuls of 16 rows                                  nothing: all matmuls have the same
+                                                                                  shape [`padfree.model.block_matmuls`]
+    experts (GPU)             one grouped matmul for all experts                  the number of rows of each expert
+                              (`padfree.model.grouped_matmuls`)                   [`row_trial`]
+    routers                   the model's own code, but with parallel.compile     the order of a sum over experts
+                              PyTorch's sums (`row_sums_pass`)                    [on a GPU `row_trial`]
+    linear layers, adapters   the library's matmul                                a split of the sum over the inputs
+                                                                                  [`row_trial`]
+    attention                 prefill: the trainer's; decode steps: the           the order of sums and the borders of
+                              trainer's with one query per response, or a         blocks of keys [`exact_attention`]
+                              kernel that has been found bitwise equal to it
+    SwiGLU, residual, bias    compiled with a rounding after every operation      which operations share a kernel
+                                                                                  [`padfree.layers.compile`]
+    head and log-softmax      `padfree.head.score`                                nothing: its blocks of columns are
+                                                                                  fixed
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ _METHOD_PROBLEMS = {
     "ring": "parallel.method=ring merges the results of key blocks in an order that differs between ranks",
     "ulysses": "sampler and trainer were not compared bit by bit with parallel.method=ulysses",
 }
-"""Why `rollout.exact` does not allow a method of context parallelism, by `parallel.method`."""
+"""For each value of `parallel.method` that `rollout.exact` does not allow: the reason."""
 
 LEAVES = (nn.Linear, nn.Dropout, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU, nn.ModuleDict, nn.ParameterDict)
 """Modules that a layer may contain, because they give a token the same bits in any pack. For linear layers, `row_trial`
@@ -134,10 +136,10 @@ def _device_problem(device: torch.device, dtype: torch.dtype, parallel: Parallel
 
 
 def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return why an operator of the model may give other bits in a decode step than in a pack; None if all agree.
+    """Return why an operator of the model may give a token other bits in a decode step than in a pack.
 
-    `model` may be on the meta device. If `device` is a CPU, norms and activations with weights are run with different
-    numbers of rows, and their bits are compared.
+    The result is None if every operator gives the same bits. `model` may be on the meta device. If `device` is a CPU,
+    some norms and activations are run with different numbers of rows, and their bits are compared.
     """
     reason = state_obstacle(model) or unsupported_reason(model)
     if reason is not None:
@@ -224,9 +226,9 @@ def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 def _is_row_invariant(module: nn.Module, device: torch.device) -> bool:
     """Return whether the module gives a token the same output bits with any number of other tokens in the input.
 
-    `module` has no child modules. The result is True for RMSNorms, for elementwise modules without weights, and for
-    linear layers, because `row_trial` compares their matmuls. If `device` is a CPU, other norms and activations are run
-    with different numbers of tokens and compared. For all other modules, the result is False.
+    `module` has no child modules. The result is True for RMSNorms, for activations without weights, and for `LEAVES`;
+    linear layers are among these because `row_trial` checks them separately. On a CPU, other norms and activations are
+    run with different numbers of tokens, and the bits are compared. For all other modules, the result is False.
     """
     name = type(module).__name__
     if isinstance(module, LEAVES) or name.endswith("RMSNorm"):

@@ -1,9 +1,11 @@
 """Sample responses in batches from a plain HF model, with its own attention and KV cache.
 
-    prompts      7 8          left-padded to one width       - 7 8 | 5 6 0      positions  0 0 1 2 3 4
-                 3 4 9                                       3 4 9 | 2 0                   0 1 2 3 4
-    responses    5 6 0        0 is eos: it ends a response   - is padding, to which no token attends
-                 2 0
+Prompts are left-padded to the same length, and no token attends to the padding. In this example, - is a padding token,
+and 0 is the token that ends a response:
+
+    prompt    response    row of the batch    positions
+    7 8       5 6 0       - 7 8 5 6 0         0 0 1 2 3 4
+    3 4 9     2 0         3 4 9 2 0           0 1 2 3 4
 
 There are three ways to sample from a model. `cache_use` finds out which of them a model needs:
 
@@ -12,11 +14,11 @@ There are three ways to sample from a model. `cache_use` finds out which of them
 - If the model has no cache, or if decode steps with the cache give other results than a forward pass over the whole
   sequence, every token takes a forward pass over the whole sequence.
 
-The sampled tokens depend on the model, the prompt and the key of the response (`sampling_rng`), but not on the rest of
-the batch, up to rounding of the logits.
+The sampled tokens depend on the model, the prompt and the random key of the response (`sampling_rng`), but not on other
+responses in the batch, up to rounding of the logits.
 
-`Response.logprobs` are log-probabilities in float32 at the sampling temperature. The trainer compares its own with
-them.
+`Response.logprobs` are log-probabilities in float32 at the sampling temperature. The trainer compares its own
+log-probabilities with them.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def cache_use(model: PreTrainedModel) -> CacheUse:
 
 
 def _tried_use(copy: PreTrainedModel) -> CacheUse:
-    """Return the fastest `CacheUse` that gives correct results for `copy`, a small model on the CPU."""
+    """Return the fastest `CacheUse` that gives correct results for `copy`, a small copy of the model on the CPU."""
     rng = np.random.default_rng(0)
     requests = [
         SamplingRequest(tokens=rng.integers(0, VOCABULARY, length), max_new_tokens=TRIED_TOKENS, key=key)
@@ -286,11 +288,12 @@ def _responses(
     kept: KeptSets | None,
     routes: Routes | None,
 ) -> list[Response]:
-    """Return the response to each request, cut after its first stop token, or at its `max_new_tokens`.
+    """Make one response for each of R requests, cut after its first stop token, or at its `max_new_tokens`.
 
-    `ends`: token ids that end a response. `version`: the policy version. `kept`: the kept sets (the ids from which a
-    token was sampled) of the first token of all R requests, then of the second token, and so on. `routes`: the routes
-    (the experts of each token) of the left-padded prompts and of all sampled tokens but the last.
+    `tokens` and `logprobs` [R, n]: the tokens sampled in n steps, and their log-probabilities. `ends`: token ids that
+    end a response. `version`: the policy version. `kept` [n * R]: the kept sets (the ids from which a token was
+    sampled) of all requests in the first step, then in the second step, and so on. `routes`: the routes (the experts of
+    each token) of the left-padded prompts and of all sampled tokens except those of the last step.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
@@ -317,10 +320,10 @@ def _responses(
 def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
     """Return the routes (the experts of each token) of a prompt and of the `length` tokens of its response.
 
-    The route of the last token is unknown, because this token was never an input of the model.
-
-    `routes`: the routes of the left-padded prompt and of the `num_steps` - 1 sampled tokens that were inputs. `prompt`:
-    the number of tokens of the prompt.
+    `routes`: one row of a batch, with the routes of the left-padded prompt and of the tokens that all steps but the
+    last sampled. `num_steps`: the number of steps of the batch, at least `length`. `prompt`: the number of tokens of
+    the prompt. The routes of the response's last token are returned as unknown, because the response does not depend
+    on them.
     """
     begin = len(routes) - (num_steps - 1) - prompt
     return merged_routes(routes[begin : begin + prompt + length - 1].copy(), None, prompt + length)

@@ -25,7 +25,7 @@ from padfree.kept_sets import KeptSets
 from padfree.rollout.truncation import sets_of
 
 BURST = 8
-"""Number of steps after which the host reads which responses have ended."""
+"""Maximum number of decode steps in a burst. After each burst, the host checks which responses have ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,9 +69,10 @@ class KeptTokens:
     parts: list[KeptSets] = field(default_factory=list)
 
     def read_burst(self, steps: int, occupied: int, no_request: int) -> None:
-        """Read the kept sets of a burst of `steps` decode steps from the device. Only the first `occupied` slots count.
+        """Read the kept sets (the ids from which each token was sampled) of a burst of `steps` decode steps.
 
-        `no_request`: the request number that marks an inactive slot.
+        Only the first `occupied` slots (places of responses in the batch) are read. `no_request`: the request number
+        that marks a slot without an unfinished response.
         """
         if self.buffers is None:
             return

@@ -74,7 +74,7 @@ class Extents:
         return None
 
     def free(self, start: int, length: int) -> None:
-        """Free the `length` indices from `start` on, which `allocate` returned."""
+        """Free the indices `start` to `start + length - 1`. `start` is what `allocate(length)` returned."""
         if length == 0:
             return
         end = start + length

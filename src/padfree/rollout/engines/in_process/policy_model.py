@@ -1,16 +1,16 @@
 """The model for sampling in the training process: its own modules with the weights of the trained model.
 
-    trained model                                          weights of the sampling model
-    unsharded, with the dtype of the sampler               the same tensors, not copied
-    sharded, with adapters, or with another dtype          a whole copy, updated at every weight sync
+    trained model                                            weights of the sampling model
+    unsharded, with the dtype and device of the sampler      the tensors of the trained model, not copied
+    sharded, or with another dtype or device                 an unsharded copy, updated at every weight sync
+    with adapters                                            a copy into which the adapters are merged
 
-Adapters are merged into the copy, unless the sampling model has adapters too: for `rollout.exact`, sampler and trainer
-must multiply by the same matrices in the same order.
+With `rollout.exact`, adapters are not merged: the sampling model has adapters too, because sampler and trainer must
+multiply by the same matrices in the same order.
 
-The modules are new instances of the model's class. Training and sampling therefore do not affect each other: training
-adds compilation, recompute, FSDP2 and adapters only to its own layers. If tensors are shared, `update` takes the
-tensors that the trained model holds at that moment. In a single process with float32 master weights, the trained model
-holds bfloat16 copies of the weights.
+The modules are new instances of the model's class. Compilation, recompute, FSDP2 and adapters, which training adds to
+its own layers, therefore do not affect sampling. In a single process with float32 master weights, the trained model
+computes with bfloat16 copies of these weights, and the sampling model shares the copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class PolicyModel:
     def __init__(
         self, trained: PreTrainedModel, dtype: torch.dtype, device: torch.device, adapters: LoraConfig | None = None
     ) -> None:
-        """`adapters`: the settings of the adapters of `trained`; None: adapters are merged into the weights, if any."""
+        """`trained`: the trained model. `adapters`: the settings of its adapters, if the sampling model is to have the
+        same adapters. None: adapters of the trained model are merged into the weights of the sampling model.
+        """
         self.model = empty_copy(trained, dtype)
         self._keeps_adapters = adapters is not None
         if adapters is not None:
@@ -51,7 +53,10 @@ class PolicyModel:
         self.is_shared: bool | None = None  # None: it has no weights yet
 
     def update(self, trained: PreTrainedModel) -> bool:
-        """Take the current weights of `trained`. Return whether the address of any weight changed. Collective."""
+        """Set the weights to those of the model `trained`: share its tensors if possible, else copy them. Collective.
+
+        Return whether the memory address of any weight of the sampling model has changed.
+        """
         before = self._addresses()
         self.is_shared = self._can_share(trained)
         if self.is_shared:

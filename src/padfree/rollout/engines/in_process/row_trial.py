@@ -1,17 +1,17 @@
 """Find batch sizes at which a matmul gives each row of its input the same bits as in the packs of the trainer.
 
 In x [R, K] @ weight.T [K, N], output row i depends only on row i of x. But its bits depend on the order in which the
-library sums over K: with few rows, the library may split the sum into parts. The result of a trial of batch sizes R,
-for example:
+library sums over K, and this order may depend on the number of rows R. `trial` therefore multiplies random numbers in
+every shape of the model's layers. For each R, it compares the bits of the output rows with those for R = 16384. For
+example:
 
-    16384 rows   1024 to 12289 rows    16 rows   64 rows   256 rows
-    reference    equal                 differ    differ    equal         a decode step uses 256 rows
+    R       16        64        256      1024 to 12289 (packs of the trainer)
+    bits    differ    differ    equal    equal
 
-The trial multiplies random numbers with the library's kernel, in every shape of the model's layers, and compares bits.
-A decode step then has one of the batch sizes at which all matmuls agree with the reference. Rows without a response
-cost little, because a decode step mostly waits for the weights.
+A decode step then computes 256 rows, even for only 10 responses. The unused rows cost little, because a decode step
+spends most of its time reading the weights from memory.
 
-`is_row_invariant` tries a module without matmuls, such as a LayerNorm, in the same way.
+`is_row_invariant` tests a module without matmuls, such as a LayerNorm, in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
 """Pack sizes, in tokens, at which a matmul must give each token the same bits as with REFERENCE_ROWS tokens."""
 
 SHORTEST_PACK = PACK_ROWS[0]
-"""With `rollout.exact`, shorter packs are padded to this number of tokens, the smallest that is compared."""
+"""With `rollout.exact`, shorter packs are padded to this number of tokens, because matmuls of fewer tokens may give a
+token other bits.
+"""
 
 PACK_MULTIPLE = 32
 """On a CPU with `rollout.exact`, packs are padded to a multiple of this number of tokens.
@@ -45,11 +47,15 @@ the end of a tensor are computed one by one, with other bits. Tensors of a padde
 REFERENCE_ROWS = 16384
 
 STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Batch sizes of a decode step, in slots, whose matmuls are compared. `rollout.max_concurrent` is compared too."""
+"""Batch sizes of a decode step, in responses, at which the bits of matmuls are compared with those of REFERENCE_ROWS
+rows. `rollout.max_concurrent` is another such batch size.
+"""
 
 
 FEW_ROWS = (0, 1, 2, 16, 100)
-"""When grouped matmuls are compared, one expert gets most rows, and the others get these numbers of rows in turn."""
+"""In most comparisons of a grouped matmul, one expert gets most of the rows. The other experts get these numbers of
+rows, repeated cyclically (`divisions`).
+"""
 
 
 class MatmulShape(NamedTuple):
@@ -113,7 +119,10 @@ def matmul_shapes(layers: Iterable[nn.Module]) -> list[MatmulShape]:
 
 
 def expert_shapes(layers: Iterable[nn.Module]) -> list[ExpertShape]:
-    """Return the distinct shapes of the grouped matmuls of the stacked experts in `layers`, in their order."""
+    """Return the distinct shapes of the grouped matmuls in `layers`, in the order of their first use.
+
+    A layer has grouped matmuls if the weights of its experts are stacked in one tensor.
+    """
     shapes: dict[ExpertShape, None] = {}
     for layer in layers:
         for block in layer.modules():
@@ -135,9 +144,9 @@ def choices_per_token(block: nn.Module) -> int | None:
 
 
 def expert_problem(layers: Iterable[nn.Module], dtype: torch.dtype) -> str | None:
-    """Return why the experts and routers of `layers` cannot be tried on a GPU; None if they can.
+    """Return why `trial` cannot compare the bits of the experts and routers of `layers` on a GPU; None if it can.
 
-    The weights of all experts of a layer must be stacked in one tensor.
+    The caller must have checked that the weights of each layer's experts are stacked in one tensor.
     """
     for layer in layers:
         for block in layer.modules():
@@ -170,10 +179,10 @@ def agreeing_rows_of_router(
     dtype: torch.dtype,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the batch sizes in `rows` at which the router gives each row the same bits as for all reference rows.
+    """Return those of the batch sizes `rows` at which the router gives a token the same bits as in a larger batch.
 
-    A copy of `router` with random weights is run on `reference_rows` random rows, then on parts of them. The result is
-    empty if the router gives other bits in training mode than in evaluation mode.
+    A copy of `router` with random weights is run on a batch of `reference_rows` random tokens, then on slices of this
+    batch. The result is empty if the router gives other bits in training mode than in evaluation mode.
     """
     generator = torch.Generator(device).manual_seed(0)
     tried: Any = copy.deepcopy(router).to_empty(device=device)
@@ -207,7 +216,10 @@ def agreeing_rows(
     matmul: Matmul = nn.functional.linear,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the batch sizes in `rows` at which `matmul` gives each row the same bits as for `reference_rows` rows."""
+    """Return those of the batch sizes `rows` at which `matmul` gives an input row the same bits as in a larger batch.
+
+    The larger batch has `reference_rows` rows of random numbers, and the smaller batches are slices of it.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
@@ -219,7 +231,7 @@ def agreeing_rows(
 
 
 def _agreeing(call: Callable[[Tensor], Sequence[Tensor]], x: Tensor, rows: Collection[int]) -> frozenset[int]:
-    """Return the batch sizes in `rows` at which `call`, on a part of x [R, K], gives the same bits as on all of x."""
+    """Return each batch size n in `rows` for which `call(x[i : i + n])` has the same bits as `call(x)[i : i + n]`."""
     expected = call(x)
 
     def agrees(count: int) -> bool:
@@ -242,11 +254,12 @@ def agreeing_tokens(
     matmul: GroupedMatmul = grouped_matmul,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the token counts in `tokens` at which a grouped matmul gives the same bits as a reference matmul.
+    """Return those of the token counts `tokens` at which a grouped matmul gives the same bits as a reference matmul.
 
-    A row is a pair of a token and one of its k experts. In the reference matmul, each expert gets the same number of
-    rows, `reference_rows` in total. For T tokens, T k rows are drawn from them, and are divided over the experts in
-    several ways (`divisions`). A token count is returned only if the bits of every row agree for all these ways.
+    In the reference matmul, each of the E experts multiplies the same `reference_rows` / E random rows. A grouped
+    matmul for T tokens with k experts each has T · k rows. They are drawn at random from the rows of the reference
+    matmul, and divided over the experts in several ways (`divisions`). T is returned only if, for all these ways, every
+    output row has the same bits as in the reference matmul.
     """
     generator = torch.Generator(device).manual_seed(0)
     sizes = (shape.inputs, shape.outputs) if shape.is_transposed else (shape.outputs, shape.inputs)
@@ -298,9 +311,10 @@ def _agreeing_on_device(
 
 
 class RowChoice(NamedTuple):
-    """The batch sizes, in slots, that a decode step may have, in descending order.
+    """The batch sizes that a decode step may have.
 
-    If no batch size is possible, `step_rows` is empty and `problem` says why.
+    `step_rows`: the batch sizes, as numbers of responses, in descending order. If no batch size is possible,
+    `step_rows` is empty and `problem` says why.
     """
 
     step_rows: tuple[int, ...]
@@ -332,9 +346,10 @@ def candidates(num_slots: int) -> tuple[int, ...]:
 
 
 def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
-    """Try the matmuls of `layers` on the device, and choose the batch sizes that decode steps may have.
+    """Choose the batch sizes of decode steps at which all matmuls of `layers` give the same bits as in a pack.
 
-    On a GPU, grouped matmuls of stacked experts and complete routers are tried too.
+    The matmuls are run on the device with random numbers. On a GPU, the grouped matmuls of experts are compared too,
+    and the routers including their choice of experts.
     """
     layers, rows = list(layers), (*PACK_ROWS, *candidates(num_slots))
     shapes: list[MatmulShape | ExpertShape] = [*matmul_shapes(layers)]

@@ -1,12 +1,14 @@
-"""Sample one token for each slot from the softmax of its logits, with the Gumbel noise of `sampling_rng`.
+"""Sample one token for each of L responses from the softmax of its logits, with the Gumbel noise of `sampling_rng`.
 
-    logits [L, V] -> cap(logit_scale · (logits + bias)) / temperature = x      cap(y) = softcap · tanh(y / softcap)
-    token = argmax(x + noise(key, position, token))        logprob = x[token] - logsumexp(x)       both [L]
+    x = cap(logit_scale · (logits + bias)) / temperature       [L, V]     cap(y) = softcap · tanh(y / softcap)
+    token = argmax(x + noise(key, position, token))            [L]        key: the random key of the response
+    logprob = x[token] - logsumexp(x)                          [L]        position: of the token in the response
 
-Keys and positions are on the device, so a step needs nothing from the host. On CUDA, `sample_token` runs a Triton
-kernel; on other devices it runs the reference. Both add the same float32 noise, so they sample the same token unless
-the two largest sums differ by no more than rounding. The rounding differs, because only the reference subtracts
-logsumexp(x) before it adds the noise.
+The keys and positions are on the device, so a decode step needs nothing from the host.
+
+On CUDA, `sample_token` runs a Triton kernel; on other devices it runs `reference`. The kernel and `reference` add the
+same float32 noise, but `reference` first subtracts logsumexp(x), so the sums are rounded differently. The sampled token
+can therefore differ only if the two largest sums are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ def scaled_logits(logits: Tensor, head: LmHead, temperature: float) -> Tensor:
 
 
 def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """Sample a token in each of L slots: the reference implementation.
+    """Sample the next token of each of L responses: the reference implementation, in plain torch.
 
-    `logits` [L, V]: the products of the hidden states and the LM head. `keys` and `positions` [L] int64: the random key
-    of each slot's response, and the position of the new token in the response.
+    `logits` [L, V]: the products of the hidden states and the LM head. `keys` [L] int64: the random key of each
+    response, from which its noise is computed. `positions` [L] int64: the position of the new token in each response.
     """
     scores = torch.log_softmax(scaled_logits(logits, head, temperature), dim=-1)
     tokens = gumbel_argmax(scores, keys, positions)
@@ -51,7 +53,7 @@ def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, tem
 
 
 def sample_token(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """Sample a token in each slot with the fastest implementation for the device. Arguments: see `reference`."""
+    """Sample the next token of each response, with a Triton kernel if possible. Arguments: see `reference`."""
     if logits.is_cuda and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_sample_token import sample_token as sample_token_on_cuda
 

@@ -1,4 +1,7 @@
-"""Definitions shared by the kernels of a decode step and their references: the fields of a slot, and sampled tokens."""
+"""Definitions for decode steps, shared by the Triton kernels and the reference implementations in torch.
+
+A slot is the place of one response in the decode batch. The tensor `slots` [F, L] holds F fields of each of L slots.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,10 @@ from torch import Tensor
 
 PROMPT, STORED, OWN, WRITTEN, ACTIVE = range(5)
 NUM_ATTENTION_FIELDS = 5
-"""The fields of `slots` [F, L] that attention reads. The docstring of `decode_attention` explains them."""
+"""Attention reads the first five rows of `slots` [F, L], a table of F fields for each of L responses.
+
+The module docstring of `decode_attention` explains the five fields.
+"""
 
 
 class SampledTokens(NamedTuple):

@@ -84,9 +84,11 @@ class InProcessSampler:
         """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache; None: at most half of the
         free device memory.
 
-        `decodes`: whether to use padfree's `Decoder`; None: for vision-language models, and on a GPU for all models
-        that it supports. `records_routes`: whether responses record the experts of each token. `exact`: whether
-        log-probabilities are bitwise equal to the trainer's; `exact_operators.problem` must have returned None.
+        `decodes`: whether to sample with padfree's `Decoder` instead of the KV cache of transformers. None: use the
+        `Decoder` for vision-language models, with `exact`, and on a GPU for every model that the `Decoder` supports.
+
+        `records_routes`: whether responses record the experts of each token. `exact`: whether log-probabilities are
+        bitwise equal to the trainer's. Set `exact` only if `exact_operators.problem` finds no obstacle.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation

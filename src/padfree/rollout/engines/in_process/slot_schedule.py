@@ -222,7 +222,10 @@ class SlotSchedule:
                 prompt.start = None
 
     def _arrange(self) -> None:
-        """Move the occupied slots to the front on the device, and initialise newly assigned slots."""
+        """Update the slots (places of responses in the decode batch) on the device.
+
+        Move the slots of current responses to the front, and initialise the slots of new responses.
+        """
         num_slots = self.buffers.slots.shape[1]
         # For each slot: its previous index, whether it is new, and the fields of a new slot.
         table = np.zeros((NUM_SLOT_FIELDS + 2, num_slots), np.int64)

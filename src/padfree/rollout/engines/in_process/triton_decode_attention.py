@@ -1,22 +1,23 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""`decode_attention` as a Triton kernel: each slot reads each of its cached keys once.
+"""`decode_attention` as a Triton kernel: the new token of each response attends to the response's cached keys.
 
-    grid (slot, key head, split)     a program handles the G query heads of one key head, queries [G, d], with G padded
-                                     to 16 for tl.dot, and iterates over `span` keys, BLOCK at a time
-
-A slot with 1101 cached keys and a `span` of 512:
+A slot is the place of one response in the decode batch. The cached keys of a slot are divided into splits of `span`
+keys, so that no program runs much longer than the others. In this example, a slot has 1101 cached keys:
 
     split 0   new token, keys    0 ..  511
     split 1              keys  512 .. 1023
     split 2              keys 1024 .. 1100
 
-The keys of a long slot are split over several programs, so that no program runs much longer than the others. Each split
-stores its maximum score, the sum of the exponentials, and the weighted values. A second kernel combines the splits. If
-`longest` allows only one split, the first kernel writes the result.
+    grid (slot, key head, split)     a program handles the G query heads of one key head, queries [G, d], with G padded
+                                     to 16 for tl.dot, and reads each key of its split once, BLOCK keys at a time
 
-The number of keys of a slot is read on the device. A program past the last key ends at once. The new token is not read
-back from the cache: split 0 starts with it and stores it.
+A program stores its maximum score, the sum of the exponentials, and the weighted sum of the values. A second kernel
+combines the splits of a slot. If no slot has more than `span` keys, there is one split, and the first kernel writes the
+result.
+
+A program reads the number of keys on the device. It ends at once if its split is past the last key. Split 0 takes the
+new token's key and value from the arguments, and also stores them in the cache.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ SHARED_MEMORY = 96 << 10
 """Maximum bytes of shared memory of a Triton program, chosen so that small GPUs also have enough."""
 
 SPAN = 512
-"""Number of keys of a slot that one Triton program handles. It is halved if there are fewer than 512 (slot, key head)
-pairs (FEW_PROGRAMS), so that more programs run at the same time.
+"""Number of cached keys of a response that one Triton program handles.
+
+It is halved if there are fewer than FEW_PROGRAMS pairs of a response and a key head, so that more programs run at the
+same time.
 """
 
 FEW_PROGRAMS = 512
-"""With fewer (slot, key head) pairs than this, each program handles SPAN / 2 keys instead of SPAN, so that there are
-more programs.
-"""
+"""With fewer pairs of a response and a key head than this, each program handles SPAN / 2 keys instead of SPAN."""
 
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
@@ -150,9 +151,9 @@ def _join_kernel(
     HEADS: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the results of all splits. There is one program for each slot and query head.
+    """Combine the partial results of attention over the splits (ranges of cached keys) of a response.
 
-    `HEADS` is the number of query heads.
+    There is one program for each response and query head. `HEADS`: the number of query heads.
     """
     row = tl.program_id(0) * HEADS + tl.program_id(1)
     split, column = tl.arange(0, PADDED), tl.arange(0, DV_PADDED)
@@ -192,7 +193,8 @@ def attend(
 ) -> Tensor:
     """Return the attention output [L, H, dv], and store k and v in the cache. Arguments: see `decode_attention`.
 
-    `span`: the number of keys per split, a multiple of `BLOCK`; None: chosen by the number of programs.
+    `span`: the number of cached keys that one Triton program handles, a multiple of `BLOCK`. None: `SPAN`, or half of
+    it if there are few programs.
     """
     num_slots, num_heads, size = q.shape
     heads, value_size = v.shape[1], v.shape[2]

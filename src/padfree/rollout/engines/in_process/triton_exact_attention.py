@@ -6,16 +6,19 @@
                               for tl.dot, and iterates over blocks of 128 keys, from the last block to the first
 
 The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of the package). For each query,
-`peak` is the largest score so far:
+`peak` is the largest score so far, and s = scale · log2(e). The kernel computes for each block of keys:
 
-    scores          query · key, summed over d in the order of the tensor cores
-    shares          exp2(score · s - peak · s) for s = scale · log2(e); the product score · s is not rounded
-    total           four sums: the share of key c of a block is added to sum c // 2 % 4, in the order of the keys, as
-                    flash-attn-4 does with four threads; the total is (sum 0 + sum 1) + (sum 2 + sum 3)
-    weighted        weighted · exp2((old peak - new peak) · s) + shares in bfloat16 · values
-    result          weighted · (1 / total), with the GPU's approximate reciprocal
+    scores      query · key, summed over d in the order of the tensor cores
+    shares      exp2(score · s - peak · s), where the product score · s is not rounded
+    sums        four sums of shares, as in flash-attn-4, where each of four threads has one: the share of key c of the
+                block is added to sum c // 2 % 4, in the order of the keys
+    weighted    a sum of values: the values of the block, multiplied by their shares in bfloat16, are added to it
 
-`exact_attention.has_bits_of_trainer` compares the bits before a run with `rollout.exact`.
+If a block has a score above the peak, sums and weighted are first multiplied by exp2((old peak - new peak) · s). After
+the last block, the result is weighted · (1 / total) for total = (sum 0 + sum 1) + (sum 2 + sum 3), with the GPU's
+approximate reciprocal.
+
+In a run with `rollout.exact`, `exact_attention.has_bits_of_trainer` first compares the bits with the trainer's.
 """
 
 from __future__ import annotations
@@ -90,9 +93,10 @@ def _add16(total, x, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_in_order(total, shares, ROWS: tl.constexpr):
-    """Add the shares (exponentials of scores) of a block of 128 keys, [ROWS, 128], to the four sums `total` [ROWS, 4].
+    """Add the shares (exponentials of scores) of a block of 128 keys, [ROWS, 128], to four sums per row, [ROWS, 4].
 
-    The shares are added in the order of the keys, so that the rounding is that of flash-attn-4.
+    The share of key c is added to sum c // 2 % 4. The shares are added in the order of the keys. The rounding is
+    therefore that of flash-attn-4, in which each of four threads computes one sum.
     """
     x = tl.permute(tl.reshape(shares, (ROWS, 16, 4, 2)), (0, 2, 1, 3))
     first, second = _halves(tl.reshape(x, (ROWS, 4, 32)), ROWS, 32)

@@ -1,15 +1,18 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""`grouped_linear` as a Triton kernel: each expert's weight is read once per block of its rows.
+"""`grouped_linear` (each row is multiplied with its expert's weight) as a Triton kernel.
 
-    grid (block of rows, tile of columns)      R // ROWS + min(E, R) blocks: enough for any division of the R rows
+The R rows are sorted by expert. The rows of each of the E experts are divided into blocks of up to ROWS rows. For
+example, with E = 3 and ROWS = 2:
 
-There are E experts. A block has up to ROWS rows of one expert. A program finds its expert on the device: it reads the
-first row of every expert, divides the rows of each expert into blocks, and takes the expert that contains its block. A
-program without rows ends at once. The blocks of one expert are neighbours in the grid, so that they find the tile of
-the weight in the L2 cache.
+    rows of each expert    [0 1] [2 3 4 5]   [6 7]      starts = 0 2 6 8: where each expert begins, then R
+    rows of each block     [0 1] [2 3] [4 5] [6 7]
 
-    starts    0 2 6 8      ROWS = 2      blocks of each expert  1 2 1      block 2 -> expert 1, sorted rows 4 5
+    grid (block of rows, tile of columns)      a program multiplies one block with one tile of its expert's weight
+
+The grid has R // ROWS + min(E, R) blocks, which is enough for any division of the rows over the experts. A program
+computes the expert and the rows of its block from `starts`, on the device. If there is no such block, the program ends
+at once. The blocks of one expert are neighbours in the grid, so that they find the tile of the weight in the L2 cache.
 """
 
 from __future__ import annotations

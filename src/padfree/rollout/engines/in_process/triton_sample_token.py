@@ -2,16 +2,20 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """`sample_token` as a Triton kernel: it reads the logits once, and stores neither scores nor noise.
 
-    grid (slot, block of the vocabulary)     a program stores five numbers for its `BLOCK` logits
-      -> peaks, totals    [L, blocks]        maximum of x, and the sum of exp(x - maximum)
-      -> bests, choices   [L, blocks]        the largest x + noise, and its token
-      -> chosen           [L, blocks]        x of that token
-    then a few torch operations              token [L], logprob [L]
+For each of L responses, x is the scaled and capped logits [V] divided by the temperature (defined in `sample_token`). A
+program reads `BLOCK` logits of one response, and stores one number in each of five tensors [L, blocks]:
 
-x is the capped and scaled logit divided by the temperature (defined in `sample_token`). The noise equals
-`sampling_rng.gumbel_noise`: 64-bit integer arithmetic that wraps, then two float64 logarithms that are rounded to
-float32 at the end. If the float64 logarithms of two libraries differ in the last bit, the float32 results differ in
-about one of 2**28 cases.
+    peaks      the maximum of x in the block
+    totals     the sum of exp(x - maximum) over the block
+    bests      the largest x + noise in the block
+    choices    the token with the largest x + noise
+    chosen     x of this token
+
+A few torch operations then combine the blocks into token [L] and logprob [L].
+
+The noise equals `sampling_rng.gumbel_noise`: 64-bit integer arithmetic that wraps, then two float64 logarithms, whose
+result is rounded to float32. If the float64 logarithms of two libraries differ in the last bit, the float32 results
+differ in about one of 2**28 cases.
 """
 
 from __future__ import annotations
@@ -100,7 +104,11 @@ def noise_of(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 def sample_token(
     logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float, *, block: int = BLOCK
 ) -> SampledTokens:
-    """Sample a token in each slot. `logits` [L, V]; `keys` and `positions` [L] int64, contiguous."""
+    """Sample the next token of each of L responses. `logits` [L, V].
+
+    `keys` [L] int64: the random key of each response. `positions` [L] int64: the position of the new token in each
+    response. `keys` and `positions` are contiguous.
+    """
     num_slots, vocabulary = logits.shape
     num_blocks = triton.cdiv(vocabulary, block)
     peaks, totals, bests, chosen = (

@@ -1,17 +1,17 @@
 """Buckets of weights (tensors that are sent together) and their transfer: code shared by the trainer and the servers.
 
-    bucket    q q q . k k v v v    uint8: tensors q, k, v; padding (.) so that each starts at a multiple of ALIGNMENT
+    bucket    q q q . k k v v v    bytes of the tensors q, k, v. Padding (.): each starts at a multiple of ALIGNMENT
 
-              connect              describe a bucket                             transfer it
-    trainer   join_group(rank 0)   sends a BucketForm by the engine's protocol   broadcasts it, or writes a file
-    server    Receiver.join        calls Receiver.tensors(form)                  receives it, or reads the file
+To send a bucket, the trainer sends a description of the bucket (`BucketForm`) in an API request, and broadcasts the
+bytes or writes them to a file. The server receives the tensors with `Receiver.tensors`.
 
-A bucket holds whole tensors, or differences to tensors that the server has kept (`differences`). A difference takes two
-tensors: the positions and the values of the changed elements. With `keep`, the server keeps a copy of the whole tensors
-in its host memory, to which later differences are applied.
+A bucket holds whole tensors or changes of tensors (`padfree.rollout.engines.servers.differences`). A change of a tensor
+is sent as two tensors: the positions and the new values of the changed elements. If `BucketForm.keep` is true, the
+server keeps a copy of the whole tensors in its host memory, so that later changes can be applied to the copy.
 
-Each server has its own process group, so a server that dies does not affect the others, and a restarted server joins a
-new group. A bucket is one broadcast to all workers of a server, with gloo on CPUs and NCCL on GPUs.
+Each server has its own process group with the trainer, so a server that dies does not affect the others, and a
+restarted server joins a new group. A bucket is broadcast once, to all workers of a server, with gloo on CPUs and NCCL
+on GPUs.
 
 The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
 padfree.
@@ -41,9 +41,11 @@ ALIGNMENT = 64
 class BucketForm:
     """Describes a bucket (tensors that are sent together): names, dtypes and shapes of its tensors.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `differences`: None if
-    the bucket holds whole weights; otherwise, the tensors are the positions and values of these differences. `keep`:
-    whether the server keeps a copy of the tensors.
+    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `keep`: whether the
+    server keeps a copy of the tensors.
+
+    `differences`: None if the bucket holds whole weights. Otherwise a list of changed regions of weights. The bucket
+    then holds two tensors for each region: the positions and the new values of the changed elements.
     """
 
     names: Sequence[str]
@@ -59,7 +61,7 @@ class BucketForm:
 
     @classmethod
     def of(cls, transfer_info: Mapping[str, Any]) -> BucketForm:
-        """Make a form from `transfer_info`, the dict that the trainer has sent."""
+        """Make the description of a bucket from the dict `transfer_info`, which the trainer has sent."""
         differences = transfer_info.get("differences")
         found = None if differences is None else [RegionDifference(**one) for one in differences]
         return cls(**{**transfer_info, "differences": found})
@@ -70,11 +72,11 @@ class BucketForm:
 
     @property
     def transfer_info(self) -> dict[str, Any]:
-        """Return this form as a dict of JSON values. The server makes an equal form from it (`BucketForm.of`)."""
+        """Return this description of a bucket as a dict of JSON values. `BucketForm.of` is the inverse function."""
         return asdict(self)
 
     def _ends(self) -> list[int]:
-        """Return where the tensors of the bucket end, as byte offsets that include padding. The first entry is 0."""
+        """Return the byte offset of each tensor in the bucket. The last entry is the size of the bucket in bytes."""
         ends = [0]
         for dtype, shape in zip(self.dtypes, self.shapes, strict=True):
             size = prod(shape) * getattr(torch, dtype).itemsize
@@ -190,10 +192,11 @@ class Receiver:
     def changed(
         self, differences: Sequence[RegionDifference], arrived: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Apply differences to the kept tensors, and yield the name of each tensor and the whole tensor.
+        """Update the copies of tensors that `keep` has stored, and yield the name and the whole tensor for each.
 
-        `arrived`: the positions and values of each difference, in the order of `differences`. Raise an error if a
-        checksum shows that the resulting bits differ from those of the trainer.
+        `differences`: the regions of tensors in which elements have changed. `arrived`: for each of these regions, in
+        order, the encoded positions and the new values of the changed elements. Raise an error if a checksum shows that
+        the updated bits differ from those of the trainer.
         """
         encoded = iter(arrived.values())
         for name, regions in groupby(differences, key=lambda difference: difference.name):

@@ -1,26 +1,27 @@
 """Canary: compare a server's log-probabilities with the trainer's, to verify that a weight sync reached the server.
 
-    fixed sequences     f f f f f f | n n n     fixed tokens, scored at temperature 1; then new tokens that the server
-                                                samples at the temperature of the run
-    server   s          . s s s s s | s s s     log-probabilities of the server
-    trainer  t          . t t t t t | t t t     log-probabilities of the trainer for the same tokens
+A canary sequence has fixed tokens (f), which server and trainer score at temperature 1, then a few tokens (x) that the
+server samples at the temperature of the run:
 
-Two tests use these log-probabilities. Let s' and t' be those of the previous weight sync, and <,> the inner product:
+    sequence      f f f f f f | x x x
+    server   s    . s s s s s | s s s     log-probabilities of the server
+    trainer  t    . t t t t t | t t t     log-probabilities of the trainer for the same tokens
 
-    difference   mean |s - t|                            above the limit: the weights did not arrive
-    followed     <s - s', t - t'> / <t - t', t - t'>     1 if s changed as t did; 0 if s did not change, so that the
-                                                         server still has the old weights
+The first test is `difference`, the mean of |s - t|. If it is above the limit for the fixed tokens, the server does not
+have the weights. If it is above the limit for the sampled tokens, the server reports log-probabilities at another
+temperature than the sampling temperature (vLLM has an option for this).
 
-The test of `difference` misses old weights on a server if a training step changes the log-probabilities by less than
-bfloat16 rounding. The test of `followed` detects them, because a server rounds the same tokens in nearly the same way
-before and after the step.
+If a training step changes the log-probabilities by less than bfloat16 rounding, a server with old weights passes the
+first test. The second test, `followed`, detects such a server, because a server rounds the same tokens in nearly the
+same way before and after the step. The test compares the changes of the log-probabilities of the fixed tokens since the
+previous weight sync (s' and t'):
 
-The test of `followed` needs a change of the trainer's log-probabilities that is larger than their rounding. The
-test therefore runs only if the norm of t - t' is at least max(SIGNAL, 2 sqrt(n)) times the root mean square of s' - t',
-for n tokens. With correct weights, `followed` is then 3/4 or more.
+    followed = <s - s', t - t'> / <t - t', t - t'>        <,>: the inner product
 
-The sampled tokens verify that the server reports log-probabilities at the sampling temperature. In vLLM this is an
-option, which may be off.
+The ratio is 1 if s has changed as t has, and 0 if s has not changed. The server fails if the ratio is below 1/2. The
+trainer's change must be larger than the rounding of log-probabilities. The test therefore runs only if the norm of
+t - t' is at least max(16, 2 sqrt(n)) times the root mean square of s' - t', for n fixed tokens. With correct weights,
+the ratio is then about 3/4 or more, even if rounding differs from step to step.
 """
 
 from __future__ import annotations
@@ -71,12 +72,17 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
 
 
 ScoredSequences = Sequence[tuple[Sequence[int], Sequence[float]]]
-"""For each canary sequence, its tokens, and the log-probabilities of all its tokens except the first."""
+"""For each token sequence with which a server is checked: the tokens, and their log-probabilities except for the first
+token.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CanaryScores:
-    """Log-probabilities of all canary sequences, concatenated: those of fixed tokens, and those of sampled tokens."""
+    """Log-probabilities of the tokens with which a server is checked, concatenated over all sequences.
+
+    A sequence has fixed tokens, which are the same in every weight sync, then tokens that the server has sampled.
+    """
 
     fixed: Floats  # [n] of the fixed tokens
     sampled: Floats  # [m] of the sampled tokens
@@ -97,8 +103,8 @@ class CanaryScores:
 class Canary:
     """Verifies a weight sync: compares the log-probabilities of each server with those of the trainer.
 
-    The log-probabilities are kept until the next weight sync. Then one test compares the changes since this sync on the
-    server and in the trainer.
+    A second test compares the change of the log-probabilities since the previous weight sync, on the server and in the
+    trainer. The log-probabilities of a weight sync are therefore kept until the next one.
     """
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
@@ -165,9 +171,11 @@ class Canary:
         return metrics
 
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
-        """Return the share of the trainer's change since the last weight sync that the server's log-probabilities show.
+        """Return the ratio of the change of the server's log-probabilities to the change of the trainer's.
 
-        The share is None at the first weight sync, or if the trainer's change is too small to measure.
+        Both changes are those since the previous weight sync, for the fixed tokens. The ratio is about 1 if the server
+        has the new weights, and about 0 if it has the old weights. Return None at the first weight sync, or if the
+        trainer's change is too small in comparison with rounding.
         """
         if url not in self._previous:
             return None

@@ -1,23 +1,24 @@
-"""Sync by difference: find the elements of a tensor whose bits changed, then encode, apply and verify the change.
+"""Weight sync by differences: send only the elements of a tensor that have changed since the last weight sync.
 
     kept       3 3 3 3 3 3 3 3     bits of a region of a tensor that the server already has
-    new        3 3 7 3 3 3 9 3     bits of the trainer
+    new        3 3 7 3 3 3 9 3     bits of the same region in the trainer
 
-In this example, the elements 2 and 6 have changed. There are four encodings of their positions:
+In this example, the elements 2 and 6 have changed. The trainer sends their new bits (7 9), so the result is exact, and
+their positions in one of four encodings:
 
-    encoding   bytes sent            meaning
-    "gaps8"    2 3                   the number of unchanged elements before each changed one, in a byte. The byte 255
-                                     stands for 255 unchanged elements without a changed one behind them
-    "gaps16"   2 3                   the same with 16 bits and 65535
+    encoding   positions sent        meaning
+    "gaps8"    2 3                   the number of unchanged elements before each changed element, as a byte. The byte
+                                     255 stands for 255 unchanged elements, and the next byte continues the count
+    "gaps16"   2 3                   the same with 16 bits, and 65535 instead of 255
     "bitmap"   0b01000100            one bit per element
-    "whole"    -                     no positions: all elements are sent
+    "whole"    none                  all elements are sent, changed or not
 
-The values are the new bits of the changed elements (7 9), so the result is exact. `encode` chooses the encoding with
-the fewest bytes. A difference is therefore never larger than the region itself. If 1% of the bfloat16 elements change,
-gaps8 takes about 1.1 bytes per position, and the difference 1.5% of the bytes of the region.
+`encode` chooses the encoding with the fewest bytes. The data sent is therefore never larger than the region itself. If
+1% of the elements of a bfloat16 region change, a position takes about 1.1 bytes with "gaps8". Positions and values
+together are then 1.5% of the bytes of the region.
 
-`checksum` is computed from the bits of the whole region after the update. The contribution of each element depends on
-its position, and a single wrong element always changes the checksum.
+The server verifies the update with `checksum`, a checksum of the bits of the whole region. The contribution of each
+element depends on its position, and a single wrong element always changes the checksum.
 
 The server imports this module too. The server's environment has torch, but not all dependencies of padfree.
 """
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer dtype as which the bits of a tensor element are read, by the size of the element in bytes."""
+"""For each size of a tensor element in bytes: the integer dtype of that size, as which the tensor's bits are viewed."""
 
 _GAP_DTYPES = {"gaps8": torch.uint8, "gaps16": torch.int16}
 # A gap code of this value stands for as many unchanged elements without a changed one behind them.
@@ -44,10 +45,13 @@ _STEP, *_FACTORS = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF5847
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionDifference:
-    """Describes the new bits of a region of a tensor.
+    """Describes which region of a tensor has changed since the last weight sync, and how the change is encoded.
 
-    The region has the shape `shape` and begins at the index `start` of the tensor `name`. The positions and values of
-    the changed elements are two consecutive tensors of the same bucket (tensors that are sent together).
+    The region has the shape `shape` and begins at the index `start` of the tensor `name`. `encoding`: the encoding of
+    the positions of the changed elements. `checksum`: the checksum of the whole region after the change.
+
+    The positions and new values of the changed elements are not part of this object. They are sent as two consecutive
+    tensors.
     """
 
     name: str
@@ -67,9 +71,10 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def encode(kept: Tensor, new: Tensor) -> tuple[str, Tensor, Tensor]:
-    """Return the encoding, the positions and the values of the elements in which `new` differs from `kept`.
+    """Return the change from the integers `kept` [n] to the integers `new` [n], in as few bytes as possible.
 
-    `kept`, `new`: [n] integers. The positions are encoded, see the module docstring.
+    The change consists of the name of an encoding (see the module docstring), the positions of the changed elements in
+    this encoding, and the new values of these elements.
     """
     changed = kept != new
     size, number = new.element_size(), int(changed.count_nonzero())
@@ -91,7 +96,10 @@ def encode(kept: Tensor, new: Tensor) -> tuple[str, Tensor, Tensor]:
 
 
 def apply(flat: Tensor, encoding: str, positions: Tensor, values: Tensor) -> None:
-    """Write a difference into the integers `flat` [n]. `encoding`, `positions`, `values`: the results of `encode`."""
+    """Overwrite the changed elements of the integers `flat` [n] with their new values, in place.
+
+    `encoding`, `positions`, `values`: the encoded change that `encode` returned.
+    """
     if encoding == "whole":
         flat.copy_(values)
     elif encoding == "bitmap":

@@ -1,24 +1,25 @@
 """A pool of servers: each request goes to the least loaded server, and a failed request goes to another server.
 
-    server 1 works     queue    5 6 7 8     server 0 has requests 1 and 3 in flight, server 1 has request 2; request 5
-                                            goes to server 1 next, because it has fewer
-    server 1 fails     queue    2 5 6 7 8   its request 2 goes to the front of the queue; the pool does not use the
-                                            server for 0.5 s, after a second failure for 1 s, then 2 s, ...
+For example, server 0 has the requests 1 and 3 in flight, server 1 has request 2, and the requests 4 5 6 7 are queued.
+Request 4 goes to server 1 next, because server 1 has fewer requests in flight. If server 1 fails first, request 2 goes
+back to the front of the queue, and the pool does not use server 1 for 0.5 s. After a second failure in a row, the pause
+is 1 s, then 2 s, and so on.
 
 `Pool.run_all` processes one batch of requests. The method ends when every request has a response, or when no server has
-the weights any more. In the second case a restarted server must receive the weights, and the caller runs the missing
-requests again. A request gets exactly one response, because it is retried only after its connection has ended.
+the weights of the policy any more, e.g. because all have restarted. In the second case, the caller sends the weights
+again and runs the missing requests again. A request gets exactly one response, because it is retried only after its
+connection has ended.
 
 `Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again: from its last token on if the pool has `continues`, otherwise from the beginning.
-`Pool.drain` waits until no response is in progress, so that the next weight sync interrupts none. If no server has the
-weights any more, the queue is `stuck` until the next weight sync.
+requested again: from its last token on if `continues` is true, otherwise from the beginning. `Pool.drain` waits until
+no response is in progress, so that the next weight sync interrupts none. If no server has the weights any more, the
+queue is `stuck` until the next weight sync.
 
 While requests are in flight, the pool asks each server for its policy version every few seconds. If a server does not
 answer in time, its requests are cancelled and go to another server.
 
-A request that fails during a weight sync (`Gate`) is retried and does not count against the server, because the weight
-sync itself finds out which servers work.
+A request that fails during a weight sync is retried, and its failure does not count as a failure of the server, because
+the weight sync itself finds out which servers work. During a weight sync, `Gate` holds new requests back.
 
 All code of this module runs on the event loop for the servers. Any thread may read `RequestQueue.stuck` and `error`.
 """
@@ -82,7 +83,7 @@ class Gate:
         return self._changes
 
     def closed_since(self, ticket: int, *, times: int = 1) -> bool:
-        """Return whether the gate has closed at least `times` times since the ticket was issued."""
+        """Return whether at least `times` weight syncs have begun since `wait_open` returned `ticket`."""
         return self._changes - ticket >= 2 * times - 1
 
 
@@ -145,7 +146,7 @@ class Pool:
             await asyncio.wait(tasks)
 
     def resume(self) -> None:
-        """Start requests again after a weight sync."""
+        """Send requests to the servers again, after a weight sync held them back."""
         self.draining = False
         self.gate.open()
         self.changed.set()
@@ -164,7 +165,10 @@ class Pool:
         return queue.retried
 
     def start_queue(self, respond: Respond) -> RequestQueue:
-        """Start and return an endless queue of requests. `respond` sends a request to a server."""
+        """Start and return a queue that processes the requests added to it until its task is cancelled.
+
+        `respond`: a function that sends a request to a server and returns the server's response.
+        """
         queue = RequestQueue(self, respond, endless=True)
         queue.task = asyncio.get_running_loop().create_task(queue.run())
         return queue
@@ -187,7 +191,7 @@ class RequestQueue:
 
     @property
     def stuck(self) -> bool:
-        """Whether requests wait in vain: no server has the weights, and a restarted server must first receive them."""
+        """Whether queued requests must wait for a weight sync: no server that answers has the current weights."""
         states = self._pool.states
         return bool(self._queue) and any(s.restarted for s in states) and not any(s.usable for s in states)
 

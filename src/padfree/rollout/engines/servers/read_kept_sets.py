@@ -1,10 +1,12 @@
-"""Read the kept sets (the ids from which each token was drawn) that a server returns with a response.
+"""Read the kept sets (the token ids from which each token was sampled) that a server returns with a response.
 
-    lists       [[4, 2], [5, 4, 3, 2, 1], ...]    one list of token ids per sampled token, in any order
-    KeptSets    [2, 4], all but 0, ...            as `padfree.kept_sets` stores them
+A kept set is what top-k, top-p and min-p leave of the vocabulary. For two sampled tokens and the vocabulary 0 to 5:
 
-A server whose run truncates only by `rollout.min_new_tokens` need not return sets, because they follow from the
-positions of the tokens.
+    from the server    [4, 2]   [5, 4, 3, 2, 1]    the ids of each set, in any order
+    KeptSets           [2, 4]   [-1]               -1 - id excludes an id: [-1] stands for all ids except 0
+
+If `rollout.min_new_tokens` is set and no other truncation, the server need not return sets. In this case the stop
+tokens are excluded for the first `min_new_tokens` tokens of a response, and nothing is excluded for later tokens.
 """
 
 from __future__ import annotations
@@ -44,10 +46,9 @@ def read_kept_sets(
 
 
 def _ids(given: Any, index: int, vocabulary: int) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return the kept set `given` for token `index` as `KeptSets` stores it.
+    """Check and sort `given`, the token ids from which the server says that it sampled token `index`.
 
-    This is the sorted list of its ids. If a set has more than half of the vocabulary, it is instead the list of the
-    other ids, each as -1 - id.
+    If these are more than half of the vocabulary, return the ids that are not in `given` instead, each as -1 - id.
     """
     ids = np.asarray(given)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not len(ids):

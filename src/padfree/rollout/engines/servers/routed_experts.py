@@ -44,7 +44,8 @@ def routed_layers(model: PreTrainedModel) -> RoutedLayers:
     if len(numbers) != len(routers) or len({router.num_experts for router in routers}) != 1:
         raise UserError(
             "rollout.routing",
-            f", but {type(model).__name__} has layers with several routers, or routers of different sizes",
+            f", which {type(model).__name__} does not support: a router is outside of the decoder layers, or its "
+            "routers have unequal numbers of experts",
             "set rollout.routing=recompute",
             "replay",
         )

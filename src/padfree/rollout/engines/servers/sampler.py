@@ -3,25 +3,27 @@
     update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary (a
                       comparison of log-probabilities) verifies that each server has the weights
     sample            each rank sends its own requests; then all ranks check whether responses are missing
-    sleep             with `rollout.colocated`: the servers release their memory until the next `update_weights`
+    sleep             with `rollout.colocated`: the servers release their GPU memory until the next `update_weights`
 
 Responses are missing if no server has the weights any more, e.g. because all have restarted. Then rank 0 waits until a
 server comes back, the weights are sent again, and the requests without a response are repeated.
 
-With `rollout.colocated`, servers and trainer share GPUs, and use their memory in turns:
+With `rollout.colocated`, servers and trainer share GPUs, and use the GPU memory in turns, from left to right:
 
-    trainer      train | empty cache |      | send weights |          | score canary |        | train
-    server       asleep              | wake | weights      | KV cache | canary, sample | sleep |
+    trainer    train | empty cache |              | send weights    |               | score canary         | train
+    servers    asleep              | wake weights | receive weights | wake KV cache | score canary, sample | asleep
 
 A server that fails during a weight sync, or is down at that time, is not used until the next weight sync. Finished
-responses are kept: every request gets exactly one response, sampled from the weights of the last `update_weights`.
+responses are kept: `sample` returns exactly one response for each request, sampled from the weights of the last
+`update_weights`.
 
-With `rollout.staleness` above 0, servers answer requests while other threads train, and across weight syncs. In this
-example, the prompt is 7 8. Policy version 3 samples the tokens 5 6, and version 4 samples 1 0:
+With `rollout.staleness` above 0, servers answer requests while other threads train. A weight sync then interrupts the
+responses in progress. By default they keep their tokens, and continue after the last token with the new weights. For
+example, policy version 3 samples the tokens 5 6 for the prompt 7 8, and after the weight sync version 4 samples 1 0:
 
-    main thread     close the gate | pause | buckets | finish | resume | canary | open the gate
-    request         7 8 | 5 6      interrupted, tokens are kept     7 8 5 6 | 1 0      continues after its last token
-    versions              3 3                                             3 3   4 4      of the sampled tokens
+    prompt of the request       7 8      weight sync    7 8 5 6
+    sampled tokens              5 6                     1 0
+    policy version of tokens    3 3                     4 4
 
 All requests run on one event loop in its own thread. Collectives stay in the main thread.
 """
@@ -122,10 +124,11 @@ class ServerSampler:
             self._send_weights()
 
     def sleep(self) -> None:
-        """Put the servers to sleep, so that the run can use their memory until `update_weights`. Collective.
+        """Make the servers release their GPU memory, so that the trainer can use it until `update_weights`. Collective.
 
-        A server that fails does not sleep. If the run started it, it restarts first, because it would otherwise
-        allocate memory during training. Later it is restarted only after `update_weights` has begun.
+        If a server fails that this run has started, wait until it has been restarted, at most `timeout` seconds, and
+        put it to sleep too. From then on until `update_weights`, no server is restarted, because a starting server
+        allocates GPU memory. Give a warning for each server that could not be put to sleep.
         """
         assert self.colocated, "rollout.colocated is false"
         begin = time.perf_counter()
@@ -142,7 +145,7 @@ class ServerSampler:
         raise_together(error, self.mesh.loss.group)  # no rank trains before the servers have released their memory
         for problem in lost.values():
             warnings.warn(
-                f"{problem}; if this server is running, it does not sleep, and training may run out of memory",
+                f"{problem}; if this server is running, it keeps its GPU memory, and training may run out of memory",
                 PadfreeWarning,
                 stacklevel=2,
             )
@@ -227,10 +230,11 @@ class ServerSampler:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
     async def _wait_for_server(self, deadline: float, lost: Mapping[str, str]) -> str | None:
-        """Wait until a server answers. Return an error message if none does before `deadline`. Rank 0 only.
+        """Wait until at least one server answers, and return None. Rank 0 only.
 
-        `lost`: an error message for each server, by URL, if the last attempt to send the weights failed on all servers;
-        otherwise empty.
+        Return an error message if no server answers before `deadline`. `lost`: if the last attempt to send the weights
+        failed on all servers, the error message of each server, by URL; otherwise empty. After such an attempt, return
+        an error message without waiting if `deadline` has passed.
         """
         if lost and time.monotonic() > deadline:
             return self._timed_out(lost)

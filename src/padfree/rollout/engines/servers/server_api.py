@@ -1,20 +1,20 @@
-"""`ServerApi`: the interface between padfree and an inference server, independent of the engine.
+"""`ServerApi`: the interface between padfree and an inference server. A subclass implements it for each engine.
 
-    check                            check that the server fits the run; return the name it uses for the model
-    version                          the policy version of the server's weights; None if no run has sent weights
-    complete, score                  sample a response; compute log-probabilities of given tokens
-    pause, resume                    a pause interrupts every response in progress, which returns its tokens so far
-    join, begin, bucket, finish      a weight sync; a bucket is a group of weight tensors that are sent together
-    command, environment             command line and environment variables of a server that a run starts
+    check                   check that the server fits the run; return the name that the server uses for the model
+    version                 return the policy version of the server's weights; None if it has received no weights
+    complete, score         sample a response; compute log-probabilities of given tokens
+    pause, resume           interrupt all responses in progress and delay new requests; end the pause
+    join                    connect the workers of the server to the trainer
+    begin, bucket, finish   begin a weight sync; receive a bucket (a group of weight tensors); end the weight sync
+    command, environment    return the command line and the environment variables with which a run starts a server
 
-An engine is one subclass, which implements the protocol of its servers. All coroutines run on one event loop. The code
-for load balancing, retries, the canary, starting and watching servers, and staleness is the same for all engines.
+All coroutines run on one event loop.
 
 There are two kinds of failure:
 
 - `ServerLostError`: the server is gone, hangs, or returns an error or an incomplete answer. The request can be repeated
   on another server, or later.
-- `UserError`: a retry would fail in the same way (unknown route, other vocabulary, weights of another version). Only
+- `UserError`: a repeated request would fail again, e.g. because the server has another vocabulary than the run. Only
   the user can fix it.
 """
 
@@ -78,7 +78,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
-    """What a server must serve for a run: the model, its tokenizer, adapters and optional parts of an answer."""
+    """What a run needs from its servers: a model, tokenizer and adapters to serve, and optional features."""
 
     model: ModelConfig
     lora_rank: int  # 0: no adapters, or adapters that are merged into the weights
@@ -149,7 +149,7 @@ class ServerApi(ABC):
     async def check(self, served: ServedModel) -> str:
         """Return the name under which the server serves the model. Raise an error if the server does not fit the run.
 
-        If a killed run left a weight sync unfinished, end it.
+        If a killed run left a weight sync open on the server, close the weight sync, so that a new one can begin.
         """
 
     @abstractmethod
@@ -194,12 +194,12 @@ class ServerApi(ABC):
     async def join(self, transfer_info: Mapping[str, Any]) -> None:
         """Call `Receiver.join(transfer_info, rank)` in each worker, to connect the worker to the trainer.
 
-        The trainer calls this method before it sends weights to a server for the first time, or after a restart.
+        The trainer calls this method before it first sends weights to a server, and again if the server has restarted.
         """
 
     @abstractmethod
     async def begin(self) -> None:
-        """Begin a weight sync. If an earlier one is unfinished, end it first."""
+        """Begin a weight sync. If an earlier one is still open on the server, close it first."""
 
     @abstractmethod
     async def bucket(self, form: BucketForm) -> None:
@@ -240,9 +240,8 @@ class ServerApi(ABC):
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Allocate the GPU memory of the weights or of the KV cache again after `sleep`.
 
-        Weights that `sleep` discarded have arbitrary values afterwards.
-
-        Weights can be sent once "weights" is awake. Only an engine with `can_sleep` implements this.
+        After `wake("weights")`, the trainer can send new weights. Until then, weights that `sleep` discarded have
+        arbitrary values. Only an engine with `can_sleep` implements this.
         """
         raise AssertionError(f"{type(self).__name__} cannot sleep: rollout.colocated is refused")
 

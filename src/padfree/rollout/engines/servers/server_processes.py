@@ -31,8 +31,9 @@ from padfree.rollout.engines.servers.server_api import ServedModel, ServerApi, S
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
-"""`EVERY`: seconds between two checks of a server. `PROBE`: seconds in which a server must answer a probe.
-`LONGEST_PAUSE`: maximum seconds before a restart. `GRACE`: seconds that a watchdog has to end."""
+"""`EVERY`: seconds between two checks of a server. `PROBE`: seconds within which a server must answer a check.
+`LONGEST_PAUSE`: maximum seconds between the end of a server and its restart. `GRACE`: seconds to wait for a watchdog
+(the process that stops a server) to exit, before it is killed."""
 MAX_FAILED_STARTS = 3
 """The run ends if a server ends this many times in a row without having answered once."""
 

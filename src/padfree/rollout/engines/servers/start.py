@@ -44,7 +44,10 @@ from padfree.rollout.truncation import truncation_of
 def make_server_sampler(
     api: type[ServerApi], config: Config, mesh: Mesh, trained: PreTrainedModel, tokenizer: Any, score: Score
 ) -> ServerSampler:
-    """Make a sampler for running servers (`rollout.servers`), or start them (`rollout.launch`). Collective."""
+    """Make a sampler that lets inference servers sample. Collective.
+
+    The servers already run (`rollout.servers`), or this function starts new ones (`rollout.launch`).
+    """
     rollout, first = config.rollout, mesh.loss.rank == 0
     if rollout.launch.command and not _same_machine(mesh):
         raise UserError(
@@ -124,7 +127,10 @@ def make_server_sampler(
 
 
 def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> ServedModel:
-    """Return what the servers must serve. Adapters that servers cannot load count as merged into the weights."""
+    """Return what the run needs from its servers: a model, tokenizer and adapters to serve, and optional features.
+
+    No adapters are listed if the trainer must merge them into the weights, because servers could not load them.
+    """
     merged = needs_merging(trained)
     return ServedModel(
         model=config.model,
@@ -161,8 +167,8 @@ def check_truncation(api: type[ServerApi], settings: RolloutConfig) -> None:
 def check_colocated(api: type[ServerApi], settings: RolloutConfig) -> None:
     """Raise a `UserError` for `rollout.colocated` if the servers of this engine cannot sleep."""
     if settings.colocated and not api.can_sleep:
-        problem = f", but the servers of rollout.engine={settings.engine} cannot sleep"
-        raise UserError("rollout.colocated", problem, "set it to false, or set rollout.engine=vllm", "true")
+        problem = f", but the servers of rollout.engine={settings.engine} cannot release their GPU memory"
+        raise UserError("rollout.colocated", problem, "set rollout.colocated=false or rollout.engine=vllm", "true")
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
@@ -174,7 +180,7 @@ def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -
     if not config.rollout.keeps_sent_weights(config.model.dtype):
         return False
     problem = (
-        "does not apply to this run, which sends only adapters"
+        "cannot be used in this run, because only adapters are sent"
         if adapters
         else None
         if api.takes_differences
@@ -182,7 +188,7 @@ def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -
     )
     if problem is not None and config.rollout.weight_sync == "difference":
         raise UserError(
-            "rollout.weight_sync", problem, "set rollout.weight_sync=full, or remove this setting", "difference"
+            "rollout.weight_sync", problem, "set rollout.weight_sync=full, or leave the setting out", "difference"
         )
     return problem is None
 

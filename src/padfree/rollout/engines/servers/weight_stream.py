@@ -48,14 +48,18 @@ Named = tuple[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that are sent together: whole tensors, or the positions and values of `differences`."""
+    """A group of tensors that are sent together.
+
+    The tensors are whole weights, or the positions and the new values of the elements that have changed since the last
+    weight sync. `differences` says to which tensors these elements belong; it is None for whole weights.
+    """
 
     tensors: Sequence[Named] = ()
     differences: Sequence[RegionDifference] | None = None
 
 
 class WeightStream:
-    """Yields the weights of a model as an HF checkpoint in `dtype` would store them: names, shapes and dtypes."""
+    """Yields the weight tensors of a model with the names, shapes and dtypes of an HF checkpoint saved in `dtype`."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self._empty = empty_copy(model, dtype)
@@ -133,7 +137,10 @@ class SentWeights:
         self._names = self.stream.unconverted()
 
     def keep(self, model: PreTrainedModel, version: int) -> None:
-        """Keep the bits of the current weights, which a weight sync has just sent as whole tensors."""
+        """Copy the current weights to host memory, to find at the next weight sync which elements have changed.
+
+        Call this method after a weight sync that has sent all weights as whole tensors.
+        """
         for _, regions in self._layers(model):
             for region in regions:
                 bits = bits_of(region.tensor)
@@ -206,9 +213,9 @@ class SentWeights:
         )
 
     def _on_first(self, encoded: list[_Encoded]) -> Bucket:
-        """Gather the differences of all ranks on rank 0, and return them as a bucket; other ranks return an empty one.
+        """Gather the changed elements of all ranks on rank 0, and return them there as one bucket.
 
-        Collective.
+        Ranks other than 0 return an empty bucket. All ranks must call this method.
         """
         by_rank: Any = [encoded]
         if self.group.size() > 1:

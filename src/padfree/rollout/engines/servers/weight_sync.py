@@ -317,7 +317,11 @@ class WeightSync:
     def _send_differences(
         self, sent: SentWeights, trained: PreTrainedModel, version: int, servers: list[ServerApi], outcome: SyncOutcome
     ) -> None:
-        """Send differences to `servers`, and remove the servers that cannot apply them. Collective."""
+        """Send the weight elements that have changed since the last weight sync. Collective.
+
+        Servers that fail are removed from `servers`. A server that could not apply the changes is marked to receive all
+        weights instead.
+        """
         failed = self._send_buckets(sent.buckets(trained, version), servers, outcome)
         again = [server for server, error in failed.items() if isinstance(error, FailedError)]
         for server in again:
@@ -369,7 +373,7 @@ class WeightSync:
         return bool(broadcast_object(value, self.mesh))
 
     def _send_adapters(self, trained: PreTrainedModel, version: int) -> SyncOutcome:
-        """Send only the adapters of `trained`, as files, as policy version `version`. Collective."""
+        """Write the model's adapters to files, and let the servers load them as policy `version`. Collective."""
         name = self.name(version)
         folder = self.folder / name
         if self.first and self.folder.is_dir():
