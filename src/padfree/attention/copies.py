@@ -6,8 +6,8 @@
 In the two lines above, a b c are the elements, and p q r s t are the gradients of their five copies.
 
 padfree makes such copies if samples of a pack share a prefix: each sample that continues the prefix gets a copy of the
-prefix's keys. The Triton kernel and the CPU sum in a fixed order, so their results are deterministic. The gradient of an
-element without copies is 0.
+prefix's keys. The Triton kernel and the CPU sum in a fixed order, so their results are deterministic. The gradient of
+an element without copies is 0.
 """
 
 from __future__ import annotations
