@@ -7,9 +7,9 @@
     PYTHONPATH=src python bench/background_checkpoints.py --device cuda
     PYTHONPATH=src python bench/background_checkpoints.py --device cpu --sizes 24 240 --seconds 1
 
-The model is a row of square matrices with AdamW, so a checkpoint has 12 bytes per parameter. `cost` is the time of a
-run minus that of a run without checkpoints, divided by the number of checkpoints. The time from the last step until the
-last checkpoint is complete is not counted.
+The model is a list of square matrices, trained with AdamW, so a checkpoint has 12 bytes per parameter. `cost` is the
+time of a run minus that of a run without checkpoints, divided by the number of checkpoints. The time from the last step
+until the last checkpoint is complete is not counted.
 """
 
 from __future__ import annotations

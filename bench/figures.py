@@ -111,8 +111,8 @@ def readme_table(content: dict[str, Any]) -> str:
         body.append((line["what"], line["result"].format_map(figures), hardware, links))
     sources = (
         "[Current figures](docs/experiments/figures.md) lists the versions, commit and command of each figure.\n"
-        "[Experiments](docs/experiments/index.md) describes each measurement, its prediction and its decision, and\n"
-        "attempts that did not work."
+        "[Experiments](docs/experiments/index.md) describes what was predicted, measured and decided, and also failed\n"
+        "attempts."
     )
     return "\n".join([*table(("what", "result", "on", "experiment"), *body), "", sources]) + "\n"
 

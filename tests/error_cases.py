@@ -1754,7 +1754,7 @@ CASES["library"] = [
     ("model", after_another_attention(made_again=False), after_another_attention(made_again=True)),
     ("multiple_of", lambda folder: collator(multiple_of=0), lambda folder: collator(multiple_of=1)),
     (
-        "input_ids of feature 0",
+        "input_ids of example 0",
         lambda folder: collator()([{"input_ids": [0.5]}]),
         lambda folder: collator()([{"input_ids": [5]}]),
     ),

@@ -75,7 +75,7 @@ PHRASES: list[tuple[str, Callable[[str, re.Match[str]], str]]] = [
     (r"give (\d+)\b.* or more", lambda name, match: f"{name}={match[1]}"),
     (r"give more than (\d+)", lambda name, match: f"{name}={int(match[1]) + 1}"),
     (r"give a (whole )?number", lambda name, match: f"{name}=1"),
-    (r"leave it out|choose another", lambda name, match: f"-{name}"),
+    (r"leave [\w.]+ out|choose another", lambda name, match: f"-{name}"),
 ]
 
 

@@ -212,9 +212,8 @@ def _trained(
 
 @contextmanager
 def _undisturbed(config: Config) -> Iterator[None]:
-    """Context manager that restores the state of the random number generators at its end.
-
-    If the block raises an exception that is a bug in padfree, the exception gets a note that says so.
+    """Context manager that restores the random number generators at its end, and adds a note to unexpected exceptions
+    that asks the user to report a bug.
     """
     from padfree.train.determinism import random_state, restore_random_state
     from padfree.train.failures import one_line_failures
@@ -258,9 +257,7 @@ def _values(recipe: str | PathLike[str] | None, sections: Mapping[str, Any]) -> 
 
 
 def _with_defaults(values: dict[str, Any], command: str) -> dict[str, Any]:
-    """Add the defaults that apply to a call without a recipe to the settings `values`. `command` is the task, e.g.
-    "sft".
-    """
+    """Set the batch size and the run folder in the settings `values`, unless they are set. `command`: such as "sft"."""
     batch = values.setdefault("batch", {})
     if batch.get("tokens") is None:
         batch.setdefault("samples", SAMPLES)

@@ -1,30 +1,32 @@
-"""The types that the parts of padfree pass to each other.
+"""Packed batches, and other types that the parts of padfree pass to each other.
 
-    sample                 tokens[n]      5 4 3 2 1        one document or one rollout
-    packed   input_ids     [T]            5 4 3 2 1 | 7 8 9 | 0 0 0
-             position_ids  [T]            0 1 2 3 4 | 0 1 2 | 0 1 2
-             labels        [T]            4 3 2 1 - | 8 9 - | - - -        (- is -100: no loss)
-             sample_index  [T]            0 0 0 0 0 | 1 1 1 | 2 2 2
-             cu_seqlens    [S+1]          0          5       8      11     S = B + 1: the pad is the last segment
+A pack holds the T tokens of one micro-batch in S segments. The segments are samples (documents or rollouts), and
+padding at the end if needed. For example, the samples 5 4 3 2 1 and 7 8 9 with three padding tokens give this pack,
+where - stands for the label -100 (no loss):
 
-Letters: T tokens of one micro-batch, B samples, S segments (S = B, or B + 1 with a pad), n tokens of one sample.
+    input_ids      [T]      5 4 3 2 1 | 7 8 9 | 0 0 0
+    position_ids   [T]      0 1 2 3 4 | 0 1 2 | 0 1 2
+    labels         [T]      4 3 2 1 - | 8 9 - | - - -
+    sample_index   [T]      0 0 0 0 0 | 1 1 1 | 2 2 2
+    cu_seqlens     [S+1]    0 5 8 11
 
-Position t predicts token t + 1 of its sample. Values of a token are stored at the position that predicts it
-(`at_predictions`): `labels[t]`, `weights[t]` and `rollout.advantages[t]` all describe the token that position t
-predicts. A loss at position t therefore reads only values at index t, so that devices can divide the positions in any
-order. `at_tokens` is the inverse.
+The values of a token are stored at the position before it, which predicts the token (`at_predictions`): `labels[t]`,
+`weights[t]` and `rollout.advantages[t]` all describe token t + 1 of the pack. The loss at position t therefore needs
+only the values at index t, and devices can divide the positions in any way.
 
-Samples may share prefixes (`Entries`). The pack then holds the nodes of a prefix tree, with each shared token stored
-once. Predictions then have an axis of their own, [E]: one entry for each scored token of each sample, ordered by
-sample.
+If samples share prefixes, each shared token is stored once, and its position may predict a token of several samples.
+Labels, weights, sample_index and the rollout arrays then have one element for each of the E tokens with a label,
+ordered by sample. For example, the samples p p p a a and p p p b b b with labels for a and b only give this pack:
 
-    pack     input_ids     [T]            p p p | a a | b b b          two samples, p p p a a and p p p b b b
-             position_ids  [T]            0 1 2 | 3 4 | 3 4 5
-    entries  labels        [E]            a a | b b b                  the trained tokens: here the responses
-             positions     [E]            2 3 | 2 5 6                  index in the pack of the predicting position
+    input_ids            [T]    p p p | a a | b b b
+    position_ids         [T]    0 1 2 | 3 4 | 3 4 5
+    labels               [E]    a a | b b b
+    entries.positions    [E]    2 3 | 2 5 6
 
-`padfree.sample` defines one sample, and `padfree.segments` the segments of a token axis. Arrays that stay on the host
-are numpy arrays, and arrays for the device are torch tensors.
+Here `entries.positions` says which position of the pack predicts each label: position 2 (the last p) predicts the first
+a and the first b.
+
+Arrays that stay on the host are numpy arrays, and arrays for the device are torch tensors.
 """
 
 from __future__ import annotations
@@ -125,10 +127,9 @@ class Copies:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """The E predictions of a pack whose samples share prefixes: one for each scored token of each sample, ordered by
-    sample.
+    """The E labels (tokens with a loss) of a pack whose samples share prefixes, ordered by sample.
 
-    A position of the pack may predict tokens of several samples. The arrays stay on the host.
+    One position of the pack may predict labels of several samples. The arrays stay on the host.
     """
 
     positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
@@ -187,7 +188,7 @@ class PackedBatch:
     """Samples concatenated along one token axis, ready for the device. Made by `padfree.pack`.
 
     If `entries` is set, samples share prefixes. Labels, weights, sample_index and rollout then have shape [E]: one
-    element per scored token of each sample.
+    element for each token with a label.
     """
 
     input_ids: Tensor  # [T] int64
@@ -364,11 +365,10 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """Which token ranges of a pack of T tokens each context rank holds. Made on the host by `padfree.cp.make_layout`.
+    """How `world` context ranks divide the T tokens of a pack. Made on the host by `padfree.cp.make_layout`.
 
-    Rank r of the `world` context ranks holds the ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. No
-    range crosses a segment boundary, so each range is one *piece*: consecutive queries of one sample. The ranges of one
-    segment on a rank have adjacent indices i.
+    Rank r holds the token ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. Each range lies within one
+    segment of the pack. The ranges of one segment on a rank have adjacent indices i.
     """
 
     kind: LayoutKind
@@ -392,12 +392,11 @@ class PrefixKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttnContext:
-    """The data that attention needs about a micro-batch. The context is an argument of the model's forward, never a
-    global.
+    """What attention needs to know about a micro-batch. The model's forward takes this object as an argument.
 
     `segments` describes the whole pack. With context parallelism, `layout` says which tokens each rank holds, and
-    `padfree.cp` has prepared `plan` for the tokens of this rank. Otherwise both are None. `prefix_keys` is set if
-    samples share prefixes and this process attends to the whole pack.
+    `plan` holds what `padfree.cp` has prepared for this rank. Without context parallelism, `layout` and `plan` are
+    None, and `prefix_keys` is set if samples share prefixes.
     """
 
     segments: Segments
@@ -459,11 +458,11 @@ class LocalImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBatch:
-    """The tokens of one context rank, `[T / world]`, and what attention needs for them. Made by `padfree.cp.shard`.
+    """The tokens of a pack that one context rank holds, and what attention needs for them. Made by `padfree.cp.shard`.
 
-    If samples share prefixes, labels, weights, sample_index and rollout have shape [e] instead, for the e scored tokens
-    (`entries`) that this rank predicts. `is_filler` marks a pack of one unscored token. A rank with fewer packs than
-    other ranks runs fillers, so that all ranks make the same number of passes.
+    Arrays have shape [T / world]. If samples share prefixes, labels, weights, sample_index and rollout have shape [e],
+    for the e tokens with a label that this rank predicts. `is_filler` marks a pack of one token without a label. A rank
+    with fewer packs than other ranks runs fillers, so that all ranks make the same number of passes.
     """
 
     input_ids: Tensor  # [T/world]

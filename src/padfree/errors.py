@@ -43,11 +43,11 @@ class UserError(ValueError):
         self.setting, self.value, self.problem, self.fix = setting, value, problem, fix
 
     def at(self, setting: str, argument: str | None = None) -> UserError:
-        """Return a copy of the error that is about `setting`, as in `error.at("critic.path")`.
+        """Return a copy with another setting: `error.at("critic.path")` turns `model: is empty` into
+        `critic.path: is empty`.
 
-        If `argument` is given, `setting` replaces only this name, and any other name stays in the message. For example,
-        `error.at("critic.path", "model")` turns `model: is empty` into `critic.path: is empty`, and `dtype: is unknown`
-        into `critic.path: dtype: is unknown`.
+        If `argument` is given, only this name is replaced, and any other name stays: `error.at("critic.path", "model")`
+        turns `dtype: is unknown` into `critic.path: dtype: is unknown`.
         """
         if argument is None or self.setting == argument:
             return UserError(setting, self.problem, self.fix, self.value)

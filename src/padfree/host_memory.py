@@ -43,7 +43,7 @@ def _available(meminfo: Path) -> float:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield the version and the folder of every control group that limits this process: its own and its ancestors."""
+    """Yield (cgroup version, folder) for the Linux cgroup of this process and for each of its parent cgroups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

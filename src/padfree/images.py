@@ -111,9 +111,9 @@ def truncated_images(images: Sequence[Image], length: int) -> tuple[Image, ...]:
 
 
 def prefix_keys(tokens: Sequence[NDArray[Any]], images: Sequence[Sequence[Image]]) -> list[NDArray[Any]]:
-    """Replace the placeholder ids [n] of each sample by negative numbers, one number for each distinct image.
+    """Return each sample's token ids [n] with image placeholders replaced by a negative number for each distinct image.
 
-    Two samples share a prefix as far as the returned numbers are equal.
+    Equal ids then mean equal text and images.
     """
     numbers: dict[str, int] = {}
     keys: list[NDArray[Any]] = []

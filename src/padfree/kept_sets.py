@@ -43,14 +43,12 @@ class KeptSets:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """Return where the list of each token begins in `ids`, [n + 1]: list j is `ids[offsets[j]:offsets[j + 1]]`."""
+        """Return offsets [n + 1] into `ids`: the ids stored for token j are `ids[offsets[j]:offsets[j + 1]]`."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
     @staticmethod
     def whole(length: int) -> KeptSets:
-        """Return the kept sets of `length` tokens for which the sampler could choose from the whole vocabulary. Tokens
-        of a prompt also get such sets.
-        """
+        """Return `KeptSets` for `length` tokens that were sampled from the whole vocabulary or not sampled at all."""
         return KeptSets(np.zeros(length, np.int32), np.zeros(0, np.int32))
 
     @staticmethod
@@ -61,10 +59,10 @@ class KeptSets:
 
     @staticmethod
     def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
-        """Make kept sets from lists that a user or a file gives. The list of token j is `lists[j]`. It has either the
-        ids that the sampler could choose from, or the excluded ids, with each excluded id i as the number -1 - i.
+        """Make `KeptSets` from lists of a user or a file. None and an empty list stand for the whole vocabulary.
 
-        None and an empty list stand for the whole vocabulary. `name` is for error messages.
+        `lists[j]` has the ids that token j was sampled from, or the excluded ids, with each excluded id i as -1 - i.
+        `name` is for error messages.
         """
         rows = [integer_array([] if one is None else one, f"{name}[{index}]") for index, one in enumerate(lists)]
         for index, row in enumerate(rows):
@@ -80,8 +78,9 @@ class KeptSets:
 
     @staticmethod
     def of_arrays(rows: Sequence[NDArray[np.integer[Any]]]) -> KeptSets:
-        """Make kept sets from one array per token. Each array has either the ids that the sampler could choose from, or
-        the excluded ids, with each excluded id i as the number -1 - i.
+        """Make `KeptSets` from one array per token.
+
+        An array has the ids that the token was sampled from, or the excluded ids, with each excluded id i as -1 - i.
         """
         ids = np.concatenate([np.zeros(0, np.int32), *(row for row in rows if len(row))])
         return KeptSets(np.array([len(row) for row in rows], np.int32), ids.astype(np.int32, copy=False))

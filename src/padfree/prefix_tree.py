@@ -62,7 +62,7 @@ def check_parents(parents: NDArray[Any], count: int) -> Indices:
 
 
 def first_positions(parents: Indices, lengths: Indices) -> Indices:
-    """Return the position of each node's first token, [S]: the number of tokens before it on its path."""
+    """Return the total number of tokens of the ancestors of each of S prefix tree nodes, [S]."""
     first = np.zeros(len(parents), dtype=np.int64)
     for node in np.flatnonzero(parents >= 0).tolist():  # ascending, so the parent's value is known
         first[node] = first[parents[node]] + lengths[parents[node]]
@@ -132,10 +132,10 @@ class PathPages(NamedTuple):
 
 
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
-    """Return the number of pages of keys that each of S nodes adds to the pages of its ancestors, [S].
+    """Return how many pages of attention keys each of S prefix tree nodes needs besides those of its ancestors, [S].
 
-    The pages that a node adds hold the node's tokens. If the node's prefix ends inside a page, the first added page
-    also holds copies of the prefix's last tokens. `size` is the number of tokens of a page.
+    If the ancestors' keys end inside a page, the node's first page begins with copies of the keys in that page. `size`
+    is the number of tokens per page.
     """
     counts: Indices = -(-(first % size + lengths) // size)
     return counts

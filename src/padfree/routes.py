@@ -44,9 +44,9 @@ def unknown_in(dtype: np.dtype[Any]) -> int:
 
 
 def unknown_routes(length: int, like: Routes) -> Routes:
-    """Return the routes (chosen experts) of `length` tokens whose experts are unknown, [length, R, k].
+    """Return an array [length, R, k] that marks the experts of `length` tokens as unknown.
 
-    `like`: routes with the same dtype, number R of layers with experts, and number k of experts per token.
+    `like`: an array of routes with the same dtype, R (layers with experts) and k (experts per token).
     """
     return np.full((length, *like.shape[1:]), unknown_in(like.dtype), like.dtype)
 

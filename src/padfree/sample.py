@@ -94,8 +94,8 @@ class Sample:
         if len(wrong):
             raise UserError(
                 "kept",
-                f"the set at index {wrong[0]} of {name} does not contain the trained token {self.tokens[wrong[0]]}",
-                "give the set from which the token was sampled, or set the loss_mask of the token to 0",
+                f"the ids kept at index {wrong[0]} of {name} do not contain the trained token {self.tokens[wrong[0]]}",
+                "give the ids from which the token was sampled, or set the loss_mask of the token to 0",
             )
 
     def __len__(self) -> int:

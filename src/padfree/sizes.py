@@ -167,7 +167,7 @@ def _counted(key: _SizeKey) -> ModelSizes:
 
 
 def count(model: PreTrainedModel) -> ModelSizes:
-    """Measure the sizes of a model. The model must have no adapters and must not be sharded."""
+    """Return the widths and the numbers of layers, heads and experts of an unsharded model without adapters."""
     config, layers = model.config.get_text_config(), list(layers_of(model))
     heads, hidden = int(getattr(config, "num_attention_heads", 0)), int(config.hidden_size)
     types = tuple(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())

@@ -59,16 +59,16 @@ def test_the_answer_of_the_hub_counts(answers: Any) -> None:
     answers(hub_error(GatedRepoError))
     check_name("owner/name", "model.path")
     answers(hub_error(RepositoryNotFoundError))
-    with refused("model.path", "'owner/name' is not on this disk, and the Hub has no model of"):
+    with refused("model.path", "'owner/name' was not found on disk or on the Hub: the Hub has no model of"):
         check_name("owner/name", "model.path")
-    with refused("data", "'owner/name' is not on this disk, and the Hub has no dataset of"):
+    with refused("data", "'owner/name' was not found on disk or on the Hub: the Hub has no dataset of"):
         check_name("owner/name", "data", "dataset")
 
 
 def test_no_connection_is_an_answer_and_a_slow_one_is_none(answers: Any) -> None:
     answers(ConnectError("Name or service\nnot known"))
     with pytest.raises(
-        ValueError, match=r"and the Hub cannot be reached \(Name or service not known\); correct the name"
+        ValueError, match=r"on the Hub: the Hub cannot be reached \(Name or service not known\); correct the name"
     ):
         check_name("owner/name", "model.path")
     answers(ReadTimeout("slow"))

@@ -246,7 +246,7 @@ def test_experts_that_cannot_be_adapted_are_refused() -> None:
         add_adapters(build("llama4"), LORA)
     with refused("lora.targets", "no module 'experts'"):
         add_adapters(build("qwen3"), LORA)
-    with refused("lora.targets", "which already includes them"):
+    with refused("lora.targets", "names both 'all-linear' and single linear layers"):
         add_adapters(build("qwen3_moe"), LoraConfig(rank=2, targets=("all-linear", "experts", "q_proj")))
 
 

@@ -138,7 +138,12 @@ def test_samples_of_no_cost_spread() -> None:
     ("costs", "k", "options", "message"),
     [
         ([1, 2], 0, {}, "k: 0"),
-        ([1, 2], 3, {"equal_count": True}, "k: 3 parts of equal count need at least 3 samples, but there are 2"),
+        (
+            [1, 2],
+            3,
+            {"equal_count": True},
+            "k: 3 parts with equal numbers of samples need at least 3 samples, but there are 2",
+        ),
         ([1, -2], 1, {}, "costs: is -2.0 for sample 1"),
         ([1, float("nan")], 1, {}, "costs: is nan for sample 1"),
         (["a"], 1, {}, "give a flat list of numbers"),

@@ -182,7 +182,9 @@ def test_finite_weights_that_overflow_give_an_evaluation_no_numbers(
     assert main(["eval", str(RECIPES / "sft.toml"), *overrides, "--json", str(target)]) == 1
     captured = capsys.readouterr()
     *progress, said = captured.err.splitlines()
-    assert said.startswith("padfree eval: eval: eval/loss is nan (non-finite metrics: 2); check the")
+    assert said.startswith(
+        "padfree eval: eval: the metric eval/loss must be finite, but is nan (2 metrics are not finite); check the"
+    )
     assert all(line.startswith("tokenising ") for line in progress)
     assert not captured.out
     assert not target.exists()

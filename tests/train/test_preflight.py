@@ -184,14 +184,15 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PROMPTS,
         ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{promt}"]'],
-        "rollout.agent: contains {promt}, but d.jsonl:1 has prompt, answer; did you mean {prompt}?",
+        "rollout.agent: the placeholder {promt} has no value, because d.jsonl:1 has only the columns prompt, answer; "
+        "did you mean {prompt}?",
     ),
     (
         "rl-local",
         "qwen3",
         [*PROMPTS, {**PROMPTS[0], "level": 3}],
         ["data.columns={}", 'rollout.agent=["python3", "agent.py", "{level}"]'],
-        "rollout.agent: contains {level}, but d.jsonl:1 has prompt, answer",
+        "rollout.agent: the placeholder {level} has no value, because d.jsonl:1 has only the columns prompt, answer",
     ),
     (
         "rl-local",
@@ -222,14 +223,14 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         "qwen3",
         PAIRS,
         ["model.tokenizer=no/where"],
-        "model.tokenizer: 'no/where' is not on this disk, and the Hub",
+        "model.tokenizer: 'no/where' was not found on disk or on the Hub: the Hub",
     ),
     (
         "rl",
         "qwen3",
         ROLLOUTS,
         ["loss.kl_coefficient=0.1", "reference.path=no/where"],
-        "reference.path: 'no/where' is not",
+        "reference.path: 'no/where' was not found",
     ),
     (
         "rl",

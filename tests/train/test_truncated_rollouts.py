@@ -237,7 +237,7 @@ def test_a_checkpoint_between_updates_keeps_the_sets() -> None:
 
 
 def test_a_token_outside_its_set_names_the_sample() -> None:
-    with refused("kept", "the set at index 2 of sample 'x' does not contain the trained token 6"):
+    with refused("kept", "the ids kept at index 2 of sample 'x' do not contain the trained token 6"):
         Sample(tokens=[5, 5, 6], loss_mask=[0, 1, 1], kept=[[], [5], [7]], uid="x")  # type: ignore[arg-type]
     cut = make_samples()[0].truncated(6)
     assert cut.kept is not None

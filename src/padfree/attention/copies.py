@@ -80,9 +80,9 @@ def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Ten
 
 
 def sum_copies_reference(gradient: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum the gradients [m, ...] of copied elements like `sum_copies` -> [count, ...], in plain PyTorch on any device.
+    """Return the sums [count, ...] of `sum_copies`, computed in plain PyTorch on any device.
 
-    `count` is the number of elements that were copied, and `index` [m] says which element each copy comes from.
+    Copy j is a copy of element `index[j]` and has the gradient `gradient[j]`. `count` is the number of elements.
     """
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.promote_types(gradient.dtype, torch.float32))
     return total.index_add_(0, index, gradient.to(total.dtype)).to(gradient.dtype)

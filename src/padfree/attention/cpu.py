@@ -1,17 +1,11 @@
 """PyTorch's fused CPU attention, called piece by piece. A piece is some queries of a segment and the keys they see.
 
-    causal segment of 300 queries and keys       pieces (queries x keys)       squares of 100 queries x 100 keys
-                                                   0..100  x  0..100           p . .       .  not computed
-                                                 100..200  x  0..200           f p .       p  partly masked
-                                                 200..300  x  0..300           f f p       f  fully visible
+For example, a causal segment of 300 tokens is cut into three pieces of 100 queries each, with 100, 200 and 300 keys.
+Without pieces, the kernel would compute the scores of blocks of 512 keys, even of keys that the causal mask hides. For
+segments of 64 to 512 tokens, pieces saved 18% of the time.
 
-The fused kernel computes the scores of 512 keys before it applies the mask. So a short causal segment costs as much as
-one without a mask. Cutting segments into pieces avoids most of this work: segments of 64 to 512 tokens took 18% less
-time than without pieces.
-
-Each piece can have its own mask. The backend therefore supports windows, and segments with fewer queries than keys. The
-causal flag of the kernel supports neither. Short pieces of the same shape share one kernel call, which halves the time
-for 32 segments of 16 tokens.
+Each piece can have its own mask. The backend therefore supports attention windows, and segments with fewer queries than
+keys. Short pieces of the same shape share one kernel call, which halves the time for 32 segments of 16 tokens.
 
 bfloat16 inputs are computed in float32: on one core of an aarch64 server, the bfloat16 kernel took 190 times as long as
 the float32 kernel.
@@ -39,8 +33,8 @@ A causal segment is cut into pieces of at most this many queries.
 """
 
 WHOLE_KEYS = 2048
-"""A causal segment with at least this many keys is not cut into pieces, because the kernel then skips most of the
-masked part by itself.
+"""A causal segment of at least this many tokens is not cut into pieces, because the kernel skips most masked keys of
+such a long segment.
 """
 
 SHARED_KEYS, SHARED_PIECES = 32, 8
@@ -251,9 +245,9 @@ class _PieceTensors:
         self.tensors = tensors
 
     def take(self, starts: list[int], length: int) -> list[Tensor]:
-        """Read n token ranges of each tensor [Hkv, group, T, ...]: range i has `length` tokens from `starts[i]` on.
+        """Return n token ranges of each tensor [Hkv, group, T, ...]: `length` tokens from each of n `starts` on.
 
-        The result for a tensor is [Hkv · n, group, length, ...]. It is a view if n is 1.
+        A result is [Hkv · n, group, length, ...], with `group` query heads for each of Hkv key heads; a view if n is 1.
         """
         if len(starts) == 1:
             return [x[:, :, starts[0] : starts[0] + length] for x in self.tensors]

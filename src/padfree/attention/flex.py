@@ -1,18 +1,11 @@
-"""The `flex` backend: PyTorch's flex attention on CUDA, with float32 and with head sizes that flash kernels lack.
+"""The `flex` backend: PyTorch's flex attention on CUDA. It supports float32, and head sizes that flash kernels do not.
 
-A query sees only keys of its own segment (usually a sample). The attention mask of the pack is divided into blocks of
-128 queries and 128 keys, of three kinds:
+The attention mask of a pack is divided into blocks of 128 queries and 128 keys. Flex attention skips a block in which
+no query sees a key, and reads no mask for a block in which every query sees every key. The host finds these blocks
+without computing the whole mask.
 
-    full      every query sees every key of the block, so no mask is read
-    partial   the mask decides for each query and key of the block
-    empty     no query sees a key of the block, so it is skipped
-
-Each query sees one range of keys, so two comparisons decide whether a query sees a key. The host computes the kind of
-each block; the whole mask is never computed. Recent block masks are cached, because all layers of a model use the same
-few masks.
-
-Flex attention computes gradients by autograd. It cannot compute the gradients of one block of keys without the other
-keys, which ring attention needs (`Capabilities.raw_backward`).
+The gradients come from autograd, which cannot compute the gradients of one block of keys alone. Ring attention needs
+such gradients (`Capabilities.raw_backward`), so it cannot use this backend.
 """
 
 from __future__ import annotations
@@ -110,7 +103,7 @@ class _MaskKey:
         )
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # all layers of a model use the same few masks
 def _cached_mask(key: _MaskKey) -> Any:
     return block_mask(key.segments_q, key.segments_k, key.spec, key.device)
 
@@ -140,10 +133,10 @@ def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, 
 def block_table(
     first: NDArray[np.int64], end: NDArray[np.int64], num_keys: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Classify the blocks of a mask in which query t sees the keys `first[t] <= key < end[t]`.
+    """Return two bool arrays [query blocks, key blocks]: the partial blocks and the full blocks of an attention mask.
 
-    Returns two masks [query blocks, key blocks]: first `partial`, which marks the blocks in which some queries see some
-    keys, then `full`, which marks the blocks in which every query sees every key.
+    Query t sees the keys `first[t] <= key < end[t]`. In a full block, every query sees every key. In a partial block,
+    at least one query sees a key, but the block is not full.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)

@@ -32,8 +32,8 @@ from padfree.segments import Segments
 class LaterKeys:
     """The queries that also see later keys, i.e. keys of tokens that follow the query's token in the same image.
 
-    Query segment i attends to key segment i. Both are in reversed order, so that a causal mask shows each query its
-    later keys.
+    Query segment i attends to key segment i. Within a segment, tokens are in reversed order, so that a causal mask
+    shows the later keys.
     """
 
     queries: Tensor  # [n] int64, indices of the queries; each segment in reversed order

@@ -64,7 +64,7 @@ def self_attention(
 
 
 class _AttentionCall(NamedTuple):
-    """The arguments of an attention call other than q, k, v and sinks: the backend, the segments and the parameters."""
+    """What an attention call needs besides q, k, v and sinks: a backend, segments, and options such as the window."""
 
     backend: AttentionBackend
     segments: Segments

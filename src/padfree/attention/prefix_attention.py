@@ -61,17 +61,14 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""The cost of a long prefix for each device type: a cost per query of its descendants, and a fixed cost. The unit is
-the cost of copying one key.
-
-A long prefix is a node of the prefix tree whose keys the backward pass does not copy for each descendant, but reads in
-a separate kernel call.
+"""By device type: the cost of a separate attention call for the keys of one shared prefix in the backward pass. The two
+figures are the cost per query that continues the prefix and the fixed cost, in units of the cost of copying one key.
 """
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Keys are read in pages if pages save at least this number of key copies. On an H200, PAGES_PAY copies take 0.03 ms
-per layer (8 key heads of size 128).
+"""Pages (blocks of keys that samples share) are used if they save at least this number of copies of keys. On an H200,
+these copies take 0.03 ms per layer (8 key heads of size 128).
 """
 
 # Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets
@@ -100,9 +97,9 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """Return arrays that say which keys each node of a prefix tree sees, or None if the samples share no prefix.
 
-    `long_prefixes` are the indices of the nodes whose keys the backward pass does not copy for each descendant, but
-    reads in a separate attention call. `paged` says whether to prepare pages of keys for the forward pass. An argument
-    that is None is chosen by this function.
+    `long_prefixes`: indices of at most 8 nodes. In the backward pass, the keys of each such node get a separate
+    attention call, instead of a copy for each descendant. `paged`: whether to prepare pages of keys for the forward
+    pass. If an argument is None, this function chooses its value.
     """
     if segments.parents is None:
         return None
@@ -149,11 +146,10 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 
 
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
-    """Return arrays that describe the path of each node of a prefix tree, and the length of the longest path.
+    """Return four arrays that describe the path of each node, and the length of the longest path.
 
-    The path of a node is the tokens that it sees: those of its ancestors, except ancestors in `without`, and its own.
-    The first array is the cu_seqlens of the paths. The other arrays are those of `Copies`, which gather the tokens of
-    all paths from the pack.
+    A path is the tokens of a node and of its ancestors, except the ancestors in `without`. The arrays are the
+    cu_seqlens of the paths, and the index arrays of `Copies` that gather the paths from the pack.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))

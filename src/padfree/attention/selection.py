@@ -1,7 +1,7 @@
 """Choose the backend for an attention call.
 
-`BACKENDS` is ordered by speed, and `auto` chooses the first backend that supports the call. There are two exceptions:
-on CUDA, `auto` chooses `reference` only for float64, and it never chooses `tiles`.
+`BACKENDS` is ordered by speed, and `auto` chooses the first backend that supports the call. However, `auto` chooses
+`reference` only for float64, and it never chooses `tiles`.
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def key_block(requested: str) -> int:
-    """Return the number of keys in a block, if the backend named `requested` divides the keys into blocks on which the
-    bits of its results depend.
-
-    Returns 1 for all other backends, and for `auto`, which never chooses a backend with such blocks.
+    """Return the number of keys per block, if the bits of the backend's results depend on how keys are divided into
+    blocks. Otherwise, return 1. `requested`: the name of the backend, or `auto` (which gives 1).
     """
     return BACKENDS[requested].key_block if requested in BACKENDS else 1

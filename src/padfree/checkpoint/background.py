@@ -1,18 +1,13 @@
-"""Whether a checkpoint is written in the background: the choice of `checkpoint.asynchronous=auto`.
+"""The choice of `checkpoint.asynchronous=auto`: whether to write a checkpoint in the background.
 
-    rank   host   size      free        on host a: a copy of 3 GiB, 20 GiB are free    at most half: in the background
-    0      a      1.5 GiB   20 GiB      on host b: a copy of 3 GiB,  4 GiB are free    more than half: not
-    1      a      1.5 GiB   20 GiB
-    2      b      1.5 GiB    4 GiB      -> no rank writes in the background
-    3      b      1.5 GiB    4 GiB
+Before a background write, each rank copies its tensors to host memory. On every host, the copies of all ranks together
+may take at most half of the free memory. For example, two ranks that copy 1.5 GiB each need 6 GiB of free memory on
+their host. The other half is left for the page cache and for training. If a host has too little free memory, no rank
+writes in the background.
 
-Before a checkpoint is written in the background, its tensors are copied to host memory, and all ranks of a host hold
-their copies at the same time. A copy may take at most half of the free memory. The other half is left for the page
-cache of the written files, and for memory that training, servers and reward functions allocate meanwhile.
-
-A small checkpoint is written in less than a second, so a background write saves almost nothing. A model on the CPU, or
-offloaded to it, already takes host memory, and the writing thread would take processor time from its training.
-docs/experiments/background-checkpoints.md has the measurements.
+If no rank writes 256 MiB or more, the checkpoint is not written in the background, because a synchronous write takes
+less than a second. If the model is in host memory, the checkpoint is not written in the background either, because the
+writing thread would slow down training. docs/experiments/background-checkpoints.md has the measurements.
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ class WriteChoice:
 
 
 def choose_write(copies: Sequence[RankCopy]) -> WriteChoice:
-    """Choose whether all ranks of a run write a checkpoint in the background. `copies` has one item per rank."""
+    """Choose for all ranks whether to write a checkpoint in the background. `copies`: the copy of each rank."""
     if any(copy.on_cpu for copy in copies):
         return WriteChoice(
             background=False, reason="the model is in host memory, where a background write slows training"

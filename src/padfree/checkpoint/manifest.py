@@ -40,10 +40,7 @@ CRITIC = "critic/"
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model that a checkpoint stores, by name.
-
-    If the model has adapters, these are the trained tensors only.
-    """
+    """Return the tensors of a model that a checkpoint stores, by name: all or, with adapters, only the trained ones."""
     tensors = named_tensors(model)
     if not any(map(is_adapter, tensors)):
         return tensors

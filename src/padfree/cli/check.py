@@ -206,9 +206,9 @@ def _run_sampler_check(settings: argparse.Namespace, samples: Any, origin: str, 
 
 
 def data_settings(settings: argparse.Namespace) -> tuple[DataConfig | None, bool]:
-    """Return the `[data]` section and the value of `model.vision` that a command line gives.
+    """Return the `[data]` section and the value of `model.vision`, both from a command line.
 
-    The section is built from --data and the settings `data.*`. It is None on a command line without --data.
+    The section has the files of --data and the settings `data.*`. Without --data, the section is None.
     """
     words = [*settings.overrides, *(settings.data or [])]
     changes = [word for word in words if re.match(r"\w+(\.\w+)+\s*=", word)]

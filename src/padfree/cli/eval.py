@@ -48,7 +48,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree eval sft model.path=runs/sft/model eval.path=test.jsonl",
     )
     command.add_argument(
-        "recipe", metavar="RECIPE|MODEL", help="recipe that sets eval.path and the loss; with --tasks, a model"
+        "recipe", metavar="RECIPE|MODEL", help="recipe, or with --tasks the folder or Hub id of a model"
     )
     command.add_argument(
         "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"

@@ -31,7 +31,7 @@ SHORT_FLAGS = {
 `optimizer.lr`."""
 
 STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
-"""Settings whose value in a short flag is always a string: `--folder 1` names the folder "1"."""
+"""Settings that short flags (`SHORT_FLAGS`) always set to a string: `--folder 1` sets `run.folder` to "1"."""
 
 OVERRIDE = re.compile(r"\s*\w+(\.\w+)+\s*=")
 OTHER_TRAINERS = {

@@ -98,7 +98,7 @@ class HostConnection:
         self._output.start()
 
     def tell(self, line: str) -> None:
-        """Send a line to the host. Errors are ignored, because the end of a connection is reported as an event."""
+        """Send a line to the host. Errors are ignored, because a lost connection causes an `Ended` event."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.write(line + "\n")

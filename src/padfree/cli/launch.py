@@ -319,7 +319,7 @@ def supervise(connections: Sequence[HostConnection], events: Events) -> int:
             event = next_event(events, deadline=deadline)
         except Empty:
             if stopped:
-                say(f"{', '.join(sorted(running))} did not report that the run has ended; log in there and check")
+                say(f"the run may not have ended on {', '.join(sorted(running))}; log in there and check")
                 return code
             stop()
             continue

@@ -62,10 +62,10 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Return this host's answer to the launcher: its versions, its number of GPUs and the digest of the recipe, or an
-    error.
+    """Return this host's answer to the first message of the launcher, `order`.
 
-    `order`: the first message of the launcher, which holds the command, the folder and the environment variables.
+    The answer has the versions of padfree and torch, the digest of the recipe, and the number of GPUs if `order` asks
+    for it. If the folder or the command is wrong, the answer has an error.
     """
     os.environ.update(order["environment"])
     found = {"version": padfree.__version__, "source": source_digest(), "torch": version("torch")}

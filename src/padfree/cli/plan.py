@@ -261,7 +261,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
     )
     print(f"stored      {found.path}")
     print(
-        "            padfree plan uses this cost model on this device by itself; for other devices and for runs, set "
+        "            on this device, padfree plan uses this file automatically; for training or other devices, set "
         f"batch.cost={found.path}"
     )
 

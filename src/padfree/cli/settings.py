@@ -2,7 +2,7 @@
 
 padfree settings                     a table of all settings
 padfree settings rollout             the settings of a section
-padfree settings loss.kind --json    one setting, with bounds, requirements and what may change on resume
+padfree settings loss.kind --json    all facts about one setting, e.g. whether it may change on resume
 """
 
 from __future__ import annotations

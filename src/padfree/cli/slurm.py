@@ -34,7 +34,7 @@ from padfree.config.slurm_section import SlurmConfig
 from padfree.errors import UserError
 
 SAVE_SECONDS = 120
-"""Seconds before the time limit at which Slurm sends SIGTERM, for a last checkpoint."""
+"""Slurm sends SIGTERM this many seconds before the time limit, for a checkpoint."""
 
 TORCHRUN_SECONDS = SAVE_SECONDS - 10
 OPTION = re.compile(r"([a-z][a-z0-9-]*)(?:=(\S.*))?")

@@ -48,7 +48,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
     command.add_argument("--chat-template", metavar="FILE", help="chat template file (default: the tokenizer's)")
     command.add_argument("--template-arguments", metavar="JSON", help='template variables: {"enable_thinking": false}')
-    command.add_argument("--json", action="store_true", help="print lines of JSON: text, end, tokens, logprobs")
+    command.add_argument("--json", action="store_true", help="print JSON lines: text, end (reason), tokens, logprobs")
     command.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="device: auto, cpu or cuda")
     command.add_argument(
         "--dtype", choices=DTYPES, default="auto", metavar="NAME", help="dtype: auto, float32, bfloat16, ..."

@@ -311,7 +311,7 @@ def traffic_lines(
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield settings as lines of TOML. TOML has no null, so settings that are None become comments.
 
-    `prefix`: the name of the table `values` with a dot at its end.
+    `prefix`: the start of table names, e.g. "loss." for `[loss.clip]`.
     """
     tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and name != "columns"}
     for name, value in values.items():
@@ -333,7 +333,7 @@ def _toml(value: Any) -> str:
 
 
 def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:
-    """Yield the lines of a dry run about memory: the total, then one line per part."""
+    """Yield the memory lines of a dry run: the total, then one line per part (weights, ...)."""
     yield (
         f"memory: about {_gib(memory.device)} on each device (an estimate without the memory of allocator, collectives "
         "and driver)"

@@ -105,18 +105,18 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
     """
     if "input_ids" not in feature:
         raise UserError(
-            "features", f"feature {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"
+            "features", f"example {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"
         )
-    tokens = integer_array(feature["input_ids"], f"input_ids of feature {index}")
+    tokens = integer_array(feature["input_ids"], f"input_ids of example {index}")
     attention = feature.get("attention_mask")
-    if attention is not None and not host_array(attention, f"attention_mask of feature {index}").all():
-        raise UserError("attention_mask", f"has zeros in feature {index}", "give features without padding")
+    if attention is not None and not host_array(attention, f"attention_mask of example {index}").all():
+        raise UserError("attention_mask", f"has zeros in example {index}", "give examples without padding")
     mask = np.ones(len(tokens), dtype=np.bool_)
     for key in MASKS:
         if feature.get(key) is not None:
             given = _per_token(feature[key], key, tokens, index)
             if not np.isin(given, (0, 1)).all():
-                raise UserError(f"{key}", f"has values other than 0 and 1 in feature {index}", "give 0 or 1 per token")
+                raise UserError(f"{key}", f"has values other than 0 and 1 in example {index}", "give 0 or 1 per token")
             mask &= given.astype(np.bool_)
     if feature.get("labels") is not None:
         labels = _per_token(feature["labels"], "labels", tokens, index)
@@ -124,16 +124,16 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
         if (labels[trained] != tokens[trained]).any():
             raise UserError(
                 "labels",
-                f"the labels of feature {index} differ from its input_ids",
+                f"the labels of example {index} differ from its input_ids",
                 "give labels that are not shifted, and -100 for untrained tokens",
             )
         mask &= trained
     lengths = feature.get("seq_lengths")
-    lengths = [len(tokens)] if lengths is None else integer_array(lengths, f"seq_lengths of feature {index}").tolist()
+    lengths = [len(tokens)] if lengths is None else integer_array(lengths, f"seq_lengths of example {index}").tolist()
     if sum(lengths) != len(tokens) or min(lengths, default=0) < 0:
         raise UserError(
             "seq_lengths",
-            f"add up to {sum(lengths)}, but feature {index} has {len(tokens)} tokens",
+            f"add up to {sum(lengths)}, but example {index} has {len(tokens)} tokens",
             "give lengths that add up to the number of tokens",
         )
     borders = np.cumsum(lengths)[:-1]
@@ -144,11 +144,11 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
 
 
 def _per_token(values: Any, key: str, tokens: NDArray[Any], index: int) -> NDArray[Any]:
-    array = number_array(values, f"{key} of feature {index}")
+    array = number_array(values, f"{key} of example {index}")
     if array.shape != tokens.shape:
         raise UserError(
             f"{key}",
-            f"has shape {array.shape}, but feature {index} has {len(tokens)} tokens",
+            f"has shape {array.shape}, but example {index} has {len(tokens)} tokens",
             "give one value per token",
         )
     return array

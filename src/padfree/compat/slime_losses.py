@@ -58,7 +58,7 @@ def gather_log_probs_packed(
         raise UserError(
             "input_ids",
             f"has {len(tokens)} tokens, but the logits have {len(logits)} positions",
-            "give one token more than the logits have positions",
+            "give T tokens for logits of T - 1 positions",
         )
     return score_logits(logits, tokens[1:], temperature=_temperature(temperature))[0]
 

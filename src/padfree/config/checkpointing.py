@@ -32,7 +32,7 @@ def check_checkpointing(value: str) -> None:
     fix = f"give auto, {', '.join(UNIFORM)}, or numbers of layers from the first layer on, as in '6 host, 30 none'"
     need(parts is not None, NAME, value, fix)
     unknown = next((level for _, level in parts or () if level not in LEVELS), None)
-    need(unknown is None, NAME, value, f"{unknown!r} is not a level; use {', '.join(LEVELS)}")
+    need(unknown is None, NAME, value, f"{unknown!r} is not a checkpointing level; use {', '.join(LEVELS)}")
 
 
 def is_by_layer(value: str) -> bool:

@@ -186,7 +186,7 @@ class Config:
         fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run, not in processes"
         processes = self.rollout.reward_processes
         need(not judged or not processes, "rollout.reward_processes", processes, fix)
-        need(model_of(reward) != "", "rollout.reward", reward, "give the folder of a reward model, as in model:folder")
+        need(model_of(reward) != "", "rollout.reward", reward, "add the missing folder, as in model:folder")
         fix = "leave it out: rollout.reward also scores held-out responses, and eval.reward cannot be a reward model"
         need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None

@@ -80,14 +80,14 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
     reason = _unknown(name, kind)
     if reason is not None:
         raise UserError(
-            setting, f"is not on this disk, and {reason}", "correct the name, or give a folder that exists", value=name
+            setting, f"was not found on disk or on the Hub: {reason}", "correct the name, or give a folder", value=name
         )
 
 
 def _unknown(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """Return None if the Hub or its local cache has this name. Otherwise, return the reason for an error message.
+    """Return why the Hub does not give the model or data set `name`, for an error message.
 
-    If the Hub gives no clear answer, for example because of a timeout, return None as well.
+    Return None if the Hub or its local cache has `name`, or if the Hub gives no clear answer (e.g. a timeout).
     """
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError

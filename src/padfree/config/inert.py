@@ -316,10 +316,9 @@ their own.
 
 
 def rule_of(name: str) -> Reason | None:
-    """Return the rule of the setting `name`, a function that returns why a run does not read this setting. Return None
-    if every run reads the setting.
+    """Return a function that says why a run does not read the setting `name`, or None if every run reads the setting.
 
-    If `READ_BY` has no rule for "loss.clip.low", for example, the rule for the table "loss.clip" is returned.
+    If `READ_BY` has no entry for the setting, e.g. "loss.clip.low", the entry for its table "loss.clip" is returned.
     """
     while name not in READ_BY:
         name, _, last = name.rpartition(".")

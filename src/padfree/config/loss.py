@@ -120,10 +120,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="Where π_old in the ratio π / π_old comes from. trainer: a forward pass before the updates. sampler: "
-        "the values that the sampler reported. current: the forward pass of the update itself, so that the ratio is 1. "
-        "auto: current if each batch is used for one update and loss.corrections has only token_tis and icepop or is "
-        "empty, else trainer.",
+        about="Where π_old in the ratio π / π_old comes from. trainer: a forward pass before the updates. sampler: the "
+        "sampler. current: the update itself, so the ratio is 1. auto: trainer, or current with one update per batch "
+        "and no corrections of sequences.",
         needs=OF_RL,
         resume=BETWEEN,
     )
@@ -189,7 +188,7 @@ class LossConfig:
         return self.task.head
 
     def settings(self) -> TaskSettings:
-        """Return the settings of the chosen loss for `padfree.tasks`."""
+        """Return the settings of the loss that `kind` names."""
         if self.kind in TASK_TABLES:
             chosen: TaskSettings = getattr(self, self.kind)
             return chosen
@@ -212,9 +211,8 @@ class LossConfig:
     def _old_policy(self) -> OldPolicy:
         """Return `loss.old_policy`, with `auto` replaced by `current` or `trainer`.
 
-        With `trainer`, π_old is computed in an additional forward pass before the updates. `current` saves this pass:
-        π_old is the π of the update itself. `auto` means `current` if each batch is used for a single update, and each
-        of `loss.corrections` applies to single tokens, not to whole sequences. Otherwise, it means `trainer`.
+        `current` avoids the additional forward pass of `trainer`. It is chosen if each batch is used for a single
+        update, and all corrections apply to single tokens.
         """
         if self.old_policy != "auto":
             return self.old_policy

@@ -1,10 +1,9 @@
 """The settings of every loss except policy losses: plain data, without torch.
 
-Each training command (sft, dpo, ...) is a task, and a `TaskSettings` holds the settings of its loss. Its class
-variables describe the command: the help text, the samples per row, the metrics, and the models besides the trained one.
-The file of the same name in `padfree.tasks` implements the command.
-
-Recipes use the same names, such as `loss.dpo.beta`. The formulas are in `padfree.losses`.
+Each training command (sft, dpo, ...) is a task and has a subclass of `TaskSettings`. The fields of the subclass are the
+settings of the loss, e.g. `DPOSettings.beta` for `loss.dpo.beta`. The class variables hold the help text of the
+command, its metrics and so on. The module `padfree.tasks.COMMAND` implements the command. The formulas are in
+`padfree.losses`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class TaskSettings:
         return self.has_reference
 
     def check_run(self, config: Any) -> None:
-        """Raise a `UserError` if the run has settings in other sections that this task does not support."""
+        """Raise a `UserError` if `config` (the recipe) has settings that this loss does not support."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +83,7 @@ class DistillSettings(TaskSettings):
         above=0,
         below=1,
         about="With divergence jsd: the share of the teacher in the mixture of teacher and student.",
-        fix="give a share above 0 and below 1",
+        fix="give a number above 0 and below 1",
         needs=need_of("divergence", "jsd", fix="leave it out, or set loss.distill.divergence=jsd"),
     )
     top_k: int | None = setting(
@@ -113,7 +112,7 @@ NO_SUCH = "leave it out: this loss.dpo.variant does not use it"
 class ValueSettings:
     """The squared error of a value model. `clip`: the maximum change of a value in one update; None: no limit."""
 
-    clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None to switch it off")
+    clip: float | None = setting(0.2, least=0, most=math.inf, fix="give 0 or more, or None for no clipping")
 
     def __post_init__(self) -> None:
         check_table(self, "value ")
@@ -148,8 +147,8 @@ class DPOSettings(TaskSettings):
     )
     normalise: bool | None = setting(
         None,
-        about="Whether log-probabilities are averaged over the tokens of an answer instead of summed; if none: true "
-        "for ipo, simpo and orpo.",
+        about="Divide the log-probability of an answer by its number of tokens. The default, none, divides only for "
+        "ipo, simpo and orpo.",
     )
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from padfree.config.setting import BETWEEN, SAMPLES, STAYS, check_table, need_of
 from padfree.errors import need
 
 LARGEST_RANK = 1 << 16
-"""Maximum rank of the adapters, larger than any weight matrix needs."""
+"""The largest value that `lora.rank` accepts."""
 
 RANK_FIX = f"give 0 to {LARGEST_RANK}, where 0 trains all weights"
 NAMED = "give a folder or a Hub id, or leave it out"
@@ -126,7 +126,8 @@ class ReferenceConfig:
     refresh: int | None = setting(
         None,
         least=1,
-        about="Number of rollout batches after which the reference takes over the policy's weights; if none, never.",
+        about="Interval, in rollout batches, at which the reference takes over the policy's weights. The default, "
+        "none, means never.",
         needs=need_of("path", fix="leave it out, or set reference.path"),
     )
     precompute: bool = setting(
@@ -180,7 +181,7 @@ class CriticConfig:
         None,
         above=0,
         about="Base learning rate of the critic; if none, optimizer.lr.",
-        fix="give more than 0, or leave it out",
+        fix='give more than 0, or "none"',
         needs=GAE,
     )
     warmup: int = setting(
@@ -236,5 +237,5 @@ class CriticConfig:
         check_table(self, "critic.")
 
     def value_settings(self) -> ValueSettings:
-        """Return the settings of the value loss, which `padfree.losses` takes."""
+        """Return the settings of the critic's loss."""
         return ValueSettings(clip=self.clip)

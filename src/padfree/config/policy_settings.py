@@ -80,7 +80,7 @@ class CISPOSettings(Objective):
         least=0,
         most=1,
         about="The importance weight is clipped to at least 1 - low. With the default, none, there is no lower bound.",
-        fix="give 0 to 1, or leave it out for no lower bound",
+        fix="give 0 to 1, or none for no lower bound",
     )
     high: float = setting(
         4.0, least=0, most=math.inf, about="The importance weight is clipped to at most 1 + high.", fix="give 0 or more"
@@ -155,7 +155,7 @@ class SequenceTISSettings(BandCorrection):
     kind: ClassVar[str] = "sequence_tis"
     low: float = setting(0.0, about="Lower bound of a sequence's importance weight.", allowed=LOW_BAND)
     high: float = setting(2.0, about="Upper bound of a sequence's importance weight.", allowed=HIGH_BAND)
-    geometric: bool = setting(False, about="Use the geometric mean of the token weights instead of their product.")
+    geometric: bool = setting(False, about="Use the mean of the tokens' log importance weights, not the sum.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,9 +178,8 @@ class SequenceMaskSettings(BandCorrection):
     )
     statistic: SequenceStatistic = setting(
         "mean",
-        about="The importance ratio of a sequence. mean or sum: the exponential of the mean or sum of its tokens' "
-        "log-ratios. token: the bounds apply to the ratio of each token, and one token outside of the bounds masks the "
-        "whole sequence.",
+        about="A sequence is masked if this ratio is outside [low, high]. mean or sum: the exponential of the mean or "
+        "sum of its tokens' log-ratios. token: the ratio of any single token.",
     )
 
     def __post_init__(self) -> None:
@@ -207,7 +206,7 @@ class OPSMSettings(Correction):
 
 
 TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
-"""Corrections whose factor for a token depends only on that token."""
+"""The corrections of the policy loss that act on single tokens."""
 
 
 # Policy losses
@@ -271,7 +270,7 @@ class PolicySettings(TaskSettings):
         check_sampled_images(config)
 
     def _untyped(self) -> tuple[object, object]:
-        """Return the objective and the corrections, typed as `object`: their types are still to be checked."""
+        """Return `objective` and `corrections`, typed as `object` for the checks of their types."""
         return self.objective, self.corrections
 
     @property

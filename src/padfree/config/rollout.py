@@ -135,7 +135,9 @@ class RolloutConfig:
     )
     max_new_tokens: int = setting(256, least=1, about="Maximum number of tokens of a response.")
     min_new_tokens: int = setting(
-        0, allowed="0 to rollout.max_new_tokens", about="Minimum number of tokens of a response, or of each turn."
+        0,
+        allowed="0 to rollout.max_new_tokens",
+        about="Minimum number of tokens of a response. In episodes with several turns, it applies to each turn.",
     )
     engine: str = setting(
         "in_process",
@@ -189,8 +191,8 @@ class RolloutConfig:
     filter_bound: float = setting(
         3.0,
         least=1,
-        about="With rollout.filter=equal: maximum number of groups requested for a batch, as a multiple of the number "
-        "of groups in the batch. If too few of them have different rewards, groups with equal rewards fill the batch.",
+        about="With rollout.filter=equal: maximum number of groups sampled for a batch, as a multiple of the number of "
+        "groups in the batch. At this maximum, groups whose rewards are all equal fill the batch.",
     )
     overlong_buffer: int = setting(
         0,
@@ -238,24 +240,24 @@ class RolloutConfig:
     )
     weight_sync: WeightSyncKind = setting(
         "auto",
-        about="What a weight sync sends: all weights (full), or only the elements whose bits changed since the last "
-        "weight sync (difference); auto is difference in bfloat16 and full in float32 or with rollout.colocated.",
+        about="What a weight sync sends. full: all weights. difference: only the elements whose bits changed since "
+        "the last weight sync. auto: full with rollout.colocated or in float32, otherwise difference.",
     )
     transfer_folder: str | None = setting(
         None,
         about="Folder for the files of a weight sync. It must have the same path for the run and for the servers. The "
         "default, none, stands for /dev/shm (memory) with colocated servers and servers that the run starts, and for "
         "the run folder with other servers.",
-        filled="give a folder, or leave it out",
+        filled="give a folder, or leave rollout.transfer_folder out",
     )
-    timeout: float = setting(600.0, **SECONDS, about="Seconds without a responsive server after which the run ends.")
+    timeout: float = setting(600.0, **SECONDS, about="The run ends if no server responds for this many seconds.")
     canary: float | None = setting(
         None,
         above=0,
         most=math.inf,
         about="Maximum mean absolute difference between the log-probabilities of a server and the trainer after a "
         "weight sync. The default, none, stands for 0.002 in float32 and 0.1 in bfloat16.",
-        fix="give more than 0, or leave it out",
+        fix="give a number greater than 0, or leave rollout.canary out",
     )
     top_p: float = setting(
         1.0,

@@ -134,14 +134,14 @@ class DataConfig:
     )
     on_bad_row: OnBadRow = setting(
         "error",
-        about="skip leaves out rows that cannot be used and lists them in rows.jsonl of the run folder; error ends "
-        "the run.",
+        about="What happens if a row cannot be used. error: the run ends. skip: the row is left out and listed in "
+        "rows.jsonl in the run folder.",
         resume=SAMPLES,
     )
     image_folder: str | None = setting(
         None,
         about="The folder of relative image paths; if none, the folder of the data file.",
-        filled="give a folder, or leave it out",
+        filled="give a folder, or leave data.image_folder out",
         needs=IMAGES,
         resume=SAMPLES,
     )
@@ -314,10 +314,10 @@ class ParallelConfig:
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: str = setting(
         "auto",
-        about="Activations that each layer keeps for the backward pass. none: all activations. host: matmul results, "
-        "in host memory (compiled layers only). selective: matmul results. full: only the input of the layer. auto: "
-        "as many as fit into memory; on a GPU, the choice may differ between layers, as in '6 host, 30 none'.",
-        allowed="auto, none, host, selective, full, or a list from the first layer on, such as '6 host, 30 none'",
+        about="What a layer recomputes in backward. none: nothing. host (if compiled): all but attention and "
+        "its projections, kept in host memory. selective: all but attention; if not compiled, all but matmuls. full: "
+        "everything. auto: as little as memory allows.",
+        allowed="auto, none, host, selective, full, or a list such as '6 host, 30 none' (6 layers, then 30 layers)",
     )
     compile: CompilerOrAuto | bool = setting(
         "auto", about="Compile each layer with torch.compile; true is inductor, auto compiles on a GPU."
@@ -343,9 +343,8 @@ class ParallelConfig:
     float8_budget: float | None = setting(
         None,
         above=0.0,
-        about="Maximum relative change of any layer's gradient that float8 in one layer may cause. The change is "
-        "measured on the first micro-batch, and layers that cause a larger change stay in bfloat16. With the default, "
-        "none, nothing is measured.",
+        about="A layer stays in bfloat16 if float8 in this layer alone changes the gradient of any layer by more than "
+        "this fraction of its norm, measured on the first micro-batch. With the default, none, all layers use float8.",
         needs=FLOAT8,
     )
     head_memory: HeadMemory | float = setting(
@@ -399,8 +398,8 @@ class CheckpointConfig:
     every: int | None = setting(
         None,
         least=1,
-        about="Number of steps between checkpoints. The last step also writes a checkpoint. With the default, none, "
-        "checkpoints are written only for checkpoint.best and if a signal stops the run.",
+        about="Number of steps between checkpoints. With a number, the last step writes a checkpoint too. With the "
+        "default, none, checkpoints are written only for checkpoint.best and if a signal stops the run.",
     )
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: Asynchronous = setting(
@@ -421,8 +420,8 @@ class CheckpointConfig:
     )
     better: Better = setting(
         "auto",
-        about="Whether the lowest or the highest value of checkpoint.best is the best. auto: the lowest for loss, "
-        "perplexity and length.",
+        about="Whether the lowest or the highest value of the metric in checkpoint.best is the best. auto: the lowest "
+        "for loss, perplexity and response_length.",
         needs=need_of("best", fix="leave it out, or set checkpoint.best"),
     )
 

@@ -106,17 +106,18 @@ def setting(
     resume: Resume = "may change",
     formerly: str | None = None,
 ) -> Any:
-    """Return a dataclass field with its meaning and its rules.
+    """Return the dataclass field of a setting, with the arguments that the docstring of this module explains.
 
-    A number must be finite unless `most` is infinity. None is accepted if the field's type includes None. An empty
-    string is accepted unless `filled` is given. `filled` is the fix in the error message for an empty string.
+    If a number has bounds, NaN is refused, and infinity too unless `most` is infinity. None is accepted if the field's
+    type includes it. `fix` and `filled` are the advice in error messages: `fix` for a value out of bounds,
+    `filled` for an empty string. Without `filled`, an empty string is accepted.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
-        low = least if least is not None else -_LARGEST if above is None else math.nextafter(above, math.inf)
+        low = least if least is not None else -math.inf if above is None else math.nextafter(above, math.inf)
         high = most if most is not None else _LARGEST if below is None else math.nextafter(below, -math.inf)
         words = _range_words(least, above, most, below)
-        bounds, allowed = Bounds(low, high, fix or f"give {words}"), allowed or words
+        bounds, allowed = Bounds(max(low, -_LARGEST), high, fix or f"give {words}"), allowed or words
     several = needs if isinstance(needs, tuple) else (needs,)
     rules = Rules(about, bounds, allowed, filled, several, resume, formerly)
     if factory is not MISSING:

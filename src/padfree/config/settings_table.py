@@ -41,12 +41,12 @@ class SettingEntry:
 
     @property
     def section(self) -> str:
-        """The table of a setting: everything before the last dot of `name`."""
+        """The section of the setting: everything before the last dot of `name`."""
         return self.name.rpartition(".")[0]
 
     @property
     def default_words(self) -> str:
-        """The default value as a user writes it in a recipe, such as `none`; `(required)` without a default."""
+        """The default as it is written in a recipe, such as `none`. If there is no default: `(required)`."""
         return REQUIRED if self.required else value_words(self.default)
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def setting_entries() -> list[SettingEntry]:
 
 
 def section_entries() -> dict[str, SectionEntry]:
-    """Return every table of a recipe by name, with its meaning: the first paragraph of the docstring of its class."""
+    """Return every section by name. The meaning of a section is the first paragraph of its dataclass's docstring."""
     found: dict[str, SectionEntry] = {}
     for kind, _, prefix in _fields(Config, ""):
         name = prefix.rstrip(".")
@@ -78,7 +78,7 @@ def section_entries() -> dict[str, SectionEntry]:
 
 
 def matching_entries(name: str | None) -> list[SettingEntry]:
-    """Return the settings that `name` selects: a table (`rollout`), one setting (`loss.kind`), or None for all.
+    """Return the settings that `name` selects: a section (`rollout`), one setting (`loss.kind`), or None for all.
 
     Raise a `UserError` for an unknown name.
     """

@@ -27,7 +27,7 @@ class SlurmConfig:
         "not train. Inside a Slurm job and under torchrun, all settings of slurm are ignored.",
     )
     processes: int | None = setting(None, least=1, about="Number of processes per node, one per GPU.", needs=NODES)
-    restarts: int = setting(0, least=0, about="Restarts by torchrun after a failure.", needs=NODES)
+    restarts: int = setting(0, least=0, about="Maximum number of restarts by torchrun after a failure.", needs=NODES)
     sbatch: dict[str, str] = setting(
         factory=dict,
         about='Options of sbatch, such as { time = "24:00:00", partition = "h200" }; an empty string is an option '
@@ -56,4 +56,9 @@ class SlurmConfig:
             need(OPTION.fullmatch(name) is not None, "slurm.sbatch", name, fix)
             need(value.isprintable(), f"slurm.sbatch.{name}", value, "give a value of one line")
         for line in self.setup:
-            need(line.isprintable() and bool(line.strip()), "slurm.setup", line, "give one shell line per list entry")
+            need(
+                line.isprintable() and bool(line.strip()),
+                "slurm.setup",
+                line,
+                "give one shell line per list entry, without tabs or line breaks",
+            )

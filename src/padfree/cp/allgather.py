@@ -1,16 +1,15 @@
-"""Context parallelism by gathering keys: each rank holds some queries and receives all keys that they see.
+"""Context parallelism by gathering keys: each rank receives all keys and values that its queries see.
 
-A pack of T tokens is divided over `world` ranks. Each rank holds pieces of documents (segments of the pack), T/world
-tokens in total. The rank receives the keys and values that its pieces read from the other ranks, and then calls the
-kernel once. This call sees all keys of a query, so no partial results are merged.
+A pack of T tokens is divided over `world` ranks, with T/world tokens on each. A rank calls the attention kernel once,
+on all keys that its queries see, so no partial results are merged.
 
-The amount of communication depends on the documents. Short documents are mostly whole on one rank, and almost nothing
-is sent. If one document fills the pack, every key is sent to other ranks.
+A rank receives keys only for documents (segments of the pack) that are divided over ranks. If all documents are short,
+almost nothing is sent. If one document fills the pack, nearly all keys are sent.
 
-The gradients of keys are sent back the same way. They are summed in float32 in rank order, so the sum is deterministic.
+In the backward pass, the gradients of received keys and values return to the rank that owns the keys. This rank sums
+the gradients in float32 and in rank order, so the sums are deterministic.
 
-`local_attention` is the computation without the communication, so that one process can simulate the ranks one after the
-other.
+`local_attention` computes without communication, so that one process can simulate the ranks one after the other.
 """
 
 from __future__ import annotations

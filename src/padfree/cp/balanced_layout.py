@@ -1,18 +1,18 @@
 """The layout `balanced`: the same number of tokens and nearly the same attention cost on every context-parallel rank.
 
-A document is a segment of the pack, a *piece* is a range of tokens of one document, and the *work* of a piece is the
-number of its (query, key) pairs.
+The ranks are divided into two halves, and the tokens of the pack between the halves. Each half is divided again in the
+same way, until every rank has its tokens.
 
-Tokens and work can always be divided equally. Arrange the documents in a circle, and slide a window that contains half
-of the tokens around it. The work in the window changes continuously, and its mean over all positions is half of the
-total, so at some position the window contains half of the work. One half of the ranks gets the tokens in the window,
-and the other half of the ranks gets the other tokens. Each of these two sets of tokens forms a new circle, which is
-divided in the same way, until each circle belongs to one rank. The S documents become at most S + 2 (world - 1) pieces.
+The tokens of a group of ranks form a *circle*: *pieces* (ranges of tokens of one document) in cyclic order. One half of
+the ranks gets a *window*, a contiguous range of the circle's tokens, and the other half gets the tokens outside of it.
+The S documents of a pack become at most S + 2 (world - 1) pieces.
 
-Equal work does not mean equal cost: kernels compute whole tiles, each tile of keys has a fixed cost, and keys of other
-ranks must be fetched. `tile_cost` estimates this cost. A window is accepted if the work per rank, inside and outside of
-the window, is at most 1 + TOLERANCE times the mean. For each accepted window, the costs per rank inside and outside of
-it are computed. The window for which the higher of these two costs is lowest is chosen.
+A window with half of the tokens and half of the *work* (the number of (query, key) pairs) always exists: its work
+changes continuously as the window slides around the circle, and the mean over all positions is half of the total.
+
+The cost of attention also depends on other things, such as partly filled tiles (`tile_cost`). The search therefore
+accepts all windows for which the work per rank, in both halves, is at most 1 + TOLERANCE times the mean of all ranks.
+Of these windows, it takes the one with the lowest cost per rank in the more expensive half.
 """
 
 from __future__ import annotations
@@ -54,22 +54,21 @@ rank.
 """
 
 REFUSED = 2.0**40
-"""If the numbers of (query, key) pairs are too unequal, a division of tokens between ranks gets this score or a higher
-one. Lower scores are better, and the scores of all other divisions are near 1.
+"""A division of tokens between ranks has at least this score if the ranks have too unequal numbers of (query, key)
+pairs. Other divisions have scores near 1. A lower score is better.
 """
 
 
 def causal_work(first: Indices, end: Indices) -> Indices:
-    """Return the number of causal (query, key) pairs of each piece, the positions [first, end) of a document."""
+    """Return the number of causal (query, key) pairs of the queries at positions [first, end) of a document."""
     return (end - first) * (first + end + 1) // 2
 
 
 def tile_cost(first: Indices, end: Indices) -> Indices:
-    """Return the attention cost of each piece, the positions [first, end) of a document, in units of the cost of one
-    (query, key) pair.
+    """Return the attention cost of the queries at positions [first, end) of a document.
 
-    The cost is the number of pairs in the tiles that the kernel computes, plus a fixed cost for each key. A partly
-    filled tile counts as a full one.
+    The unit is the cost of one (query, key) pair. The cost is the number of pairs in the tiles that the kernel computes
+    (partly filled tiles count as full), plus a fixed cost for each key.
     """
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
@@ -120,27 +119,23 @@ def _tree_lengths(segments: Segments) -> Indices:
 
 
 class _Circles(NamedTuple):
-    """C circles with P pieces (ranges of documents) in total. A circle is a set of pieces for a group of ranks.
+    """The P pieces (ranges of tokens of one document) of C groups of ranks.
 
-    The tokens of circle c are to be divided over `world[c]` ranks. The pieces of a circle have a cyclic order: a range
-    of tokens may continue from the last piece to the first.
+    The pieces of a group form a circle: after the last piece comes the first piece again.
     """
 
     start: Indices  # [P] index in the pack
     first: Indices  # [P] position in the document
     length: Indices  # [P]
     counts: Indices  # [C] number of pieces of each circle
-    world: Indices  # [C]
+    world: Indices  # [C] number of ranks of each circle
 
 
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
-    """Divide the tokens of each circle between two halves of the circle's ranks, and return a new circle for each half.
+    """Divide each circle (the tokens of a group of ranks) into two circles, one for each half of the group.
 
-    A circle is a set of ranges of documents in cyclic order, whose tokens are to be divided over a group of ranks. One
-    half of the ranks gets a contiguous range of the tokens, and the other half gets the other tokens.
-
-    `share`: the number of tokens per rank. `mean_work`, `most_work`: the mean number of (query, key) pairs per rank,
-    and the number that is accepted at most. `last`: True if every new circle belongs to a single rank.
+    `share`: the number of tokens per rank. `mean_work`: the mean number of (query, key) pairs per rank. `most_work`:
+    the maximum number of pairs per rank. `last`: whether every new circle belongs to a single rank.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -174,10 +169,7 @@ def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, 
 
 
 class _WindowEnds(NamedTuple):
-    """Where N windows (ranges of tokens) begin and end. Row 0 of each array [2, N] is for the begin, row 1 for the end.
-
-    A window lies on a circle, a set of pieces (ranges of documents) in cyclic order.
-    """
+    """Where N windows (ranges of tokens) begin (row 0 of each array [2, N]) and end (row 1)."""
 
     piece: Indices  # [2, N]
     first: Indices  # [2, N] start of the piece in its document
@@ -191,10 +183,10 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Finds, for each circle, how to divide its tokens between two groups of ranks at nearly the same cost per rank.
+    """Finds, for each circle (the tokens of a group of ranks), how to divide it at nearly the same cost per rank.
 
-    A circle is a set of ranges of documents in cyclic order. One group gets a window (a contiguous range of the
-    circle's tokens), and the other group gets the tokens outside of the window.
+    One half of the ranks gets a window (a contiguous range of the circle's tokens), and the other half gets the tokens
+    outside of the window.
     """
 
     def __init__(
@@ -241,11 +233,10 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Return the expected cost of dividing each part, the positions [first, end) of a document, over several ranks.
+        """Return the expected cost of later cuts through the positions [first, end) of a document.
 
-        A part with more work than one rank can take will be cut later. At each cut, one more rank must read all keys of
-        the document before the cut, so the cost is proportional to the number of these keys. The unit is the cost of
-        one (query, key) pair.
+        Positions with more work than one rank can take will be cut. At each cut, one more rank must read all keys of
+        the document before the cut. The unit is the cost of one (query, key) pair.
         """
         ends = end + first
         # The integral of (position)^2 / mean_work over the part, minus the part's mean position.
@@ -312,11 +303,10 @@ class _Search:
         return score
 
     def at_borders(self) -> tuple[Indices, Reals]:
-        """Find, for each circle, a good window among those that begin at the start of a piece.
+        """Find, for each circle, the best window (range of tokens) that begins at the start of a piece.
 
-        A circle is a set of pieces (ranges of documents) in cyclic order, and a window is the range of its tokens that
-        one half of the ranks gets. If a circle has many pieces, only some of them are tried. Returns the index of the
-        window's first token on the circle, and the window's score (lower is better).
+        Return the index of the window's first token on the circle, and the window's score (lower is better). If a
+        circle has many pieces, only some of the pieces are tried.
         """
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
@@ -325,14 +315,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """Find the window with the lowest score on each circle for which the mask `which` [C] is True.
+        """Find the window (range of tokens) with the lowest score on each circle that the mask `which` [C] selects.
 
-        A circle is a set of pieces (ranges of documents) in cyclic order, and a window is the range of its tokens that
-        one half of the ranks gets. The window may begin and end inside pieces.
-
-        `least` [C] is the resolution of the search in tokens: the windows of circle c that begin or end at the border
-        of a piece are considered first, and between two of them that begin at most `least[c]` tokens apart, no other
-        window is tried. Returns the index of the best window's first token on the circle, and the window's score.
+        The window may begin and end inside pieces. `least` [C] is the resolution of the search in tokens. Return the
+        index of the window's first token on the circle, and the window's score.
         """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.
@@ -349,7 +335,7 @@ class _Search:
         begin, circle = begin[order], circle[order]
         # Between two of these windows, work and cost change linearly, apart from the rounding to tiles. The candidates
         # are the windows where both sides cost the same, and those where the work reaches the target or a limit of the
-        # tolerance.
+        # tolerance. Intervals of at most `least` tokens are skipped.
         load = self.load(self.window_ends(begin, circle))
         wide = ((circle[1:] == circle[:-1]) & (begin[1:] - begin[:-1] > least[circle[1:]])).nonzero()[0]
         low, high = np.minimum(load[wide], load[wide + 1]), np.maximum(load[wide], load[wide + 1])
@@ -371,10 +357,9 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def aligned(self, begin: Indices, circle: Indices) -> tuple[Indices, Indices]:
-        """Return the given windows (ranges of tokens), and shifted copies of them that avoid partly filled tiles.
+        """Return the given windows (ranges of tokens), and shifted copies with fewer partly filled tiles.
 
-        In each copy, the first or the last token of the window is shifted to a boundary of the attention kernel's
-        tiles. A copy is shifted by at most one tile.
+        A copy is the whole window, shifted by at most one tile so that it begins or ends at a boundary of tiles.
         """
         piece, first, position, _, _ = self.window_ends(begin, circle)
         step = np.concatenate([first - position, self.end[piece] - position]) % QUERY_TILE
@@ -382,10 +367,7 @@ class _Search:
         return np.concatenate([begin, moved.ravel()]), np.concatenate([circle] * 9)
 
     def best(self, begin: Indices, circle: Indices, score: Reals) -> tuple[Indices, Reals]:
-        """Return, for each circle, the begin of the window with the lowest `score`, and this score.
-
-        A circle is a set of ranges of documents in cyclic order, and a window is a range of its tokens.
-        """
+        """Return the start (`begin`) and the score of the window with the lowest `score` on each circle."""
         lowest = np.full(len(self.base), np.inf)
         np.minimum.at(lowest, circle, score)
         chosen = (score == lowest[circle]).nonzero()[0]

@@ -152,10 +152,10 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Receive the later keys that this rank's queries see, and their values.
+    """Receive the keys and values of later tokens that the queries of this rank see.
 
-    Tokens of an image attend to each other, so a query also sees later keys: those after the query in the same image.
-    This function is for the context-parallel method `allgather`. Collective: all ranks of the group must call it.
+    Tokens of an image attend to each other, so a query also sees the later tokens of its image. This function is for
+    the context-parallel method `allgather`. Collective: all ranks of the group must call it.
     """
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)
@@ -172,6 +172,8 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
         raise UserError("causal", "False is not supported for image tokens", "set causal=True")
     if options.pop("sinks", None) is not None:
         raise UserError(
-            "sinks", "are not supported for image tokens that attend to each other", "train the model on text"
+            "sinks",
+            "attention sinks are not supported for image tokens that attend to each other",
+            "train the model on text",
         )
     return options

@@ -1,13 +1,10 @@
 """Divide the images of a pack over the ranks of a context group.
 
-    pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
-    encode     rank 0: a    rank 1: b                 each distinct image on one rank
-    tokens     rank 0: 7 * * * 9 4 *    rank 1: * * 2 8 * * 1
-    receive    rank 0: a0 a1 a2         rank 1: a1 a2 b0 b1     features 0, 1, ... of the images a and b
-
-The vision tower must see a whole image, but the image tokens of a pack are divided over ranks. So each image is encoded
+The vision tower must see a whole image, but the tokens of an image may be divided over ranks. So each image is encoded
 by one rank, which sends the features (the outputs of the vision tower) to the ranks that hold the tokens of the image.
-Images are assigned from the largest to the smallest, each to the rank with the fewest patches.
+An image that occurs several times in the pack is encoded once.
+
+Images are assigned from the largest to the smallest, each to the rank with the fewest patches so far.
 """
 
 from __future__ import annotations

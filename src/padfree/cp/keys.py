@@ -1,18 +1,16 @@
 """Which keys each rank reads, and which ranks own these keys: pure index arithmetic.
 
-    rank 1 holds three pieces    X[0, a),   Y[b, end)   and all of Z, which are ranges of the documents X, Y and Z
-    the pool of rank 1           the keys of these pieces, then the keys it receives: Y[0, b), in the order of ranks
-    keys that its pieces read    X[0, a),   Y[0, end)   and Z: selected from the pool, one segment per piece
+A piece is a range of positions [a, b) of a document on one rank. With causal attention, it reads the keys [0, b) of the
+document. A rank receives the keys that its pieces read and other ranks own, each key once. The *pool* of a rank is its
+own keys and then the received keys, in the order of ranks. From the pool, the rank selects one segment of keys for each
+piece.
 
-A piece [a, b) of a document reads the keys [0, b) of the document. With a window of W it reads only the keys [a - W +
-1, b). Some backends process keys in blocks of `key_block` keys. For them, the first key is rounded down to the start of
-a block, counted from the first key of the sample, so that the blocks are the same as without context parallelism.
+With a window of W, a piece reads only the keys from a - W + 1 on. If an attention backend processes keys in blocks of
+`key_block`, the piece reads from the start of the block that holds this key. Blocks are counted from the start of the
+sample, so they are the same as without context parallelism.
 
-The layout determines which rank needs which keys, so every rank knows what to send. A rank receives each key once, even
-if several of its pieces read it.
-
-If samples share prefixes, documents are nodes of a prefix tree. The queries of a piece then also read the keys of all
-ancestors of the piece's node.
+If samples share prefixes, documents are nodes of a prefix tree. A piece then also reads all keys of its node's
+ancestors.
 """
 
 from __future__ import annotations

@@ -140,12 +140,10 @@ def _layout(
 
 
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
-    """Return a number for each piece (range of a document) by which the layout `balanced` sorts the pieces.
+    """Return the sort key of each piece (the positions [first, end) of a document) in the layout `balanced`.
 
-    The pieces of rank 0 come first, then those of rank 1, and so on. On a rank, the pieces of one document stay
-    together. Documents with a piece that begins after the document's first token come before the other documents. In
-    each of these two groups, the document whose last piece ends at the largest position comes first. `first` and `end`
-    are the positions in the document at which each piece begins and ends.
+    Three criteria decide, in this order: the lower rank comes first; a document with a piece that begins after position
+    0 comes first; the document whose last piece ends at the larger position comes first.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

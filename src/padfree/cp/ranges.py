@@ -55,7 +55,7 @@ class Selection:
 
     @property
     def is_everything(self) -> bool:
-        """Return whether the n tokens are one tensor, and the selection is exactly this tensor."""
+        """Return whether all n tokens are in the first part (input tensor), and are selected once and in order."""
         return self.ranges == ((0, 0, sum(self.sizes)),)
 
     def take(self, *parts: Tensor) -> Tensor:
@@ -81,10 +81,9 @@ class Selection:
         return total
 
     def summed_apart(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same gradient as `summed`, in two tensors: the gradient of the first part, and that of all others.
+        """Return the gradient that `summed` returns, split after the first part (input tensor).
 
-        The parts are the tensors from which the tokens were selected. May overwrite `gradient` [m, ...], and the
-        results may be views of `gradient`.
+        May overwrite `gradient` [m, ...], and the results may be views of `gradient`.
         """
         self._check_all_selected()
         own, others = self.sizes[0], sum(self.sizes[1:])
@@ -107,9 +106,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Return where each token occurs in the selection, as ranges (index in the selection, length).
+        """Return ranges (index in the selection, length) that contain one occurrence of each token.
 
-        Each token is listed once. The tokens can come from several tensors. Those of the first tensor are listed last.
+        The tokens of the first part (input tensor) come last.
         """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []
@@ -154,11 +153,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """Return the last occurrence of each token (`layer` 0), or the occurrence before the last (`layer` 1), etc.
+        """Return where each token is selected for the last time (`layer` 0), the last time but one (`layer` 1), etc.
 
-        An occurrence is an index in the selection (all given ranges, one after the other). Tokens with too few
-        occurrences are left out. The result describes stretches of consecutive tokens by three arrays: the first token
-        of each stretch, the occurrence of this token, and the length of the stretch.
+        The result is three arrays that describe ranges of tokens: the first token of each range, the index of this
+        token in the selection (the given ranges, one after the other), and the length of the range.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

@@ -99,10 +99,8 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
     """Return which queries of this rank see which keys in one ring step, for a pack in which samples share prefixes.
 
-    Return None if no query sees a key. All keys of the step come from one rank: the *sender*, which is `distance` ranks
-    before this rank in the ring. The sender holds pieces (ranges of documents). `border[i]` is the index of the first
-    key of the sender's piece i among the sender's keys. `in_pack_order` lists the indices of the sender's pieces,
-    sorted by the start of the piece in the pack.
+    Return None if no query sees a key. The keys are those of the rank `distance` ranks before this rank, piece by piece
+    (ranges of one document). Piece i begins at key `border[i]`. `in_pack_order` sorts the pieces by pack index.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -149,13 +147,13 @@ class RingLike(Protocol):
 
 
 class PlayedRing:
-    """Simulates a ring for one rank, without a process group.
+    """Simulates a ring for one rank, without a process group. The list `posted` keeps what the rank posts.
 
-    - With `blocks` (the keys and values of all ranks), it simulates the ring that passes keys and values. `collect`
-      returns the blocks in the order in which they would arrive.
-    - Without `blocks`, it simulates the ring that passes gradients in the backward pass. `collect` returns zeros
-      in place of the gradients that other ranks would send. After the backward pass, `posted[i]` is therefore what this
-      rank alone adds to the gradients of the keys and values of rank `rank - i` (modulo the number of ranks).
+    - With `blocks` (the keys and values of all ranks), `collect` returns the blocks in the order in which they would
+      arrive.
+    - Without `blocks`, `collect` returns zeros in place of the gradients that other ranks would send in the backward
+      pass. `posted[i]` is then what this rank alone adds to the gradients of the keys and values of rank `rank - i`
+      (modulo the number of ranks).
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:

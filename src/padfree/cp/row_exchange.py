@@ -1,14 +1,11 @@
 """Exchange rows of a tensor between context ranks, with gradients.
 
-    owner      0 0 1 1 1        global row i is row `row[i]` of the tensor on rank `owner[i]`
-    row        0 1 0 1 2
-    wanted     rank 0: 4 0      rank 1: 0 1       the global rows that each rank needs, in any order, also repeatedly
-
-    sent       rank 0: row 0 to itself, rows 0 1 to rank 1      rank 1: its row 2 to rank 0
-    received   rank 0: 0 4      rank 1: 0 1       each needed global row once, ordered by owner
+The rows of all ranks are numbered globally. A rank may need any rows, in any order and repeatedly. It receives each
+needed row once, in the order of the ranks that own the rows, and then repeats and reorders the rows itself. For
+example, if rank 0 owns row 0 and rank 1 owns row 4, a rank that needs the rows 4, 0, 4 receives the rows 0, 4.
 
 All ranks compute the same plan of who needs which rows. In the backward pass, the gradients of received rows return to
-their owners, which sum them.
+the owners of the rows, which sum them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Convert a conversation to the form that a chat template expects.
 
-`read_conversation` produces one form, which most templates accept. DeepSeek-V3's template expects the arguments of a
-tool call as JSON text, and null as the content of a message with tool calls. Other templates expect tools without
+`read_conversation` produces the form that most templates accept. DeepSeek-V3's template expects the arguments of a tool
+call as JSON text, and null as the content of a message with tool calls. Other templates expect tools without
 `{"type": "function", "function": ...}` around them, or content as a list of parts. `ChatRenderer` tries the forms in
-order and takes the first one whose rendered text passes the guards (`chat_guard`).
+order, and takes the first one that the template renders without dropping or garbling anything (`chat_guard`).
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
     """Raise a `RowError` if the chat template drops or garbles a part of the conversation of one row.
 
-    This check is a fallback for a row to which the result of `check_twin` does not apply, because the template renders
-    the row differently from the copy with markers that `check_twin` checks. `shown` is the rendered row.
+    For rows that differ only in their texts and numbers, `check_twin` checks one copy with other texts and numbers.
+    This check is for a row that the template renders differently from that copy. `shown` is the rendered row.
     """
 
     def found(text: str) -> set[int]:

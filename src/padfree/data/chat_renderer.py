@@ -3,25 +3,21 @@
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
                                                            [------------)          the span of the assistant's turn
 
-A turn begins where the rendered text of the earlier messages, with the generation prompt, ends. The turn ends where the
-rendered text of the messages up to and including the turn ends. White space after the closing special token of a turn
-(`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the template has
-`{% generation %}` markers, they decide which part of a turn is trained.
+The template renders the earlier messages with the generation prompt, and then the messages up to and including the
+turn. The turn begins where the first text ends, and ends where the second text ends. White space after the closing
+special token of a turn (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the
+template has `{% generation %}` markers, they decide which part of a turn is trained.
 
 A conversation is one sample, unless the template renders a turn differently once other messages follow. For example,
 Qwen3's template strips the reasoning of earlier turns and adds an empty reasoning block to the last turn only. With
-such a template, each trained turn becomes a sample:
+such a template, each trained turn becomes a sample of its own, with the earlier messages as untrained context. Messages
+after the last trained turn are then not in any sample.
 
-    sample 1    user, assistant                         trains the first answer
-    sample 2    user, assistant, user, assistant        trains the second answer; the first is context
-
-Messages after the last trained turn are then not in any sample.
-
-Most templates render conversations alike if they differ only in their texts and numbers. One copy of such a
-conversation, in which a marker replaces each text and number (the twin, see `chat_shape`), is therefore rendered for
-all of them. The trained spans are found (`chat_turns`) and the rendered text is checked (`chat_guard`) only in the
-twin. For a row, padfree puts the row's texts and numbers in place of the markers. If the row's rendered text differs
-from the result, the spans are found and the text is checked for this row alone.
+For all conversations that differ only in their texts and numbers, padfree renders one copy, which has markers in place
+of the texts and numbers (the *twin*, see `chat_shape`). In the rendered twin, padfree finds the trained spans
+(`chat_turns`) and checks the text (`chat_guard`). To predict the rendered text of a row, it replaces the markers by the
+row's texts and numbers. If the template renders the row differently, padfree finds the spans and checks the text for
+this row alone.
 """
 
 from __future__ import annotations
@@ -99,11 +95,11 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """Says how to render a group of conversations that differ only in their texts and numbers.
+    """Says how to render conversations that differ only in their texts and numbers.
 
     - `form`: the variant of the messages that the chat template accepts (`chat_forms`).
-    - `cuts`: for each training sample that such a conversation gives, the messages and trained spans of the sample, and
-      its rendered text with a gap for each text and number of a row (None if this text cannot be made).
+    - `cuts`: for each sample, the part of the conversation that it covers, and its rendered text with gaps for the
+      texts and numbers (None if each conversation must be rendered and checked by itself).
     """
 
     form: Form
@@ -223,10 +219,9 @@ class ChatRenderer:
     def _predicted(
         self, conversation: Conversation, shape: ConversationShape, plan: _Plan, task: _Task
     ) -> list[RenderedSample] | None:
-        """Return the samples of a row, or None if its rendered text is not the one that `plan` predicts.
+        """Return the samples of a row: the rendered texts of `plan`, with the row's texts and numbers in the gaps.
 
-        The prediction is the rendered text of a conversation of the same `shape` (the same roles and keys), with the
-        texts and numbers of this row filled in.
+        Return None if the template renders the row differently, or if `plan` has no rendered texts.
         """
         made = []
         messages, tools = formed(conversation, plan.form)
@@ -257,11 +252,9 @@ class ChatRenderer:
         return made
 
     def _first_right(self, conversation: Conversation, work: Callable[[Form], _Result]) -> _Result:
-        """Call `work` with one form (variant of the messages, see `chat_forms`) after the other, until a call succeeds.
+        """Call `work` with each form (variant of the messages, see `chat_forms`) until a call raises no `RowError`.
 
-        Return the result of that call. A call fails if it raises a `RowError`. If all calls fail, raise the error of
-        the first form, because most templates expect that form. But if the template itself raised this error, or if the
-        error is about a tool call, raise the error that names the latest message of the conversation.
+        Return the result of that call. If all calls raise a `RowError`, raise the most helpful of these errors.
         """
         problems: list[RowError] = []
         for form in forms_of(conversation):
@@ -269,9 +262,9 @@ class ChatRenderer:
                 return work(form)
             except RowError as error:
                 problems.append(error)
-        usual = problems[0]
+        usual = problems[0]  # of the form that most templates expect
         if isinstance(usual, _RaisedError) or "tool_calls[" in str(usual):
-            raise max(problems, key=_message_number)
+            raise max(problems, key=_message_number)  # the form with which the template got furthest
         raise usual
 
     # Rendering
@@ -409,10 +402,9 @@ def _trained(conversation: Conversation, loss_on: LossOn) -> list[int]:
 
 
 def _message_spans(cut: TurnCut, leaves: Sequence[TemplateValue]) -> list[tuple[int, Span]]:
-    """Return (index of the message, span of the message in the rendered text) for each message of a sample.
+    """Return (index of the message, its span in the rendered text) for each message of a sample.
 
-    `leaves`: the texts and numbers of all messages, in order. The spans are found by searching for them in the rendered
-    text.
+    The rendered text is searched for `leaves`, the strings and numbers that the messages contain.
     """
     message_spans: dict[int, Span] = {}
     done = 0

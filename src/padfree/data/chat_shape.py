@@ -205,11 +205,10 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split a text into tuples (separator, the text after the separator, whether this text is reasoning).
+    """Split a text at tags such as `<think>` (if `tags` is true), and strip the white space at the ends of the parts.
 
-    A separator is the white space at an end of the text or, if `tags` is true, a tag such as `<think>` with the white
-    space around it. For example, `<think>a</think>b` gives ("", "", True), ("<think>", "a", True),
-    ("</think>", "b", False) and ("", "", False).
+    Yield tuples (tag and white space before the part, the part, whether it is reasoning). Every part before the last
+    closing tag is reasoning.
     """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
@@ -248,9 +247,9 @@ def written(value: str | int | float, form: str) -> str:
 
 
 class Slot(NamedTuple):
-    """A range of a rendered text that shows a marker in place of a leaf (a text or number of the conversation).
+    """The place of a marker in a rendered text. The marker stands for a text or number, whose index is `leaf`.
 
-    `leaf` is the index of the leaf. `form` is a key of `FORMS`, or empty if the marker is written in another way.
+    `form` says how the template writes the marker: a key of `FORMS`, or empty if it is none of these forms.
     """
 
     leaf: int
@@ -307,10 +306,10 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """Predict the rendered text of a conversation: fill its texts and numbers (`leaves`) into the slots.
+        """Fill the texts and numbers of a conversation (`leaves`) into the gaps of this rendered text.
 
-        The conversation must differ only in texts and numbers from the one that the skeleton was made of. Return the
-        rendered text, its trained spans, and a pair (index of the message, span) for each message.
+        The conversation may differ from the rendered one only in its texts and numbers. Return the filled text, its
+        trained spans, and a pair (index of the message, span) for each message.
         """
         parts = [self.literals[0]]
         starts = [0]

@@ -40,11 +40,11 @@ class UnstableError(RowError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnCut:
-    """The text of one sample, which contains the first `stop` messages of a conversation, and its trained `spans`.
+    """The text of one sample and its trained `spans`. The sample has the messages 0 to `stop` (exclusive).
 
-    - `alone`: whether only the last of these messages is trained.
-    - `joined`: whether the text is put together from two renderings: the rendering of all messages but the last one,
-      and the last message from the rendering of all of them.
+    - `alone`: whether only the last message of the sample is trained.
+    - `joined`: whether the last message was appended to a separate rendering of the earlier messages, because the
+      template renders the earlier messages differently if the last message follows.
     """
 
     stop: int

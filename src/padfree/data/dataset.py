@@ -245,9 +245,9 @@ class TokenizedDataset(StoredSamples):
         return SkippedRow(file=self._files[file]["name"], line=int(line), reason=reason)
 
     def _turn(self, stored: int) -> int | None:
-        """Return which sample of its row a sample is: 1 for the first, 2 for the second, and so on.
+        """Return the position of a sample among the samples of its row, counted from 1.
 
-        Return None if the row has only one sample, or if all rows have the same number (`samples_per_row`).
+        Return None if the row has only one sample, or if all rows have the same number of samples (`samples_per_row`).
         `stored`: the index of the sample in the cache folder.
         """
         row = self._row_of[stored]

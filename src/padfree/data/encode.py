@@ -163,9 +163,9 @@ class Encoder:
         return _concatenated([(ids, piece.trained) for ids, piece in zip(cut, passage.pieces, strict=True)])
 
     def _borders(self, passage: Passage, batch: Any, index: int) -> list[int] | None:
-        """Return the index of the first token after each border between the pieces of a passage.
+        """Return where the second and all later pieces (trained or untrained parts) of a passage begin: token indices.
 
-        `index`: the number of the passage in the tokenised `batch`. Return None if a token spans a border.
+        Return None if a token spans two pieces or cannot be located. `index`: which text of `batch` is the passage.
         """
         if len(passage.pieces) > 1 and not self._tokenizer.is_fast:
             return None

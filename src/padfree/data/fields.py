@@ -102,9 +102,9 @@ class Fields:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """The columns that must be read from a Parquet file.
+        """The columns to read from a Parquet file.
 
-        They are the columns that the format uses, and columns in which any value is an error (see `check`).
+        They are the columns that the format uses, and the columns that must be empty, which `check` verifies.
         """
         return (*self.used, *(column for column in self.unused if column not in self.resolved))
 
@@ -171,9 +171,10 @@ def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
 def resolve(
     first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema, file: str, also: Sequence[str] = ()
 ) -> Fields:
-    """Determine how to read a file, from its first row and the mapping in `data.columns`.
+    """Determine which columns of a file hold the prompt, the response and so on.
 
-    `also`: the columns that `data.prompt_template` names. They are read in addition to the fields.
+    `first`: the first row of the file. `mapping`: the setting `data.columns`. `also`: the columns that
+    `data.prompt_template` names, which are read too.
     """
     for column, name in mapping.items():
         if column not in first and name != UNUSED:  # a column mapped to `unused` may occur in a later row only
@@ -242,17 +243,13 @@ def _readings(format: Format, first: Mapping[str, Any], mapping: Mapping[str, st
 
 
 def _best(readings: list[_Reading], first: Mapping[str, Any], schema: Schema) -> list[_Reading]:
-    """Return the best of several possible interpretations (`readings`) of a file's columns.
-
-    If one format requires all fields of another format and more, the interpretations with the smaller format are
-    dropped. If several formats are left, those in `schema.preferred` win, provided that their required columns have
-    exactly the names of the fields.
-    """
+    """Return the best of several ways to read a file (`readings`), or several ways if they are equally good."""
     needs = {reading.format.kind: set(reading.format.needs) for reading in readings}
     # Drop readings that use fewer fields. A row with prompt, chosen and rejected could also be read as chosen and
     # rejected only.
     found = [one for one in readings if not any(set(one.format.needs) < other for other in needs.values())]
     if len({one.format.kind for one in found}) > 1:
+        # A preferred format wins if the columns of the file are named exactly like the fields that it requires.
         preferred = [
             one
             for one in found
@@ -316,7 +313,7 @@ def _takes_input(reading: _Reading) -> bool:
 
 
 def _may_follow(column: str, reading: _Reading) -> bool:
-    """Return whether a column that `reading` does not use may hold a part of the prompt, such as Alpaca's `input`."""
+    """Return whether an unused column may hold a part of the prompt, as the column `input` of Alpaca does."""
     possible = "input" in reading.format.may and "input" not in reading.columns
     return possible and column.lower() in CONTEXT
 

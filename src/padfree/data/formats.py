@@ -162,7 +162,7 @@ SHOW_IMAGES = ("messages", "pair", "prompt", "prompted", "continued", "implicit"
 
 
 def reading_images(schema: Schema) -> Schema:
-    """Return a copy of the schema for vision-language models: formats in `SHOW_IMAGES` also have the field `images`."""
+    """Return a copy of `schema` for vision-language models, whose formats in `SHOW_IMAGES` have a field `images`."""
     formats = tuple(
         replace(format, may=(*format.may, "images")) if format.kind in SHOW_IMAGES else format
         for format in schema.formats

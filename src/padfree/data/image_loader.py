@@ -1,13 +1,9 @@
-"""Load images in threads, ahead of the packs (concatenated samples of a micro-batch) that show them.
+"""Load the images of micro-batches in threads, before the main thread needs the images.
 
-    main thread    build pack 1 | build pack 2 | build pack 3 ...
-    threads        images of packs 1, 2, 3 | images of pack 4 | images of pack 5 ...
+While the main thread concatenates the samples of one micro-batch (a pack), threads load the images of the next three
+packs. Decoding and resizing release Python's global lock, so that threads use several cores.
 
-Decoding and resizing release Python's global lock, so that threads use several cores. On a GPU the packs of a step are
-built while the device runs the previous step.
-
-An image is loaded once, even if several samples of a pack or several concurrently loaded packs show it. The pixels are
-dropped as soon as the packs are built.
+An image that occurs several times in these packs is loaded once. Its pixels are dropped when the packs are built.
 """
 
 from __future__ import annotations

@@ -204,10 +204,7 @@ def load_processor(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def _checked_part(self: Any, name: str, part: Any) -> Any:
-    """Accept None in place of the processor's part for videos.
-
-    This function replaces a method of transformers' processors that refuses a part of the wrong class.
-    """
+    """Check the class of a processor's argument as transformers does, but accept None as the video processor."""
     return None if part is None else super(type(self), self).check_argument_for_proper_class(name, part)
 
 

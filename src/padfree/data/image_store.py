@@ -152,7 +152,7 @@ class StoredImages:
         return tuple(images)
 
     def counts(self, kept: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of images [N] of each of N samples. `kept` [N]: the indices of these samples."""
+        """Return the number of images of each of N samples, [N]. `kept` [N]: the samples' indices in the folder."""
         return np.diff(self._offsets)[kept].astype(np.int64)
 
     def whole_length(self, stored: int, tokens: NDArray[np.int32], length: int) -> bool:
@@ -184,14 +184,14 @@ class StoredImages:
         return bytes(self._contents[start : start + length])
 
     def content(self, number: int) -> tuple[bytes, str]:
-        """Return the bytes of the distinct image with index `number`, and the image's name for messages."""
+        """Return the content of image file `number` (its index in the folder), and a name of the image for messages."""
         if not self._value(number, "is_path"):
             return self._written(number), f"image {number} of {self.folder}"
         path = self._written(number).decode()
         return unchanged_file(path, self._digest(number)), path
 
     def about(self, number: int) -> str:
-        """Describe the distinct image with index `number`: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
+        """Describe the image with index `number` in the folder: `640 × 480, cats/1.jpg, sha256 1f3a...`."""
         path = self._written(number).decode() if self._value(number, "is_path") else None
         return described(self._value(number, "width"), self._value(number, "height"), path, self._digest(number))
 
@@ -229,7 +229,7 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """A function that loads one image of a prompt. Images of prompts are not stored in a cache folder."""
+    """A function that loads one image of a prompt from its file or data row, and returns the vision tower's inputs."""
 
     read: ReadImage
     settings: ImageSettings

@@ -289,9 +289,9 @@ def _reading_of(
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
-    """Return the end of a file's description: whether the chat template is used, and which settings do not apply.
+    """Describe whether the chat template is used for a file, and which settings do not apply to the file.
 
-    For example, `; as plain text; data.system does not apply`.
+    For example: `; as plain text; data.system does not apply`.
     """
     plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
     how = ""

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from padfree.errors import UserError
 
 LARGEST = 1e38
-"""Numbers must be smaller than this in absolute value, because they become float32."""
+"""Numbers in data rows, and rewards, must be below this in absolute value, because they are converted to float32."""
 
 
 class RowError(UserError):
@@ -108,7 +108,10 @@ class DataReport:
         )
 
     def summary(self) -> str:
-        """Return one line: `7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`."""
+        """Return one line: `7473 rows: 7470 samples, 1234567 tokens; 2 skipped, 1 dropped, 4 truncated`.
+
+        Bad rows are skipped. Rows with too many tokens are dropped or truncated.
+        """
         return (
             f"{self.num_rows} rows: {self.num_samples} samples, {self.num_tokens} tokens; {len(self.skipped)} skipped, "
             f"{len(self.dropped)} dropped, {len(self.truncated)} truncated"

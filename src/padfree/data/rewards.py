@@ -80,7 +80,7 @@ def _answer(row: Mapping[str, Any]) -> str | int | float:
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
         raise UserError(
-            "answer", f"is {shown(answer)} in the row", "give a string or a number, with which the response is compared"
+            "answer", f"the row's value is {shown(answer)}", "give a string or a number to compare the response with"
         )
     return answer
 

@@ -10,8 +10,8 @@ becomes a sample with the arrays
     loss_mask    0     0     1     1     1
     logprobs     0     0  -0.1  -0.2  -0.3
 
-A row has the prompt and the response in one of three sets of columns. If a row has both token ids and text, the token
-ids are used, because they were sampled.
+A row gives the prompt and the response in one of three sets of columns. If a row has token ids and text, the token ids
+are used.
 
 - `tokens`, with `response_length`, `loss_mask` or both
 - `prompt_tokens` and `response_tokens`
@@ -29,7 +29,8 @@ A row must also have a number in `reward`. These columns are optional:
   top-p, top-k or min-p. An empty list or null stands for the whole vocabulary.
 - `group`: a string or an integer, in every row or in none. Rows with the same value form a group, even if they are in
   different files. Without this column, rows with the same prompt form a group.
-- `uid`: a name of the sample (default: file and line). `raw_reward` is stored with the sample.
+- `uid`: a name of the sample (default: file and line)
+- `raw_reward`: any value, such as the reward before a penalty. It is stored with the sample, and not used for training.
 
 `loss_mask`, `kept` and the columns with a number for each token have one entry for each token of the sample, or one for
 each token of the response. The response consists of the last `response_length` tokens. If a row has a loss mask but no
@@ -90,7 +91,7 @@ ROUNDING = 1e-3
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RolloutData:
-    """The samples of rollout files in the order of their rows, and a report that also counts rows without a sample."""
+    """The samples of rollout files in the order of their rows, and a report on used, skipped and dropped rows."""
 
     samples: Sequence[Sample]
     lines: Sequence[int]  # the line number of each sample in its file; `Sample.source` names the file

@@ -7,15 +7,12 @@ Assistant turns in the prompt are not trained.
         prompt       user: "Add.\\n\\n2+2"
         completed    user: "Add.\\n\\n2+2"   assistant: "4"
 
-`RowReader.pair` reads a preference pair. The messages with which both conversations begin are the context of both
-answers. In the example, u is a message of the user, and a and b are messages of the assistant:
-
-    {"chosen": [u1, a1, u2, a2], "rejected": [u1, a1, u2, b2]}
-        pair         u1 a1 u2 | a2          u1 a1 u2 | b2
+`RowReader.pair` reads a preference pair. If `chosen` and `rejected` are whole conversations, the messages with which
+both conversations begin are the prompt, and the other messages are the answers.
 
 A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
-conversation that includes the prompt. The prompt must then equal the first messages of the conversation, or its last
-user turn. White space around the content of messages is ignored. An assistant message must follow the prompt.
+conversation. The prompt of the row must then equal the first messages of this conversation, or only its last user
+message. White space around the content of messages is ignored. An assistant message must follow the prompt.
 """
 
 from __future__ import annotations
@@ -360,10 +357,10 @@ def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Mes
 def _conversation(
     messages: tuple[Message, ...], start: int, context: Conversation, answer: Conversation | None = None
 ) -> Conversation:
-    """Return a conversation with the tools of `context`. Assistant messages before index `start` are untrained.
+    """Make a conversation of `messages`, with the tools of `context`.
 
-    `answer`: the conversation from which the last messages were taken. Its untrained messages (OpenAI's `weight: 0`)
-    stay untrained.
+    Assistant messages before index `start` are untrained. If `answer` (a conversation that ends `messages`) is given,
+    its messages of weight 0 are untrained too.
     """
     untrained = {index for index in range(start) if messages[index]["role"] == "assistant"}
     if answer is not None:

@@ -60,7 +60,7 @@ def default_cache_folder() -> Path:
 
 
 def content_digest(source: RecordSource, cache: Path) -> str:
-    """Return a hash of the content of a data file or Hub data set. For a file, the hash is cached until it changes."""
+    """Return a hash of the content of a data file or Hub data set. A file's hash is cached until the file changes."""
     if not isinstance(source, FileSource):
         return source.digest()
     now = time.time_ns()
@@ -167,8 +167,9 @@ class Writer(contextlib.ExitStack):
     ) -> None:
         """Append several samples of one file.
 
-        `tokens` and `mask` hold the samples end to end. `lengths`, `lines`, `numbers` and `images` hold one entry
-        per sample.
+        `tokens` and `mask` hold the samples end to end. The other arrays have one entry per sample: its number of
+        tokens (`lengths`), its line in the file (`lines`), a margin or label (`numbers`), and its images. `file`: the
+        index of the file in metadata.json.
         """
         assert len(tokens) == len(mask) == lengths.sum()
         with writing(self._folder):

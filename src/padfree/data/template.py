@@ -184,9 +184,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_checks(template: nodes.Template) -> nodes.Template:
-    """Add checks to the syntax tree of a Jinja template, so that rendering stays within the limits on memory and time.
+    """Add filters that check time and memory to the syntax tree of a Jinja template.
 
-    A check is a filter around the iterable of a loop, a string concatenation (`~`), or a list, tuple or dict literal.
+    The iterables of loops, string concatenations (`~`), and list, tuple and dict literals pass through these filters.
     """
 
     def checked(node: Any, name: str) -> nodes.Filter:

@@ -69,7 +69,7 @@ class RowTokenizer:
         return self._chat is not None
 
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
-        """Tokenise a chunk of rows. `fields` is None for a file in which no row can be read."""
+        """Tokenise a chunk of rows. If `fields` is None, no row of the file can be parsed, and all rows are skipped."""
         rows: list[tuple[int, float, Sequence[_WithImages]]] = []
         skipped: list[SkippedRow] = []
         for line, record in zip(chunk.numbers, chunk.records, strict=True):
@@ -111,7 +111,7 @@ class RowTokenizer:
     def expanded(self, conversation: Conversation, sample: RenderedSample, folder: str | None) -> RenderedSample:
         """Return a rendered sample in which each image marker is replaced by the placeholder tokens of its image.
 
-        `folder`: the folder of relative image paths.
+        Relative image paths are resolved against `folder`.
         """
         if self._images is None:
             return sample
@@ -130,9 +130,9 @@ class RowTokenizer:
         return replace(sample, text=text, spans=spans, messages=messages)
 
     def _shown(self, sample: Passage | Encoded, folder: str | None) -> _WithImages:
-        """Read the images of a sample. Return the sample, with placeholder tokens for each image, and its images.
+        """Read the images of a sample. Return the sample with placeholder tokens for its images, and the images.
 
-        `folder`: the folder of relative image paths.
+        Relative image paths are resolved against `folder`.
         """
         if self._images is None or isinstance(sample, Encoded):
             return sample, ()

@@ -25,8 +25,8 @@ BYTES_PER_PROCESS = 16 << 20
 starting one for less text.
 """
 BYTES_WITH_IMAGES = 64 << 10
-"""Minimum number of bytes per process for rows that may have images. Reading an image takes much longer than reading
-its path."""
+"""The minimum number of bytes of data files per tokenising process, if rows may have images. It is low, because reading
+images takes long."""
 
 
 def worker_count(asked: int | None, size: int, *, images: bool = False) -> int:

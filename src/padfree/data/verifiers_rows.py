@@ -56,9 +56,9 @@ class VerifiersRows(RecordSource):
 
 
 def open_verifiers(name: str, setting: str = "data.path") -> VerifiersRows:
-    """Return the training rows of an environment such as `verifiers:wordle`.
+    """Return the training rows of an environment (`verifiers:wordle`), or its held-out rows (`verifiers:wordle#eval`).
 
-    The name `verifiers:wordle#eval` gives its held-out rows. `setting`: the setting with this name, for messages.
+    `setting`: the setting whose value is `name`, for messages.
     """
     held_out = packaged_environment(name, setting).held_out
     environment = load_verifiers(name.partition("#")[0], setting)
@@ -66,7 +66,7 @@ def open_verifiers(name: str, setting: str = "data.path") -> VerifiersRows:
         dataset = environment.get_eval_dataset() if held_out else environment.get_dataset()
     except Exception as error:  # the data set is made by code of the environment
         raise UserError(
-            setting, f": loading the rows raised {shown_error(error)}", "correct the environment", value=name
+            setting, f": loading its rows raised {shown_error(error)}", "correct the environment's code", value=name
         ) from error
     return VerifiersRows([_with_tools(row, environment) for row in dataset.to_list()], name)
 
@@ -120,7 +120,7 @@ def _load(name: str) -> Any:
             raise UserError(
                 setting,
                 f": loading the environment raised {shown_error(reason)}",
-                "correct the environment",
+                "correct the environment's code",
                 value=name,
             ) from error
         if not isinstance(environment, package.Environment):
@@ -146,7 +146,7 @@ def check_verifiers_module(own: str, name: str, setting: str) -> None:
     if module in sys.stdlib_module_names:
         raise UserError(
             setting,
-            f": {module} is part of Python's standard library",
+            f"names the module {module} of Python's standard library",
             "give the name of a verifiers environment",
             value=name,
         )

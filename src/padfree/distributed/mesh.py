@@ -1,26 +1,18 @@
 """Initialise the process group of a run, and make its groups of processes.
 
-    8 processes, context 2, replicate 2          rank  0 1 | 2 3 || 4 5 | 6 7
+All processes form a mesh with the dimensions `replicate`, `shard` and `context`. For example, 8 processes with context
+2 and replicate 2 form a mesh of [2, 2, 2] and these groups of ranks (`Mesh` has an attribute for each of the names):
 
-`|` separates groups of ranks that share a pack, and `||` separates replicas, each of which holds all weights. All
-processes form one mesh with the dimensions `replicate`, `shard` and `context`, here [2, 2, 2]. The table shows the
-ranks and the dimensions of each group.
+- `context`: 0 1, 2 3, 4 5 and 6 7. The ranks of a group share a pack (the samples of a micro-batch).
+- `data`: 0 2 4 6 and 1 3 5 7. The ranks of a group have different samples.
+- `fsdp`: 0 1 2 3 and 4 5 6 7. The ranks of a group share one copy of the weights.
+- `loss`: all ranks. They sum one loss.
 
-    context    ranks that share one pack         0 1 | 2 3 | 4 5 | 6 7    context
-    data       ranks with different samples      0 2 4 6 | 1 3 5 7        replicate, shard
-    fsdp       ranks that shard one set of       0 1 2 3 | 4 5 6 7        shard, context   (and `replicate` as a second
-               weights                                                                     dimension, if it is > 1)
-    loss       ranks that sum one loss           0 1 2 3 4 5 6 7          replicate, shard, context
+If experts are divided over 2 ranks (`parallel.expert`), neighbours hold different experts. In the example, ranks 0 and
+2 shard one half of the experts, and ranks 1 and 3 the other half. Ranks 4 to 7 hold a copy.
 
-With `expert` 2, the processes also form a mesh for the weights of experts, in which neighbours hold different experts:
-[replicate, fsdp, expert] = [2, 2, 2].
-
-    expert     ranks with different experts      0 1 | 2 3 | 4 5 | 6 7
-    fsdp       ranks that shard the same         0 2 | 1 3 | 4 6 | 5 7
-               experts
-
-Code asks for a group by purpose, such as `mesh.context.group` or `mesh.fsdp`. Neighbouring ranks share a pack, because
-context parallelism communicates in every layer and neighbours are usually on the same machine.
+Neighbouring ranks share a pack, because context parallelism communicates in every layer and neighbours are usually on
+the same machine.
 
 Without a launcher, `init_distributed` makes a group of one process.
 """

@@ -1,20 +1,17 @@
 """End all processes of a run, with a clear message, if one of them fails, exits or stops responding.
 
-    watching             around one collective: a backend error about a lost peer becomes a one-line `PeerLostError`
-    raise_together       if any rank has found an error, raise it on all ranks
-    failing_together     a with block: an error on one rank inside the block ends all ranks within seconds
+- `watching` surrounds one collective: an error of the backend about a lost process becomes a `PeerLostError`.
+- `raise_together` raises an error on all ranks if any rank has found one.
+- `failing_together` is a context manager: an error on one rank inside its block ends all ranks within seconds.
 
-    rank 1   error -> writes its message to the store of the group -> waits LINGER s -> exits, closing its connections
-    rank 0   a thread polls the store every POLL s; the current collective fails -> PeerLostError with the message
-             (with NCCL the collective may hang until its timeout: the process exits PATIENCE s after it has read the
-             message)
+A rank that fails inside the block writes its error message to the key-value store that all ranks share, and exits
+after LINGER seconds. The other ranks read the message, and raise a `PeerLostError` with it when their collective fails.
+With NCCL, a collective may hang until its timeout, so a process exits at the latest PATIENCE seconds after it has read
+the message.
 
-A process that is killed, stopped or cut off cannot report anything. So every process increments a heartbeat counter in
-the store, and a rank that has lost a peer looks for counters that stand still:
-
-    rank 3   killed with its host: its counter stays at 41
-    rank 0   its collective fails -> reads all counters twice, SILENCE s apart -> "rank 3 on b is gone, stuck ..."
-             no answer from the store -> names the host that holds the store
+A process that is killed or cut off writes no message. So every process also increments a heartbeat counter in the
+store. If a collective fails and there is no message, the error names the ranks whose counters have stood still for
+SILENCE seconds, and their hosts. If the store does not answer, the error names the ranks on the host of the store.
 """
 
 from __future__ import annotations
@@ -39,10 +36,10 @@ from padfree.errors import UserError
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
 """Times in seconds:
 
-- POLL: between two reads of the key-value store that all ranks share.
+- POLL: the interval at which a rank reads the key-value store that all ranks share.
 - LINGER: how long a failed rank stays alive, so that the other ranks can read its error message.
 - PATIENCE: how long a rank may continue after it has read the error message of another rank.
-- SILENCE: at least how long a heartbeat counter must stand still before its rank counts as lost.
+- SILENCE: the minimum time without a heartbeat after which a rank counts as lost.
 """
 _BLOCKS = itertools.count()  # numbers the blocks; the number is part of store keys, because the store outlives a block
 _LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
@@ -188,7 +185,7 @@ class _Listener(threading.Thread):
         self._store.set(f"{self._key}/count/{self._rank}", str(count))
 
     def publish_cause(self, line: str) -> None:
-        """Write to the store the error message that ends all ranks, unless another rank has already written one."""
+        """Write the error message `line` to the store that all ranks share, unless another rank was first."""
         with suppress(RuntimeError):  # the store is gone
             self._main.compare_set(f"{self._key}/cause", "", line)
 

@@ -68,7 +68,7 @@ def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
     blocks = tower_blocks(model)
     kept = 0.0
     if "tower" in trained:
-        block_bytes = _block_bytes if checkpointing == "none" else _block_input_bytes
+        block_bytes = _block_input_bytes if checkpointing == "full" else _block_bytes
         kept += sum(block_bytes(block, size) for block in blocks) * patches_per_feature(model.config)
     if trained & {"tower", "projector"}:
         in_blocks = {id(module) for block in blocks for module in block.modules()}

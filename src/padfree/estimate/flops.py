@@ -72,9 +72,9 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 def model_cost(model_config: Any, *, adapters: bool = False) -> CostModel:
-    """Return a model of the FLOPs of forward and backward as a function of sample lengths, from a Hugging Face config.
+    """Return the FLOPs of forward and backward as a function of sample lengths, from a Hugging Face config.
 
-    If `adapters` is true, the model's own weights are frozen.
+    If `adapters` is true, all weights count as frozen, because only adapters are trained.
     """
     cost = CostModel.from_config(model_config)
     return replace(cost, linear=frozen_flops(cost.linear)) if adapters else cost
@@ -93,7 +93,7 @@ class Shared:
     """The work that a step saves because samples share prefixes.
 
     `tokens`: the number of tokens that are not computed again. `pairs`: the number of (query, key) pairs that attention
-    does not compute again, if a sample of n tokens has n² pairs.
+    does not compute again. They are counted without causal masking: a sample of n tokens has n² pairs.
     """
 
     tokens: float
@@ -147,9 +147,10 @@ class Flops:
     def step(
         self, lengths: ArrayLike, num_labels: int, shared: Shared | None = None, image_features: Sequence[int] = ()
     ) -> float:
-        """Return the FLOPs of a step over samples with these lengths, of which `num_labels` tokens are scored.
+        """Return the FLOPs of a step over samples with these lengths.
 
-        `image_features`: the number of features of each image of the step.
+        `num_labels`: the number of tokens for which the output head is computed. `shared`: the work that shared
+        prefixes save. `image_features`: the number of features of each image of the step.
         """
         costs = self.cost(lengths)
         tokens = self.cost.tokens()(lengths).sum()

@@ -52,7 +52,7 @@ ATTENDED_KEYS = 1024
 COMPILED: tuple[LayerLevel, ...] = ("host", "full", "selective", "attention", "none")
 """The checkpointing levels of compiled layers.
 
-The order of the levels decides between choices of equal cost: levels that come first go to the first layers of a model.
+If two layers could exchange their levels at the same cost, the earlier layer gets the level that comes first here.
 """
 
 PLAIN: tuple[LayerLevel, ...] = ("full", "selective", "none")

@@ -8,14 +8,12 @@ The levels of compiled layers, from the most device memory to the least, are:
     full         keep only the layer's input
     host         like `attention`, but keep the tensors in host memory
 
-In the forward pass, every layer adds what it keeps. In the backward pass, a layer needs temporary memory and then frees
-what it kept. A tensor occupies device memory until its copy to host memory has ended. At most as many bytes are copied
-as the forward pass has time for, so that no step waits for copies.
+A tensor that is copied to host memory occupies device memory until its copy has ended. The number of copied bytes is
+limited to what can be copied during the forward pass, so that no step waits for copies.
 
-`choose_levels` finds the cheapest choice within the limits. It goes through the layers in order. After each layer, it
-drops every choice for which another choice is at least as good in device bytes, host bytes and cost. Between equal
-choices, levels that keep less go to the first layers. The backward pass reaches these layers last, so copies to host
-memory have the most time, and later layers have already freed memory. For 36 equal layers the search takes 0.3 s.
+`choose_levels` returns the choice of levels that recomputes the least. Among choices of equal cost, the first layers
+get the levels that keep the least, because the backward pass needs the tensors of these layers last. For 36 equal
+layers, the search takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -55,15 +53,15 @@ class Limits:
 
 
 FEW_GROUPS = 256
-"""If the choices of checkpointing levels have at most this many different values of host bytes, `_States.best` compares
-each choice with all others. With more values, it compares only choices with the same host bytes, which is faster.
+"""The search drops a choice of checkpointing levels if another choice is better. If the choices use more than this
+number of different amounts of host memory, only choices with the same amount are compared, which is faster.
 """
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
-    """Choose one option (checkpointing level) per layer, so that the layers stay within the limits at the lowest cost.
+    """Choose one option (checkpointing level) per layer: the lowest total cost that fits the memory `limits`.
 
-    Returns None if no choice fits. If two layers could exchange their levels at the same cost, the earlier layer gets
+    Return None if no choice fits. If two layers could exchange their levels at the same cost, the earlier layer gets
     the level that comes first in its list of options.
     """
     host = min(limits.host, limits.copied[-1])

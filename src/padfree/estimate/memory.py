@@ -1,32 +1,22 @@
 """Estimate the memory that a run needs on each device, before any weight is loaded.
 
-    weights, gradients, optimizer   the exact size of the largest shard, in float32. Frozen weights have the dtype in
-                                    which the run computes. Split weights (a bfloat16 weight and the difference from
-                                    the float32 weight, `padfree.model.split_weight`) take 4 1/8 bytes per element.
-                                    With parallel.offload, weights, gradients and optimizer state are in host memory.
-                                    With parallel.expert, experts are divided evenly over all shards.
-    gathered                        unsharded tensors that exist while FSDP2 computes: the weights of the root unit
-                                    (those outside the layers) and of two layers (of all layers without
-                                    parallel.reshard), and the gradients of one layer and of the embeddings. With
-                                    parallel.expert, only the experts of this rank count. Split weights are not
-                                    gathered, so only bfloat16 copies of these gradients count.
-    activations                     what the forward pass of one micro-batch keeps for its backward pass, also in a
-                                    vision tower
-    working                         the memory of the phase that needs most. One phase is the head, with its logits and
-                                    gradients. The other phases are the backward passes of the layers: the gradients of
-                                    a layer, and its activations if they are recomputed, minus the activations that
-                                    later layers have already freed.
-    reference                       the weights of frozen models: reference, teacher and reward model
-    sampler                         the sampler's copy of the weights; 0 if the sampler can use the trained weights
-    sent weights                    a copy of the weights at the last weight sync, in host memory. It exists if weight
-                                    syncs send only the differences from the last sync.
-    cache                           the KV cache of the sampler. On a GPU, the cache also exists during training.
-    sampling                        the logits of one token of every response and, with rollout.top_p, top_k or min_p,
-                                    the tensors that truncate the distribution. On a GPU, the sampler's CUDA graphs
-                                    keep this memory during training.
+The estimate consists of these parts:
 
-Not included: memory fragmentation, buffers of collectives, and the CUDA context. With `parallel.expert`, a rank whose
-experts are chosen more often than the mean needs more memory than estimated.
+- Weights, gradients and optimizer state: the size of the largest shard, in float32. Frozen weights have the dtype in
+  which the run computes. Weights stored as bfloat16 plus the difference from float32 (`padfree.model.split_weight`)
+  take 4 1/8 bytes each. With `parallel.offload`, all of this is in host memory. With `parallel.expert`, experts are
+  divided evenly over all shards.
+- Gathered tensors: the unsharded weights and gradients that exist while FSDP2 computes.
+- Activations: what the forward pass of one micro-batch keeps for its backward pass, also in a vision tower.
+- Working memory: temporary memory of the head or of the backward pass of a layer, whichever needs more.
+- Frozen models: the weights of the reference, teacher and reward model.
+- Sampler: its copy of the weights (0 if it can use the trained weights), its KV cache, and temporary memory to sample
+  one token of every response. On a GPU, cache and temporary memory stay allocated during training.
+- Sent weights: a copy of the weights at the last weight sync, in host memory, if weight syncs send only the differences
+  from the last sync.
+
+Memory fragmentation, buffers of collectives, and the CUDA context are not included. With `parallel.expert`, a rank
+whose experts are chosen more often than the mean needs more memory than estimated.
 """
 
 from __future__ import annotations
@@ -144,11 +134,13 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of a run with these settings.
 
-    `model`: the model on the meta device (a `skeleton` of `model.path`). The function adds adapters to it if the
-    settings ask for adapters. `longest`: the largest number of tokens that a device has in one micro-batch, needed only
-    if it may exceed `batch.max_tokens`. `prompt_tokens`: the length of the longest prompt. `copied_keys`: the keys per
-    token that attention copies, if samples of a data row share prefixes. `image_share`: the largest share of a sample's
-    tokens that stand for images.
+    - `model`: the model on the meta device (a `skeleton` of `model.path`). Adapters are added to it if the settings ask
+      for adapters.
+    - `longest`: the largest number of tokens of a micro-batch on a device, needed only if it may exceed
+      `batch.max_tokens`.
+    - `prompt_tokens`: the length of the longest prompt.
+    - `copied_keys`: the number of attention keys that are copied per token, if samples of a data row share prefixes.
+    - `image_share`: the largest fraction of a sample's tokens that are placeholders of images.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -235,19 +227,16 @@ def estimate_memory(
 
 
 def _sent_weights(config: Config, model: PreTrainedModel, shards: Shards, size: int, *, device_type: str) -> int:
-    """Return the bytes of the copy of the weights that a process keeps from the last weight sync.
+    """Return the size in bytes of the copy of the last sent weights that a process keeps in host memory.
 
-    A process keeps such a copy only if weight syncs send differences between old and new weights. Otherwise the result
-    is 0.
-
-    Each shard is a tensor in host memory. With a GPU, this memory is pinned, and torch rounds the size of every pinned
-    tensor up to a power of two.
+    The result is 0 unless weight syncs send the differences between old and new weights.
     """
     only_adapters = config.lora.rank > 0 and not needs_merging(model)
     if only_adapters or not config.rollout.keeps_sent_weights(config.model.dtype):
         return 0
     divided = shards.divided(model)
     parts = [shards.share(parameter, divided) * size for parameter in model.parameters()]
+    # With a GPU, the host memory is pinned, and torch rounds the size of a pinned tensor up to a power of two.
     return sum(1 << (part - 1).bit_length() if device_type == "cuda" and part else part for part in parts)
 
 
@@ -275,11 +264,11 @@ def _responses(config: Config, processes: int) -> int:
 
 
 def _decode_bytes(config: Config, model: PreTrainedModel, size: int) -> int:
-    """Return the temporary bytes that one response needs while one token is sampled.
+    """Return the bytes of temporary memory that one response needs while one token is sampled.
 
-    A response needs its logits. If top-p, top-k or min-p truncates the distribution, a response also needs the scaled
-    logits, their weights, their sort order and masks, and copies of the sort order and the masks.
+    They hold the logits and, with top-p, top-k or min-p, the tensors that truncate the distribution.
     """
+    # Per id: the scaled logit and its exponential, a sort index and masks, and copies of the index and the masks.
     truncated = FLOAT32 * 6 + 4 if _is_truncated(config) else 0
     return ModelSizes.of(model.config).vocabulary * (size + truncated)
 
@@ -349,17 +338,13 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
     """Return the bytes of unsharded weights and gradients that exist on a device while FSDP2 computes.
 
-    The unsharded weights are those of the root unit (all weights outside the layers) and of two layers, the current one
-    and the next. Without `reshard`, the weights of all layers are unsharded. The unsharded gradients are those of one
-    layer and of the embeddings. In bfloat16 runs, the gradients of the layer also have a float32 copy for the
-    reduction.
-
-    `split`: whether a single process stores split weights (`padfree.model.split_weight`). Split weights are not
-    gathered and their gradients are not reduced, so only the gradients count.
+    With `split`, a single process stores each weight as bfloat16 plus the difference from float32
+    (`padfree.model.split_weight`). These weights are not gathered, so the result is the bytes of the gradients.
     """
     divided = shards.divided(model)
 
     def numbers(parameter: nn.Parameter) -> int:
+        # Of the experts, only those of this rank are gathered.
         return parameter.numel() // (shards.expert if parameter in divided else 1)
 
     units = [*layers_of(model), *tower_blocks(model)]
@@ -368,12 +353,14 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
     trained = max(
         sum(numbers(parameter) for parameter in unit.parameters() if parameter.requires_grad) for unit in units
     )
+    # Gradients of one layer. When a bfloat16 run reduces them, they also have a float32 copy.
     gradients = trained * (size if split or size == FLOAT32 else size + FLOAT32)
     embeddings: Any = model.get_input_embeddings()
     if embeddings.weight.requires_grad:
         gradients += embeddings.weight.numel() * size
     if split:
         return gradients
+    # Weights outside the layers, and of two layers (the current one and the next) or, without `reshard`, of all layers.
     return (root + (2 * max(layers) if reshard else sum(layers))) * size + gradients
 
 
@@ -401,25 +388,22 @@ def key_copies(config: Config, prompt_tokens: int) -> float:
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
-    """Return the most bytes that a phase of a micro-batch needs in addition to the activations of all layers.
+    """Return the peak memory of the head and the backward pass of a micro-batch, in bytes, minus the sum of `kept`.
 
-    A phase is the head, or the backward pass of one layer. Activations that later layers have already freed are
-    subtracted.
-
-    `kept`: the bytes of activations that each layer keeps on the device, 0 for an offloaded layer. `offloaded`: the
-    bytes of activations that an offloaded layer copies to host memory. During the backward pass of an offloaded layer,
-    the activations of two layers are on the device again: those of this layer, and the prefetched ones of the layer
-    that precedes it in the model.
+    `kept`: the bytes of activations that each layer keeps on the device for its backward pass. `offloaded`: the bytes
+    of activations that a layer with the checkpointing level "host" copies to host memory.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):
         below += own
+        # When this layer runs backward, the later layers have already freed their activations (total - below).
         found = max(found, below - total + backward_bytes(level, parts, offloaded))
     return found
 
 
 def backward_bytes(level: LayerLevel, parts: WorkingParts, offloaded: int) -> int:
     """Return the bytes of temporary memory during the backward pass of a layer with the checkpointing level `level`."""
+    # With "host", the activations of two layers are on the device again: of this layer, and prefetched of the previous.
     return parts.backward + (0 if level == "none" else parts.recomputed) + (2 * offloaded if level == "host" else 0)
 
 

@@ -9,18 +9,17 @@ column is the derivative with respect to x_j, the student's logit of entry j.
     reverse-kl   KL(s | t) = Σ s log(s/t)                        s_j (log(s_j/t_j) − KL(s | t))
     jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s  (1−β) s_j (log(s_j/m_j) − KL(s | m))
 
-With top-k, the teacher's k most probable entries keep their probabilities, and all others are merged into one outcome,
-"the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries. An example with k = 2:
+With top-k, the teacher's k most probable entries keep their probabilities, and all other entries are merged into one
+outcome, "the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries. For example,
+with k = 2:
 
     teacher   .5 .3 .1 .1   becomes   .5 .3 .2
     student   .4 .2 .3 .1   becomes   .4 .2 .4
 
-An entry j of the rest has the gradient s_j · c. The factor c is the same for all entries of the rest.
+An entry j of the rest has the gradient s_j · c. The factor c is the same for all entries of the rest. If several
+entries tie for rank k, all of them keep their probabilities.
 
-If several entries tie for rank k, all of them keep their probabilities, so that the result does not depend on the order
-of the vocabulary.
-
-`triton_divergence` has the same functions as Triton kernels.
+`triton_divergence` implements these functions with Triton kernels.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredLogits:
-    """The stored logits of R tokens of one model (student or teacher), and the sums that turn them into
-    log-probabilities.
+    """The logits of one model (student or teacher) for R tokens and V vocabulary entries, and their softmax.
+
+    The vocabulary is divided into K blocks of columns.
     """
 
     below: Tensor  # [R, V] x - peak of the block
@@ -188,10 +188,10 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient of each token's divergence, multiplied by its `factor` [R], into `out` [R, V].
+    """Write the gradient of the divergence of R tokens with respect to the student's raw logits into `out` [R, V].
 
-    The gradient is with respect to the student's raw logits (before bias, scale, cap and temperature). `out` may be the
-    memory of the student's stored logits.
+    Raw logits are the V logits before bias, scale, cap and temperature. `factor` [R]: a weight for the gradient of each
+    token. `out` may be the memory of the student's stored logits.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]

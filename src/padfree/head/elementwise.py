@@ -1,5 +1,5 @@
 """The elementwise work on a tile of logits (soft cap, softmax sums, gradients), in plain torch. `triton_elementwise`
-has the same functions as Triton kernels.
+implements the same functions with Triton kernels.
 
     raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
     logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
@@ -32,8 +32,8 @@ and no NaN can arise. Ids that truncated sampling (top-p, top-k, min-p) excludes
 """
 
 LOWEST_TANH = -2.0
-"""A lower bound of tanh(y / softcap), where it is computed back from a logit. Without the bound, the square of tanh
-would overflow for excluded logits (`FLOOR`), and their gradient would be NaN instead of 0.
+"""The lower bound of logit / softcap, which is the tanh in the gradient of the soft cap. Without it, the square of this
+ratio would overflow for excluded logits (-1e30), and their gradient would be NaN instead of 0.
 """
 
 FLOAT16_FLOOR = -65504.0
@@ -289,9 +289,9 @@ def gradient_from_raw_logits(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits (hidden @ weight.T) of a tile into `out` [R, W].
+    """Write the gradient of the loss with respect to a tile of raw logits (hidden @ weight.T) into `out` [R, W].
 
-    The tile holds the columns [first, first + W) of the vocabulary. Overwrites `raw_logits` [R, W].
+    The tile holds the vocabulary columns [first, first + W). `raw_logits` [R, W] is used as scratch memory.
     """
     logits = _logits_(raw_logits, first, head, rows)
     log_p = (logits - softmax.peak[:, None]).sub_(softmax.log_total[:, None])
@@ -307,11 +307,10 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, V], computed from the logits that
-    `reduce_tile` stored.
+    """Write the gradient of the loss with respect to the raw logits (hidden @ weight.T) into `out` [R, V].
 
-    `peak` [R, K] has the largest logit of each token in each of the K blocks, also from `reduce_tile`. `out` may be the
-    memory of `stored`.
+    `stored` [R, V] and `peak` [R, K] are results of `reduce_tile`: `peak` is the largest logit of each token in each of
+    K vocabulary blocks, and `stored` has the logits minus this peak. `out` may overwrite `stored`.
     """
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])
@@ -338,10 +337,10 @@ def _gradient(
 ) -> None:
     """Write the gradient of the loss with respect to the raw logits (hidden @ weight.T) into `out`.
 
-    The gradient with respect to logit x_j is g·[j = label] − p_j·(g + h·(log p_j + entropy)). Here p_j is the
-    probability of entry j. g and h are the gradients of the loss with respect to the token's log-probability and
-    entropy. [j = label] is 1 for the label, else 0. This gradient is multiplied by the derivative of x_j with respect
-    to its raw logit.
+    After scale, soft cap and temperature, the logit x_j of vocabulary entry j with probability p_j has the gradient
+    g·[j = label] − p_j·(g + h·(log p_j + entropy)). Here g and h are the gradients of the loss with respect to the
+    label's log-probability and the entropy, and [j = label] is 1 or 0. The chain rule then gives the gradient of the
+    raw logit.
     """
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:

@@ -70,9 +70,7 @@ class KeptRows:
         )
 
     def tile(self, first: int, num_columns: int) -> Tensor:
-        """Return bools [R, W] that say whether the vocabulary columns [first, first + W) are in the kept set of each
-        token.
-        """
+        """Return bools [R, W]: for each token, the ids in [first, first + W) that truncated sampling could choose."""
         num_rows = len(self.is_excluded)
         is_listed = self.is_excluded.new_zeros(num_rows * num_columns + 1)
         column = (self.ids - first).long()
@@ -83,7 +81,7 @@ class KeptRows:
         return is_listed[:-1].view(num_rows, num_columns) != self.is_excluded[:, None]
 
     def contains(self, labels: Tensor) -> Tensor:
-        """Return bools [R] that say whether the label of each token is in the token's kept set."""
+        """Return bools [R]: whether truncated sampling (such as top-p) could choose the label of each token."""
         row = (self.row - self.first).long()
         is_label = (self.ids == labels[row]).to(torch.int32)
         is_listed = torch.zeros_like(self.is_excluded, dtype=torch.int32).index_add_(0, row, is_label) > 0

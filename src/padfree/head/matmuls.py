@@ -1,21 +1,15 @@
 """Matmuls that are fused with the elementwise work on their result.
 
-The matmuls compute tiles of the logits x from hidden states [R, D] and a weight [V, D]. R is the number of tokens, D
-the hidden size and V the vocabulary size. A tile stays in registers, so that float32 logits are never written to
-memory. There are two functions:
+The matmuls compute tiles of the logits from hidden states [R, D] and a weight [V, D], for R tokens, hidden size D and
+vocabulary size V. A tile stays in registers, so that float32 logits are never written to memory.
 
-    reduce_rows         writes, for each token and block of 128 or 256 columns, the largest logit (peak) and the sums
-                        of exponentials. It also writes the logit of each label and, if asked, x - peak as float16.
-    gradient_columns    writes the gradient of the raw logits, 2 bytes per logit
+- `reduce_rows` writes the logit of each label, and the largest logit and the sums of exponentials of each token in each
+  block of 128 or 256 vocabulary columns. It can also write all logits as float16, minus the largest logit of the block.
+- `gradient_columns` writes the gradient of the raw logits (hidden @ weight.T), 2 bytes per logit.
 
-As many programs run as the GPU can run at once, and each processes several tiles. Tensor descriptors (TMA) load the
-next tile while the program finishes the current one. Tiles are processed in an order that keeps `hidden` and the
-weights in use in the L2 cache. The order for 4 x 4 tiles, in bands of two rows of tiles, is:
-
-    0  2  4  6
-    1  3  5  7
-    8 10 12 14
-    9 11 13 15
+Each program loads its next tile (TMA) while it finishes the current one. The L2 cache holds the hidden states and the
+columns of the weight that are in use, because tiles are processed in bands of a few rows of tiles, column by column.
+For example, in a band of two rows, the order of the tiles (row, column) is (0, 0), (1, 0), (0, 1), (1, 1), (0, 2).
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Log-probabilities and entropies of labels, without storing the logits.
+"""Log-probabilities and entropies of labels, computed without storing all logits.
 
-    hidden [N, D]  weight [V, D]  labels [N]           labels   7  -  3  3  -  9        (- is -100)
-            |  the M labelled tokens                   index    0     2  3     5       of these tokens
-            v
-    tiles of logits [r, c], one at a time  ->  logprobs [N], entropy [N], exactly 0 for tokens without a label
-
-Training needs one log-probability per token, but a token has V logits: with autograd, 37 GiB for 16,384 tokens and V =
-151,936. So `score` computes a tile of logits, reduces it and discards it, and computes it again for the gradient. This
-takes four matmuls. `fused_loss` needs only three, but the loss of a token may depend only on the scores of this token.
-
-N is the number of tokens, D the hidden size and V the vocabulary size.
+The logits of N tokens with hidden states [N, D] and a head with the weight [V, D] are
 
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
-Scores are float32, also for bfloat16 inputs, or float64 for float64 inputs.
+Plain autograd would store several tensors [N, V]: 37 GiB for N = 16,384 tokens and a vocabulary of V = 151,936. `score`
+computes only a tile of the logits at a time, for some tokens and some of the vocabulary. The backward pass computes
+each tile again. `fused_loss` computes the logits only once, but supports only losses in which the loss of a token
+depends on no log-probability or entropy of another token.
+
+Scores (log-probabilities and entropies) are float64 for float64 inputs, otherwise float32. The scores of tokens without
+a label (-100) are 0.
 """
 
 from __future__ import annotations
@@ -179,7 +176,7 @@ def _with_fused_matmuls(task: ScoringTask) -> ScoringTask:
 
 
 def full_logits_scores(hidden: Tensor, head: LmHead, call: Call) -> Scores:
-    """Compute the scores with the reference backend, which stores all logits."""
+    """Compute log-probabilities and entropies with all logits in memory at once (the reference backend)."""
     logprobs, entropy = full_scores(
         picked(hidden, call.index),
         head,

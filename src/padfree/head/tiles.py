@@ -98,7 +98,7 @@ class ScoringTask:
         return copied + self.head.sums_bytes(entropy=self.entropy, itemsize=self.sum_dtype.itemsize)
 
     def matmuls(self, num_rows: int) -> LogitMatmuls:
-        """Return the object that computes logits by matmuls, and then their softmax and gradients elementwise."""
+        """Return what computes logits and their gradients: fused kernels, or one matmul per tile (`TiledMatmuls`)."""
         return TiledMatmuls(self, num_rows) if self.fused is None else self.fused
 
     def new_sums(self, *shape: int) -> Tensor:

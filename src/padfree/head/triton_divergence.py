@@ -1,13 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The divergence of student and teacher for each token, and its gradient, as two Triton kernels.
+"""Triton kernels for the divergence between the student's and the teacher's softmax, and for its gradient.
 
-The functions are those of `divergence.py`. One kernel computes sums over the vocabulary, the other one computes the
-gradient with respect to the student's logits. Each Triton program reads the logits of both models for one token and for
-`BLOCKS` blocks of `BLOCK` vocabulary columns. The partial sums of a token's programs are added afterwards, in a fixed
-order.
-
-The logits of each model are stored minus the largest logit of their block. Block sizes are powers of two. `BLOCK` is
-the smaller of the two models' block sizes, so that `BLOCK` columns always lie inside one block of each model.
+The kernels compute the same as the plain torch functions of `divergence.py`. Each Triton program reads the logits of
+both models for one token and a range of the vocabulary. The sums of the programs are added afterwards in a fixed order,
+so that results are reproducible.
 """
 
 from __future__ import annotations
@@ -46,11 +42,11 @@ def _below_peak(
     stored, stride, block_peaks, sums_stride, peaks, row, block, column, num_columns,
     BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return BLOCKS blocks of BLOCK logits of one token, each minus the token's largest logit: [BLOCKS, BLOCK]."""
+    """Return logits [BLOCKS, BLOCK] of one token, each minus the token's largest logit."""
     inside = column < num_columns
     below = tl.load(stored + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     below = tl.maximum(below, _FLOAT16_FLOOR, propagate_nan=tl.PropagateNan.ALL)
-    own = (block * BLOCK) // OWN_BLOCK
+    own = (block * BLOCK) // OWN_BLOCK  # `stored` is relative to the largest logit of each OWN_BLOCK columns
     block_peak = tl.load(
         block_peaks + own.to(tl.int64) * sums_stride + row, mask=block * BLOCK < num_columns, other=0.0
     )
@@ -242,7 +238,7 @@ def _pointers(stored: StoredLogits) -> tuple[Tensor, ...]:
 
 
 def _shape(student: StoredLogits, teacher: StoredLogits) -> dict[str, Any]:
-    block = min(student.block, teacher.block)
+    block = min(student.block, teacher.block)  # powers of two, so these columns share one peak in each model
     return {
         "BLOCK": block,
         "BLOCKS": max(1, SPAN // block),

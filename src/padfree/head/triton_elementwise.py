@@ -246,10 +246,10 @@ def _scale_kernel(values, factor, count, BLOCK: tl.constexpr):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Compute the largest logit and the sums of exponentials for each of R tokens and each block of the vocabulary.
+    """Write softmax statistics (maxima, sums of exponentials) of R tokens and W vocabulary columns into `sums`.
 
-    `raw_logits` [R, W] (hidden @ weight.T) are those of W vocabulary columns. The result equals that of
-    `elementwise.reduce_tile`, but the raw logits are not overwritten.
+    `raw_logits` [R, W] are hidden @ weight.T, before bias, soft cap and temperature. In contrast to
+    `elementwise.reduce_tile`, this function does not overwrite `raw_logits`.
     """
     num_rows, num_columns = raw_logits.shape
     kept = None if rows.kept is None else rows.kept.tile(first, num_columns).view(torch.uint8)
@@ -327,7 +327,7 @@ def gradient_from_raw_logits(
 
 
 def merge(sums: BlockSums) -> Softmax:
-    """Merge the sums of all vocabulary blocks into the softmax of each token, without temporary memory."""
+    """Compute each token's softmax from the maxima and sums of exponentials of all vocabulary blocks."""
     num_rows, num_blocks = sums.peak.shape
     peak, log_total, logprobs = (torch.empty_like(sums.target) for _ in range(3))
     entropy = None if sums.moment is None else torch.empty_like(sums.target)

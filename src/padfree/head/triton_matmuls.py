@@ -1,11 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The fused matmuls as Triton kernels: loops over tiles of logits and over the hidden dimension.
+"""Triton kernels for the matmul that computes logits, fused with the work on its result: softmax sums or gradients.
 
-Tensor descriptors read 0 outside a matrix, and write nothing there. A descriptor can end its writes only at a multiple
-of 16 bytes. If the columns end elsewhere, `_store` writes the last tile element by element.
-
-The number of tokens differs from step to step. `do_not_specialize` keeps Triton from compiling a kernel again when this
-number is divisible by 16.
+`padfree.head.matmuls` describes and launches the kernels.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ def _store(
 
     `IS_CUT` is True if the matrix rows do not end at a multiple of 16 bytes.
     """
-    if IS_CUT:
+    if IS_CUT:  # a tensor descriptor can end its writes only at a multiple of 16 bytes
         if first + BLOCK > num_columns:
             row = first_row + tl.arange(0, ROWS)
             column = first + tl.arange(0, BLOCK)
@@ -72,10 +68,9 @@ def _reduce_part(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_MOMENT: tl.constexpr, HAS_STORED: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the largest logit and the sums of exponentials (`BlockSums`) of each token in a part of a tile.
+    """Compute the softmax statistics (`BlockSums`) of ROWS tokens for one block of BLOCK vocabulary columns.
 
-    `raw_logits` [ROWS, BLOCK] (hidden @ weight.T) are the part. It begins at token `first_row` and vocabulary column
-    `first`.
+    `raw_logits` [ROWS, BLOCK] (hidden @ weight.T) begins at token `first_row` and vocabulary column `first`.
     """
     row = first_row + tl.arange(0, ROWS)
     # one half of the last tile may lie outside the vocabulary
@@ -116,10 +111,9 @@ def _gradient_part(
     logit_scale, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ENTROPY: tl.constexpr,
     IS_CUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of `raw_logits` [ROWS, BLOCK] (hidden @ weight.T) into `out`, from row `first_row` and column
-    `first` on.
+    """Write the gradient of `raw_logits` [ROWS, BLOCK] (hidden @ weight.T) into `out` at (`first_row`, `first`).
 
-    Column `first` of `out` is column `first_column + first` of the vocabulary.
+    Column 0 of `out` is column `first_column` of the vocabulary.
     """
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < num_rows
@@ -194,7 +188,7 @@ def _multiply(
     if step == 0:
         tile += tl.num_programs(0)
         row_tile, column_tile = _place(tile, row_tiles, column_tiles, BAND)
-    left = hidden.load([row_tile * ROWS, step * DEPTH])
+    left = hidden.load([row_tile * ROWS, step * DEPTH])  # a tensor descriptor reads 0 outside the matrix
     right = weight.load([column_tile * COLUMNS, step * DEPTH])
     if INTERPRETED:  # the interpreter cannot multiply bfloat16
         left = left.to(tl.float32)
@@ -202,6 +196,7 @@ def _multiply(
     return tl.dot(left, right.T, raw_logits), step, tile, row_tile, column_tile
 
 
+# Without `do_not_specialize`, Triton would compile the kernel again for a number of tokens that is divisible by 16.
 @triton.jit(do_not_specialize=["num_rows", "sums_stride"], do_not_specialize_on_alignment=PER_ROW)
 def reduce_kernel(
     hidden, weight, stored, stored_pointer, labels, bias, inverse_temperature, peaks, totals, moments, targets,

@@ -46,8 +46,8 @@ from padfree.layers.passes.rms_norm import rms_norm_pass
 from padfree.layers.recompute import KEPT_BY_LEVEL, Kept, mark_saved
 
 HOST_INPUT_ONLY_FRACTION = 0.05
-"""With `kept="host"`, the first layers save only their inputs: this fraction of all layers. The link to the host is too
-slow to offload more tensors.
+"""The fraction of layers (the first ones) that save only their inputs with `kept="host"`. Offloading more of their
+activations would take too long.
 """
 
 LONG_PACK = 8192
@@ -189,10 +189,7 @@ def _compiled(
 
 
 class InductorPass(CustomGraphPass):
-    """The graph passes of one stage of the compilation, as one callable for Inductor.
-
-    The result of `uuid` becomes part of the keys of Inductor's cache.
-    """
+    """Runs the graph passes (changes of a layer's graph) of one compilation stage, as a custom pass of Inductor."""
 
     def __init__(self, stage: Stage, *, epilogues: bool, exact: bool = False) -> None:
         self.passes: list[GraphPass] = [
@@ -209,7 +206,7 @@ class InductorPass(CustomGraphPass):
                 continue
             each.run(graph)
 
-    def uuid(self) -> bytes:
+    def uuid(self) -> bytes:  # a part of the keys of Inductor's cache
         files = (*(inspect.getfile(each.run) for each in self.passes), graph_nodes.__file__, __file__)
         key: bytes = get_hash_for_files(files, extra=f"exact={self.exact}")
         return key

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 OFFLOADED_FRACTION = 0.62
-"""The fraction of layers whose saved tensors are offloaded. A link of 50 GB/s to the host can copy the tensors of this
-fraction, but of no more layers, before backward begins.
+"""The fraction of layers whose saved tensors are offloaded: as many layers as a link of 50 GB/s to the host can copy
+during the forward pass.
 """
 
 LAYERS_PER_COPY = 1.6
@@ -37,7 +37,7 @@ MIN_OFFLOADED_BYTES = 8 << 20
 
 
 class ActivationOffload:
-    """Moves tensors that the layers of a model save for backward to host memory."""
+    """Keeps activations in host memory from forward to backward."""
 
     def __init__(
         self,

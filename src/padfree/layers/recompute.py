@@ -39,9 +39,8 @@ KEPT_BY_LEVEL: dict[LayerLevel, Kept] = {
     "attention": "host",
     "none": "none",
 }
-"""The mode of a compiled layer for each checkpointing level that `parallel.checkpointing` can give to single layers.
-
-For example, `6 host, 30 none` gives the level `host` to the first 6 layers and `none` to the other 30.
+"""What a compiled layer saves (`Kept`) at each checkpointing level. The setting `parallel.checkpointing` can give
+layers different levels: `6 host, 30 none` are 6 layers with `host`, followed by 30 with `none`.
 """
 
 

@@ -74,10 +74,10 @@ def token_rewards(
     kl_coefficient: float = 0.0,
     max_length: int | None = None,
 ) -> Tensor:
-    """Turn the rewards [B] of the samples into rewards [T] of the tokens.
+    """Turn rewards [B] of samples into rewards [T] of tokens.
 
-    The last scored token of a sample gets the reward of the sample, and all other tokens get 0. If `kl` is given,
-    kl_coefficient · kl is subtracted at every scored token.
+    The last scored token (True in `mask`) of a sample gets the sample's reward; other tokens get 0. If `kl` [T] is
+    given, kl_coefficient · kl is subtracted at every scored token.
     """
     pack = _PackTokens(mask, sample_index, max_length)
     return _token_rewards(rewards, pack, kl, kl_coefficient).to(checks.result_type(rewards))

@@ -192,7 +192,7 @@ def _checked_counts(counts: ArrayLike) -> NDArray[np.int64]:
 
 
 def _counts(scored: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the number of scored positions of each of B samples, [B]."""
+    """Return the sum of the bools `scored` over each sample, [B]."""
     before: NDArray[np.int64] = np.zeros(len(scored) + 1, dtype=np.int64)
     np.cumsum(scored, out=before[1:])
     ends = np.cumsum(lengths)

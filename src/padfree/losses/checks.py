@@ -75,8 +75,7 @@ def mask(name: str, values: Tensor) -> Tensor:
 def same_length(reference: str, length: int, **tensors: Tensor | None) -> None:
     """Raise `UserError` unless every tensor has shape [length].
 
-    `reference` is the text after the length in the error message. For example, "tokens in mask" gives "but there are 5
-    tokens in mask".
+    `reference` says what `length` counts. For example, "tokens in mask" gives "but there are 5 tokens in mask".
     """
     for name, values in tensors.items():
         if values is not None and tuple(values.shape) != (length,):

@@ -1,22 +1,19 @@
-"""Corrections for tokens or sequences whose log-probabilities differ between the sampler and the trainer.
+"""Corrections for differences between the log-probabilities of the sampler and of the trainer.
 
-    trainer   log π_old(token)         as the trainer computes it before it updates the weights on the batch
-    sampler   log μ(token)             as the sampler reported it
-    d         trainer - sampler        0 if both computed the same log-probability
-
-A correction is one factor per token, which multiplies the policy objective but not the KL and entropy terms. Factors of
-several corrections are multiplied. The token weights stay as they are, so a token with factor 0 still counts when the
-loss is averaged.
+For each token, d = log π_old - log μ. The trainer computes log π_old before it updates the weights on the batch, and
+the sampler reports log μ. In OPSM, π is the policy being trained. Sums and means are over the scored tokens of a
+sequence (the tokens that count in the loss).
 
     token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
-    sequence TIS    clamp(exp(Σ d), low, high); with `geometric`, mean d replaces Σ d
+    sequence TIS    clamp(exp(Σ d), low, high); with `geometric`, clamp(exp(mean d), low, high)
     IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
-    sequence mask   1 if the sequence's ratio is in [low, high], else 0. The ratio is exp(mean d) with `mean` and
-                    exp(Σ d) with `sum`; with `token`, every single exp(d) must be in the range
+    sequence mask   1 if a value is in [low, high], else 0. The setting `statistic` chooses the value: exp(mean d),
+                    exp(Σ d), or exp(d) of every single token (all must be in [low, high])
     OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1 (off-policy sequence masking)
 
-In OPSM, π is the policy being trained. Means and sums are over the scored tokens of a sequence. `reduce` sums over the
-context ranks that share the sequence.
+A correction is one factor per token. It multiplies the policy objective, but not the KL and entropy terms. The factors
+of several corrections are multiplied. Token weights do not change, so a token with factor 0 still counts when the loss
+is averaged.
 """
 
 from __future__ import annotations
@@ -62,14 +59,14 @@ def sequence_factor(
     current: Tensor | None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """Return, for each token, the product of the factors of the sequence-level corrections (sequence TIS, sequence
-    mask, OPSM), [T].
+    """Return the product [T] of each token's factors from sequence TIS, sequence mask and OPSM (off-policy sequence
+    masking).
 
     Three arguments are log-probabilities [T] without gradient:
 
     - `trainer`: computed by the trainer before the update.
-    - `sampler`: reported by the sampler. None if no correction needs them.
-    - `current`: those of the policy being trained. None unless the correction OPSM is used.
+    - `sampler`: reported by the sampler. May be None if OPSM is the only correction.
+    - `current`: under the policy being trained. May be None without OPSM.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)

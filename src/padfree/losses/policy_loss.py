@@ -1,15 +1,17 @@
-"""Policy losses: the loss of each token of a pack, from an objective, corrections, KL and entropy.
+"""Policy losses: one loss for each token of a pack.
 
     loss of a token = objective · corrections + kl_coefficient · KL(π ‖ reference) - entropy_coefficient · entropy
 
-The objective is clip, gspo, cispo, reinforce or a user-defined function (`objectives/`). The corrections are factors
-for log-probabilities that differ between sampler and trainer (`corrections.py`). If `kl_weighting` is "ratio", the KL
-estimate is multiplied by π / π_old.
+π is the policy being trained. The objective is clip, gspo, cispo, reinforce or a user-defined function (`objectives/`).
+The corrections (`corrections.py`) are factors that compensate for differences between the log-probabilities of sampler
+and trainer. If `kl_weighting` is "ratio", the KL estimate is multiplied by π / π_old.
 
-A loss is *elementwise* if the loss of a token does not depend on log π or the entropy of other tokens, where π is the
-policy being trained. An elementwise loss and its gradient can be computed chunk by chunk (`PolicyTerms.token_loss`).
-These losses are not elementwise, because they need log π of all tokens of a sequence: GSPO, losses with the correction
-OPSM (off-policy sequence masking), and, if `old_policy` is "current", losses with a sequence-level correction.
+A loss is *elementwise* if the loss of a token depends on no other token's log π or entropy. Such a loss can be computed
+chunk by chunk (`PolicyTerms.token_loss`). The following losses need whole sequences and are not elementwise:
+
+- GSPO, and user-defined objectives that are not declared elementwise,
+- losses with the correction OPSM (off-policy sequence masking),
+- losses with any sequence-level correction if `old_policy` is "current".
 """
 
 from __future__ import annotations

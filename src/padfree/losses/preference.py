@@ -154,7 +154,7 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
             raise UserError(
                 "group",
                 f"is the group of {len(indices)} samples of a pack, but a pair has 2",
-                "give the two answers of a pair a group that no other sample has, and put both in one pack",
+                "use the same group for the two answers of a pair and for no other sample, and put both in one pack",
                 value=group,
             )
         first, second = (samples[index].reward for index in indices)

@@ -215,10 +215,7 @@ def _with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def _probed(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the module that `padfree.model.probe` tests on a small copy.
-
-    This is the model itself if its head gives an output for each token, otherwise its base model.
-    """
+    """Return the module that `padfree.model.probe` tests: the model, or its base model if there is no LM head."""
     return base_of(model) if model.get_output_embeddings() is None else model  # type: ignore[no-untyped-call]
 
 

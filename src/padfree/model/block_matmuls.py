@@ -25,9 +25,7 @@ from torch.nn import functional
 from padfree.model.stacked_experts import stacked_experts
 
 BLOCK_ROWS = 16
-"""The number of tokens in each matmul of an expert. A linear layer that has a single output is padded to this number of
-outputs.
-"""
+"""The number of tokens per matmul of an expert. A linear layer with one output is padded to as many outputs."""
 
 
 def use_block_matmuls(model: nn.Module) -> None:
@@ -40,7 +38,7 @@ def use_block_matmuls(model: nn.Module) -> None:
 
 
 def widen_narrow_layers(model: nn.Module) -> None:
-    """Let the linear layers with a single output use `narrow_forward`, in place."""
+    """Make linear layers with one output feature use `narrow_forward`."""
     for module in model.modules():
         if is_narrow(module):
             object.__setattr__(module, "forward", partial(narrow_forward, module))

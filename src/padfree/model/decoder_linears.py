@@ -1,10 +1,7 @@
-"""The linear layers in a model's decoder layers through which every token passes.
+"""Find the linear layers inside a model's decoder layers, such as q_proj and down_proj.
 
-    {"model.layers.0.self_attn.q_proj": Linear, ...}
-
-The following modules are left out: embeddings, the head, routers, experts, adapters, and linear layers whose weight a
-mixer (a recurrence or convolution) reads without calling the layer. A linear layer that has an adapter is included; its
-frozen weight is in its submodule `base_layer`.
+Routers, experts and adapters are left out. So are linear layers whose weight a mixer (a recurrence or convolution)
+reads without calling the layer. For a linear layer that has a PEFT adapter, the frozen `base_layer` is included.
 """
 
 from __future__ import annotations
@@ -20,10 +17,10 @@ from padfree.model.structure import layers_of
 
 
 def decoder_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linear layers in the model's decoder layers through which every token passes, as a dict by name.
+    """Return the linear layers inside the model's decoder layers as a dict by name, in the order of the model's
+    modules.
 
-    The module docstring lists the linear layers that are left out, such as routers and experts. The dict is in the
-    order of the model's modules. The model may be on the meta device.
+    Layers such as routers and experts are left out (see the module docstring). The model may be on the meta device.
     """
     roles = roles_of(model)
     modules = dict(model.named_modules())

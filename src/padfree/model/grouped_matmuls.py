@@ -1,15 +1,10 @@
-"""Stacked experts as grouped matmuls whose bits for a token do not depend on the other tokens, on a GPU
-(`rollout.exact`).
+"""Experts stacked in one tensor, for `rollout.exact` on a GPU: the result for a token has the same bits whatever other
+tokens are in the call.
 
-There are T tokens of width D with k of E experts each. The R = T k pairs of a token and an expert are sorted by expert:
-
-    choices [T, k]    0 2 | 2 1 | 2 0          rows of expert 0: tokens 0 2, of expert 1: token 1, of expert 2: 0 1 2
-    ends [E]          2 3 6                    where the rows of each expert end
-
-`grouped_matmul` multiplies all rows in one call. Sampler and trainer use it, and `row_trial` tests on the device
-whether a row has the same bits however the rows are divided over the experts. The results of the k experts of a token
-are added in the order of its choices, in float32. No shape depends on the routes, so that CUDA graphs can capture the
-operators.
+The T · k pairs of a token and one of its k experts are sorted by expert, and one `grouped_matmul` multiplies all pairs.
+padfree tests on the device that the bits of a pair do not depend on the other pairs (`row_trial`). The results of the k
+experts of a token are added in float32, in the order in which the router chose the experts. No shape depends on the
+routing, so CUDA graphs can capture the operators.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
     own: Any = module
     experts, order = torch.sort(choices.reshape(-1), stable=True)
     numbers = torch.arange(own.num_experts, device=experts.device, dtype=experts.dtype)
-    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # [E] where the rows of each expert end
 
     def linear(rows: Tensor, name: str) -> Tensor:
         weight = getattr(own, name)

@@ -1,22 +1,16 @@
-"""The attention function that an attached HF model calls, and the check of the model's inputs.
+"""The attention function that padfree registers in transformers, and the check of the model's inputs.
 
-    HF attention layer      query [1, H, T, d]     key, value [1, Hkv, T, d]     **kwargs with attn_context
-    cp.attend               q     [T, H, d]        k, v       [T, Hkv, d]        the AttnContext itself
-    back to HF              output [1, T, H, dv], None
+After `padfree.attach(model)`, transformers calls this function in every attention layer. It is registered under the
+name `padfree`, or `padfree_<backend>` if a backend was chosen.
 
-A pack has T tokens. H and Hkv are the numbers of query heads and key heads, d and dv the sizes of a key and a value.
+Every call of the model gets an `AttnContext`, which describes the samples of the pack. No state is kept between calls,
+so that recomputed activations and other models in the same process always see their own batch.
 
-transformers looks up attention functions by the name in `config._attn_implementation`. padfree's function is registered
-as `padfree`, or as `padfree_<backend>` for a model attached with a fixed backend. The model stores only this name.
+padfree registers no mask function, so transformers passes None as the attention mask. With a mask function,
+transformers would compare `position_ids` on the device and synchronise.
 
-The `AttnContext` describes the samples of a pack of T tokens, and is passed with every call. No state is kept between
-calls, so that recomputed activations and other models in the same process always see their own batch.
-
-padfree registers no mask function in transformers. Therefore transformers passes None as the attention mask without
-looking at `position_ids`. With a mask function, transformers would compare positions on the device and synchronise.
-
-Every keyword argument that reaches the function is either used, or known to be irrelevant to attention. Any other
-argument raises an error, so that a layer with an unsupported feature is not computed wrongly.
+A keyword argument that padfree does not know raises an error, so that a layer with an unsupported feature is not
+computed wrongly.
 """
 
 from __future__ import annotations
@@ -93,9 +87,9 @@ def attention(
     layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if the input was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer. transformers calls this function in each layer of an attached model.
+    """Compute the attention of one layer for T packed tokens. transformers calls this function after `padfree.attach`.
 
-    query is [1, H, T, d], key [1, Hkv, T, d] and value [1, Hkv, T, dv] for the T tokens of a pack. Returns the output
+    H and Hkv are the numbers of query and key heads, d and dv the sizes of a key and a value. Returns the output
     [1, T, H, dv], and None in place of the attention weights. A backend named in `attn_context` overrides `backend`.
     """
     name = type(module).__name__
@@ -204,9 +198,7 @@ def mark_chunked_layers(model: PreTrainedModel) -> None:
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """Return the chunk size in tokens that `mark_chunked_layers` stored in this layer, or None if the layer has no
-    chunks.
-    """
+    """Return the chunk size in tokens of a layer with chunked attention, or None for any other layer."""
     return getattr(module, "_padfree_chunk_tokens", None)
 
 
@@ -341,9 +333,9 @@ def check_positions(limit: int | None, longest: int) -> None:
     if limit is not None and longest > limit:
         raise UserError(
             "rope_parameters",
-            f"a sample of more than {limit} tokens changes the rotary frequencies of the whole pack, and the longest "
-            f"sample has {longest} tokens",
-            f"use samples and padding of at most {limit} tokens",
+            f"the longest sample (or the padding) has {longest} tokens, but more than {limit} tokens change the rotary "
+            "frequencies of the whole pack",
+            f"use samples of at most {limit} tokens, and at most {limit} tokens of padding per pack",
         )
 
 

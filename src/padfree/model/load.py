@@ -1,36 +1,23 @@
 """Load a model from a Hugging Face folder. Each rank reads only its part of the weights.
 
-    config.json      -> the model on the meta device: names, shapes and ties, no memory
-    shard(model)     -> the caller's transformations of this model (attach, adapters, checkpointing, compile, FSDP2)
-    to_empty(device) -> memory for this rank's part
-    *.safetensors    -> this rank's part of every tensor, cast to the parameter's dtype
+Loading is collective and has these steps:
 
-    weight [6, 3] in a file, FSDP2 over 2 ranks        rank 0 reads [0:3], rank 1 reads [3:6]
+1. Build the model on the meta device from config.json.
+2. Call the caller's function `shard(model)`, for example to add adapters, compile layers or apply FSDP2.
+3. Allocate memory for this rank's part of the model. Tied parameters stay one object under two names.
+4. Fill the parameters, cast to the dtype that `shard` gave them. Adapters are initialised from `seed`.
 
-The tensors are filled from one of three sources:
+The weights come from one of three sources:
 
-- Files with the model's own tensor names, or with experts stored one by one (`padfree.model.stored_experts`): every
-  rank reads its slices.
+- Files with the model's own tensor names, or with one tensor per expert (`padfree.model.stored_experts`): every rank
+  reads its slices. With FSDP2 over 2 ranks, rank 0 reads rows [0:3] of a weight [6, 3], and rank 1 reads rows [3:6].
 - All other files: rank 0 loads them on the CPU with transformers, which converts the tensors, and broadcasts each
-  tensor.
-- Random weights, if requested: on a GPU, every rank draws each tensor on its device from `seed`
-  (`padfree.model.random_weights`). On a CPU, and for a few architectures, rank 0 initialises the weights on the CPU, as
-  transformers would, and broadcasts each tensor. The values do not depend on the number of ranks.
+  tensor. This also applies if only the language model of a multimodal folder is loaded (`padfree.model.wrapper`).
+- Random weights, if requested. On a GPU, every rank draws each tensor from `seed` (`padfree.model.random_weights`). On
+  a CPU, and for a few architectures, rank 0 initialises the weights with transformers and broadcasts each tensor. The
+  values do not depend on the number of ranks.
 
-Tied parameters stay one object under two names after `to_empty`.
-
-Buffers that are not in the files (rotary frequencies) come from transformers' own `_init_weights`. To check that
-`_init_weights` sets every such buffer, padfree fills the buffers with 0 and runs it, then fills them with 1 and runs it
-again. If a buffer differs between the two runs, loading raises an error.
-
-Adapters added by `shard` (`padfree.model.lora`) are initialised from `seed`; the adapted tensors keep their names. If
-`shard` changes the dtype of a parameter, the values are cast while they are read.
-
-From a multimodal folder only the language model is loaded (`padfree.model.wrapper`), by transformers on rank 0, unless
-`vision` asks for the whole model.
-
-`padfree.model.model_files` checks the files. Weights that are not finite raise an error with the file and the tensor.
-Loading is collective.
+Weights that are not finite raise an error with the file and the tensor.
 """
 
 from __future__ import annotations

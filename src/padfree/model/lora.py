@@ -1,37 +1,31 @@
-"""Low-rank adapters (LoRA, from PEFT) that are trained instead of the model's weights.
+"""Low-rank adapters (LoRA, from PEFT), which are trained instead of the model's weights.
 
     y = W x + scale * B (A x)      W [out, in] frozen, A [rank, in], B [out, rank] trained, scale = alpha / rank
 
-    q_proj.weight   ->   q_proj.base_layer.weight, q_proj.lora_A.default.weight, q_proj.lora_B.default.weight
+`add_adapters` inserts PEFT's layers into the model in place. For example, `q_proj.weight` becomes
+`q_proj.base_layer.weight`, and the adapter is `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Call
+`padfree.attach` first, because it tests the architecture without adapters.
 
-`add_adapters` inserts PEFT's layers into the model in place. The model stays a transformers model, so that attention,
-recomputation, compilation, FSDP2 and the head work as before. `named_tensors.clean_name` removes `base_layer` from
-names, which gives the names in HF files. Call `attach` first, because it tests the plain architecture.
+The initial values of A depend only on the seed and on the name of A. B is 0, so that the model initially equals the one
+without adapters.
 
-The initial values of A depend only on the seed and on the name of A, not on ranks, on the order of layers or on the
-other targets. B is 0, so that the model initially equals the one without adapters.
+The target "all-linear" gives an adapter to every linear layer except the following. Naming one of them as a target
+raises an error:
 
-Adapters are for linear layers below the head. With "all-linear", the following layers get no adapter. Naming them as
-targets raises an error:
+- the embeddings and the head: losses read the head's weight directly, without an adapter;
+- the vision tower and the projector of a vision-language model;
+- a linear layer whose weight a recurrence or convolution reads directly, such as the one for Mamba's time step.
 
-- the embeddings and the head get no adapter, because the losses read the head's weight directly, without the adapter;
-- the tower and the projector of a vision-language model get no adapter;
-- a linear layer whose weight a mixer reads directly (Mamba's time step) gets no adapter.
-
-Experts that transformers keeps in one tensor, and routers that are more than a linear layer, also get no adapter with
-"all-linear". They get adapters (`padfree.model.expert_adapters`) if they are named as targets. A target selects all
-modules whose names end with it, or, as in the last example, one of the weights of the experts:
+Experts that are stacked in one tensor, and routers that are not a plain linear layer, get adapters only if they are
+named (`padfree.model.expert_adapters`). A target selects all modules whose names end with it, or one weight of the
+experts:
 
     lora.targets = ["all-linear", "experts"]
     lora.targets = ["all-linear", "experts", "mlp.gate"]             mlp.gate: the routers of Qwen3-MoE
-    lora.targets = ["q_proj", "v_proj", "experts.down_proj"]
+    lora.targets = ["q_proj", "v_proj", "experts.down_proj"]         only one weight of the experts
 
-The attribute `peft_config` of the model holds what PEFT needs to load the adapters. In some mixtures of experts, PEFT
-takes every linear layer in `target_modules` whose name is also that of an expert's projection, such as `gate_proj`, for
-a part of the stacked experts, even if it belongs to the shared expert. In such a model, all targets are listed in
-`target_parameters`, whose names PEFT does not reinterpret.
-
-A scalar head (`padfree.model.scalar_head`) has no adapter: it is new, and its own weight is trained.
+A scalar head (`padfree.model.scalar_head`) gets no adapter; its own weight is trained. The model's attribute
+`peft_config` holds what PEFT needs to load the adapters.
 """
 
 from __future__ import annotations
@@ -109,7 +103,7 @@ def add_adapters(
     parameters = [name for name, _ in model.named_parameters()]
     written = copy.deepcopy(config)
     literal = [*weights]
-    if _takes_for_experts(written, model):
+    if _takes_for_experts(written, model):  # PEFT does not reinterpret the names in `target_parameters`
         written.target_modules = []
         literal += [f"{name}.weight" for name in layers]
     if literal:
@@ -236,14 +230,14 @@ def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str],
             if name in passed_by:
                 raise UserError(
                     "lora.targets",
-                    f"{name} cannot have an adapter, because its mixer reads the weight without calling the layer",
+                    f"{name} cannot have an adapter, because the model reads the weight without calling the layer",
                     f"choose from {', '.join(last)}",
                 )
             if name not in named and hasattr(modules[name], "num_experts"):
                 raise UserError(
                     "lora.targets",
-                    f"{name} ({type(modules[name]).__name__}) does not use transformers' experts interface, so that "
-                    "its experts cannot have adapters",
+                    f"the experts of {name} ({type(modules[name]).__name__}) cannot have adapters, because the class "
+                    "does not use transformers' experts interface",
                     f"choose from {', '.join(last)}",
                 )
             if name not in fit and name not in named:

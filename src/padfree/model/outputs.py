@@ -24,15 +24,15 @@ from padfree.model.vision.features import vision_hidden_states
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """Return the hidden states that the head of an attached model would get, computed by the base model's own forward.
+    """Run the base model (the model without its head) on a pack, and return its last hidden states.
 
-    Returns [T/cp, D] for the T tokens of a pack that is divided over `cp` context ranks.
+    `model` is a model that `padfree.attach` returned. The result is [T/cp, D] for a pack of T tokens that is divided
+    over `cp` context ranks.
 
-    If samples share prefixes, the result is [e, D] instead: one hidden state for each of the e scored tokens that this
-    rank predicts. The last hidden state of a shared prefix predicts a token in several samples, and is then repeated
-    once for each of them.
+    If samples share prefixes, the result is [e, D] instead: one hidden state for each of the e labelled tokens that
+    this rank predicts. A hidden state that predicts a token in several samples is repeated for each of these samples.
 
-    Under FSDP2 the embeddings and the last norm must be unsharded: use `padfree.sharding.parallelize.inside`.
+    Under FSDP2, use `padfree.sharding.parallelize.inside`, which gathers the embeddings and the last norm.
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(

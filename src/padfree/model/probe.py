@@ -91,7 +91,10 @@ class Verdict:
 
 
 def probe(model: PreTrainedModel) -> Verdict:
-    """Test the architecture of this model and return the result. `model` itself is not run and can be on any device."""
+    """Test on a small copy of the model (few layers, random weights) whether its architecture can be trained on packs.
+
+    `model` itself is not run and can be on any device.
+    """
     return _verdict(model, "attached", _compare)
 
 
@@ -187,8 +190,9 @@ def _refusal(reason: str) -> Verdict:
 
 
 def _module_classes(model: nn.Module) -> set[str]:
-    """Return the names of a model's module classes. Adapters, and torch's own classes except convolutions, are left
-    out.
+    """Return the class names of a model's modules, without linear layers, adapters, and torch's own modules.
+
+    Convolutions are included.
     """
     classes = {type(module) for module in model.modules()}
     convolution = nn.modules.conv._ConvNd
@@ -247,9 +251,9 @@ class _Samples:
         self.gradients = _gradients(model, self.outputs, self.weights)
 
     def refusal(self, model: PreTrainedModel, packed: Tensor) -> Verdict | None:
-        """Compare the model's outputs for a pack, `packed`, and their gradients with those for one sample at a time.
+        """Test whether a pack gives the same outputs and gradients as its samples, run one at a time.
 
-        Returns a negative verdict if they differ, otherwise None.
+        `packed` holds the outputs of the pack. Returns None if nothing differs, otherwise a verdict with the reason.
         """
         gradients = _gradients(model, packed, self.weights)
         leak = _difference("outputs", packed, self.outputs)
@@ -259,12 +263,11 @@ class _Samples:
 
 
 def _compare(model: PreTrainedModel) -> Verdict:
-    """Compare the outputs and gradients of a pack with the outputs and gradients of its samples, run one at a time.
+    """Test whether a model with padfree's attention gives the same outputs and gradients for a pack as for single
+    samples.
 
-    If the pack and the single samples agree, the model passes: `leak` of the returned verdict is None.
-
-    A mixer is a module that mixes tokens without attention. If several sets of modules could be the mixers, they are
-    tried in order until one passes.
+    If it is unclear which modules mix tokens without attention (the mixers), the test is repeated with each possible
+    choice of mixers until one passes.
     """
     _randomise(model)
     samples = _Samples(model)
@@ -345,11 +348,9 @@ def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> 
 
 
 def _compare_stock(model: PreTrainedModel, implementation: str) -> Verdict:
-    """Test whether a model with transformers' own attention gives the same results for a pack as for one sample at a
-    time.
+    """Test whether a model with transformers' attention gives the same results for a pack as for single samples.
 
-    `implementation` is the attention implementation of transformers. `LENGTHS_PROBE` stands for flash attention, which
-    needs a GPU and is replaced by `_by_lengths` here.
+    To test flash attention without a GPU, pass `LENGTHS_PROBE` as `implementation`: `_by_lengths` then runs instead.
     """
     _randomise(model)
     samples = _Samples(model)

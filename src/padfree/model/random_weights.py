@@ -51,9 +51,9 @@ Recipe = list[InitialisingCall]
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls that write to the memory (storage) of each tensor.
+    """Records how tensors are initialised. `recipes` maps the storage of each tensor to the calls that write to it.
 
-    A storage maps to None if one of the calls that write to it reads other tensors.
+    `recipes` holds None for a storage whose values are computed from another tensor.
     """
 
     def __init__(self) -> None:
@@ -80,9 +80,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """Return the recorded calls that give `tensor` its value.
+        """Return the calls that initialised `tensor`, or None if they are not known.
 
-        Returns None if the calls are not known, or if the tensor is only a part of the memory that it is stored in.
+        The calls are recorded for whole storages, so the result is also None for a view of a part of a storage.
         """
         whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
         return self.recipes.get(_storage(tensor)) if whole else None

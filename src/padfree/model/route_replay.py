@@ -1,19 +1,14 @@
-"""Let the routers of a model choose the experts that the sampler chose.
+"""Replay routes: make the routers of a mixture-of-experts model choose the experts that the sampler chose.
 
-    router(hidden [T, D]) -> logits [T, E], weights [T, k], choices [T, k]        the model's own forward
-        torch.topk(scores [T, E], k)  ->  scores.gather(routes), routes           replaced while routes are replayed
+For each token, a router computes a score of every expert, and calls `torch.topk` to choose the k experts with the
+highest scores. During replay, `torch.topk` instead returns the experts in `AttnContext.routes`, and their scores. The
+router's own code then computes the weights of these experts, with gradients. If the routes are the router's own
+choices, the result is bitwise the same.
 
-For each of T tokens, a router computes scores of E experts, takes the k experts with the highest scores, and derives
-their weights. Replay replaces only the choice: `torch.topk` returns the experts in `AttnContext.routes` and their
-scores. Everything else is the router's own code: it computes the weights of the given experts by softmax or sigmoid,
-with its normalisation and scale, and with gradients. If the routes are the router's own choices, the result is bitwise
-the same.
+`replay_obstacle` tests on a small copy of the model (few layers, random weights) that replay works.
 
-Routes are an argument of the model's forward. A hook stores the `AttnContext` of each call of a decoder layer, also
-when backward recomputes the layer. `replay_obstacle` tests on a small copy of the model that this works.
-
-The load-balancing loss counts the experts that the router itself would choose. These experts are in the attribute
-`own_choices` of the tensor of choices that the router returns.
+The load-balancing loss counts the experts that the router itself would choose. The tensor of choices that the router
+returns holds them in its attribute `own_choices`.
 """
 
 from __future__ import annotations
@@ -46,9 +41,9 @@ PROBED_TOKENS = 9
 
 
 class ReplayedTopK(TorchFunctionMode):
-    """Makes `torch.topk` choose the k given experts of each of T tokens: `routes` [T, k].
+    """Makes `torch.topk` choose the experts in `routes` [T, k], k for each of T tokens.
 
-    -1 in `routes` leaves the choice of this expert to the router.
+    Where `routes` is -1, the router's own choice stays.
     """
 
     def __init__(self, routes: Tensor, num_experts: int) -> None:
@@ -96,7 +91,7 @@ class RouteReplay:
             object.__setattr__(router.module, "forward", disabled)
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        self._context = kwargs.get("attn_context")
+        self._context = kwargs.get("attn_context")  # also when backward recomputes the layer
 
     def _forward(self, own: Callable[..., Any], number: int, router: Router, *args: Any, **kwargs: Any) -> Any:
         routes = None if self._context is None else self._context.routes
@@ -241,7 +236,7 @@ def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> 
         if own.shape[1] != len(routers) or known.max(initial=0) >= fewest:
             raise UserError(
                 "routes",
-                f"need {own.shape[1]} layers with at least {known.max(initial=0) + 1} experts each, but the model has "
-                f"{len(routers)} layers with experts, the smallest with {fewest} experts",
+                f"come from a model that has {own.shape[1]} layers with at least {known.max(initial=0) + 1} experts "
+                f"each, but this model has {len(routers)} layers with experts, the smallest with {fewest} experts",
                 f"use rollouts of this model, or {FIX}",
             )

@@ -115,7 +115,7 @@ SIZES = {
 }
 
 DROPPED = ("architectures", "dtype", "torch_dtype", "quantization_config", "transformers_version", "_name_or_path")
-"""The fields of a config that describe a checkpoint, not the architecture. The shrunken config does not have them."""
+"""The fields of a config that describe a checkpoint, not the architecture. `shrink` removes them."""
 
 LAYER_INDICES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "mlp_only_layers")
 """The config fields that are lists of layer indices."""

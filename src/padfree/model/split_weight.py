@@ -1,25 +1,18 @@
-"""Store a float32 weight as its bfloat16 rounding plus the difference between weight and rounding, without loss.
+"""Store float32 values without loss: a bfloat16 copy, with which the model computes, and the remaining bits.
 
-    float32 weight     0x3f80c001      rounded to bfloat16, to nearest, ties to even
-    rounded            0x3f81          what the model computes with
-    rest               -0x3fff         0x3f80c001 - 0x3f810000 as a signed 16-bit integer
-    tie                0               one bit per weight
+For example, the value with the bits 0x3f80c001 is rounded to the bfloat16 0x3f81 (`rounded`). The difference
+0x3f80c001 - 0x3f810000 = -0x3fff is stored as a 16-bit integer (`rest`).
 
-As integers, a finite float32 value and its rounding differ by at most 2^15. The difference is exact for every finite
-value, because rounding carries into the exponent as integer addition does. This includes subnormal numbers and values
-that round to infinity.
+The difference is an integer from -2^15 to 2^15, but 16 bits only hold -2^15 to 2^15 - 1. `rest` therefore stores 2^15
+as -2^15, and one further bit per value (`tie`) is 1 in this case. The bits of the float32 value, as an integer, are
+rounded * 2^16 + rest + tie * 2^16. This is exact for every finite value. A NaN stays a NaN, possibly with another
+payload.
 
-The difference between weight and rounding is one of the 2^16 + 1 integers from -2^15 to 2^15, one more than fit into
-16 bits. `rest` therefore stores both -2^15 and 2^15 as -2^15, and the tie bit is set for 2^15.
+A value takes 2 + 2 + 1/8 bytes, instead of the 4 + 2 bytes of a float32 value and its bfloat16 copy.
 
-    memory             2 + 2 + 1/8 bytes per weight, instead of 4 + 2 for a float32 weight and its bfloat16 rounding
-    weight             rounded * 2^16 + rest + tie * 2^16, as integers
-
-A NaN stays a NaN, possibly with another payload.
-
-`SplitStorage` holds many weights in three flat arrays. `SplitWeight` presents one of these weights as a float32 tensor
-that any operation of torch can read and write. A read joins the whole weight in temporary memory, and a write splits it
-again. To process many weights, use `SplitStorage.join` and `SplitStorage.split` on ranges that fit in memory.
+`SplitStorage` holds the values of many tensors. `SplitWeight` presents one of these tensors as a float32 tensor that
+any operation of torch can read and write. Each such operation joins the whole tensor in temporary memory. To process
+many tensors, use `SplitStorage.join` and `SplitStorage.split` on ranges that fit in memory.
 """
 
 from __future__ import annotations
@@ -34,8 +27,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 ALIGNMENT = 128
-"""Every weight begins at a multiple of this number of elements in a `SplitStorage`. Kernels therefore read aligned
-memory. In the array with one bit per element, two weights never share a byte.
+"""Every tensor in a `SplitStorage` begins at a multiple of this number of elements, so that kernels read aligned
+memory.
 """
 
 TIE = 1 << 15
@@ -75,7 +68,7 @@ class SplitStorage:
 
 
 def aligned(numbers: int) -> int:
-    """Round `numbers`, the size of a weight in elements, up to the alignment of weights in a `SplitStorage`."""
+    """Return the number of elements `numbers`, rounded up to a multiple of `ALIGNMENT`."""
     return -(-numbers // ALIGNMENT) * ALIGNMENT
 
 
@@ -162,9 +155,7 @@ class SplitWeight(Tensor):
 
     @property
     def rounded(self) -> Tensor:
-        """Return the bfloat16 rounding of the whole weight. The result shares the memory of the weight and must not be
-        written to.
-        """
+        """Return the stored bfloat16 copy of the weight. The result is a view of the storage; do not write to it."""
         return self.storage_.rounded[self.start : self.stop].view(self.whole)
 
     def joined(self) -> Tensor:

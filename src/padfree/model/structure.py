@@ -34,11 +34,11 @@ def skeleton(
     head: ModelHead = "tokens",
     vision: bool | None = False,
 ) -> PreTrainedModel:
-    """Build the model that a folder, a Hub id or a config file describes, on the meta device and without weights.
+    """Build a model on the meta device, without weights, from a folder, a Hub id or a config file.
 
-    With `vision`, the model is a whole vision-language model, otherwise its language model. None: a whole
-    vision-language model if it is a supported one. `setting` is the name of the setting that holds the path, for error
-    messages.
+    If `vision` is true, build the whole vision-language model; if it is false, only its language model. If it is None,
+    build the whole model if padfree supports it, otherwise the language model. `setting` is the name of the setting
+    that holds the path, for error messages.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -48,7 +48,7 @@ class AdamW:
 
 
 class _FusedUpdate:
-    """Torch's fused kernel, with float32 moments."""
+    """Updates parameters by torch's fused AdamW kernel (`optimizer.state=float32`)."""
 
     def __init__(self, group: Group, finite: Tensor, scale: Tensor | None) -> None:
         self.group = group

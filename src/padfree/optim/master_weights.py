@@ -66,7 +66,7 @@ class MasterWeights:
                     unit.leave()
 
     def collect_gradients(self) -> None:
-        """Add the gradients of all compute copies to the gradients of the master weights."""
+        """Add the gradients of the bfloat16 copies, with which the model computes, to those of the master weights."""
         for unit in self._units:
             unit.collect()
 

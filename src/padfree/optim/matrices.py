@@ -56,10 +56,10 @@ def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], parts: Tensor, split: MatrixSplit | None, first: int = 0
 ) -> Tensor:
-    """Apply `function`, which maps n matrices [n, A, B] to [n, A, B], to matrices that are sharded over ranks.
+    """Apply `function` to n matrices [A, B] that are sharded over ranks. Collective: all ranks must call it.
 
-    `parts` [n, a, b] holds this rank's shards of the matrices. Returns this rank's shards of the results. Rank (`first`
-    + i) % group size computes matrix i. Collective: all ranks must call it.
+    `parts` [n, a, b] holds this rank's shards of the matrices. `function` maps whole matrices [m, A, B] to results of
+    the same shape. Rank (first + i) % group size computes matrix i. Returns this rank's shards of the results.
     """
     if split is None:
         return function(parts)

@@ -94,7 +94,9 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 class _Batch(NamedTuple):
-    """This rank's shards [n, a, b] of n matrices of the same shape. The tensors are views of the parameters' memory."""
+    """Matrices of one shape that are updated together. Each tensor in the lists is a view [n, a, b] of this rank's
+    shards of n matrices.
+    """
 
     shape: torch.Size  # [A, B] of a whole matrix
     split: MatrixSplit | None
@@ -132,7 +134,7 @@ def _batches(parameters: list[Tensor], state: State) -> Iterator[_Batch]:
 
 
 def _matrices(tensor: Tensor) -> Tensor:
-    """View this rank's shard of a parameter [..., A, B] as n matrices [n, a, b]."""
+    """Return this rank's shard [..., a, b] of a tensor as a view [n, a, b]."""
     part = local(tensor)
     return part.view(math.prod(part.shape[:-2]), *part.shape[-2:])
 

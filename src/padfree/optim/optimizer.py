@@ -55,9 +55,9 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """Return the current learning rates by metric name.
 
-        With AdamW alone, there is one rate, `lr`. If Muon trains the hidden matrices, `lr` is the rate of Muon and
-        `lr/adamw` that of AdamW. These are the rates of parameters outside of the user's groups (`optimizer.groups`),
-        unless all parameters are in such groups.
+        With AdamW alone, there is one rate, `lr`. With Muon, `lr` is the rate of Muon, and `lr/adamw` is the rate of
+        AdamW. The rates are those of parameters outside of `optimizer.groups`. If all parameters are in such
+        groups, the first group with each update rule counts.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}

@@ -21,7 +21,7 @@ class MuonSettings:
     lr: float | None = setting(
         None,
         least=0,
-        about="Base learning rate of hidden matrices; if it is none, optimizer.lr applies.",
+        about="Base learning rate of the matrices that Muon trains; if it is none, optimizer.lr applies.",
         fix="give 0 or more, or leave it out",
     )
     momentum: float = setting(0.95, least=0, below=1, about="Momentum of Muon.")
@@ -30,7 +30,7 @@ class MuonSettings:
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of hidden matrices; if it is none, optimizer.weight_decay applies.",
+        about="Weight decay of the matrices that Muon trains; if it is none, optimizer.weight_decay applies.",
         fix="give 0 or more, or leave it out",
     )
     update_rms: float = setting(
@@ -59,7 +59,7 @@ class ParameterGroup:
     weight_decay: float | None = setting(
         None,
         least=0,
-        about="Weight decay of the matrices in this parameter group; none means the same as for matrices in no group.",
+        about="Weight decay of the group's matrices; if it is none, the weight decay set outside the groups applies.",
         fix="give 0 or more, or leave it out",
     )
 
@@ -141,7 +141,7 @@ class OptimizerConfig:
         return replace(self, lr=self.lr * group.lr_scale, weight_decay=weight_decay, muon=muon, groups=())
 
     def without_groups(self) -> OptimizerConfig:
-        """Return the settings for a critic: the same, but without the parameter groups, which are for the policy."""
+        """Return these settings for a critic, without the parameter groups (which apply to the policy only)."""
         return replace(self, groups=())
 
     def with_lr(self, lr: float | None) -> OptimizerConfig:

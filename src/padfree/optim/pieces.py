@@ -1,12 +1,9 @@
-"""Pass parameters to an elementwise update rule as plain tensors. Each rank updates its own shards.
+"""Pass this rank's shards of parameters to an elementwise update rule, as plain tensors.
 
-A split weight is a float32 weight that is stored in two parts, a bfloat16 copy and the remaining bits
-(`padfree.model.split_weight`). For an update, split weights are joined to float32 in temporary memory, and split again
-afterwards. To limit this memory, a step updates blocks of at most `BLOCK` elements one after the other. A block
-consists of several small weights, or of some matrix rows of a large weight.
-
-A weight is only divided between matrix rows, so that weights that share a scale in int8 optimizer state
-(`padfree.optim.state_format`) stay together.
+A split weight is a float32 parameter that is stored as a bfloat16 copy and the remaining bits
+(`padfree.model.split_weight`). An update joins split weights to float32 in temporary memory, and splits them again. To
+limit this memory, it processes blocks of at most `BLOCK` elements one after the other. A block holds several small
+parameters, or some matrix rows of a large one.
 """
 
 from __future__ import annotations
@@ -28,16 +25,15 @@ to launch it.
 """
 
 ROWS = 8
-"""A large split weight (a float32 weight that is stored in two parts) is updated in several ranges of matrix rows. Each
-range begins at a multiple of this number.
-
-In addition to the two parts, one bit per element is stored, 8 bits in a byte. The bits of 8 rows fill whole bytes.
+"""A large split weight (a float32 weight that is stored in two parts) is updated in ranges of matrix rows. Each range
+begins at a multiple of this number of rows, because `SplitStorage` can only be read from a multiple of 8 elements.
 """
 
 
 class ParameterPiece(NamedTuple):
-    """Weight, gradient and state of a rank's shard of a parameter, or of some of its matrix rows [R, C], as plain
-    tensors.
+    """The weight, gradient and optimizer state of this rank's shard of a parameter, as plain tensors.
+
+    A large shard may be divided into several pieces, each with some of the shard's matrix rows.
     """
 
     parameter: Tensor
@@ -93,10 +89,8 @@ def _piece(parameter: Tensor, state: State) -> ParameterPiece:
 
 
 def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[list[_SplitPiece]]:
-    """Divide split weights (float32 weights that are stored in two parts) into blocks of at most `most` elements.
-
-    A block is contiguous in memory, and consists of several small weights or of some rows of a large one. It has more
-    than `most` elements only if `ROWS` matrix rows have more.
+    """Divide split weights (float32 weights stored in two parts) into blocks of at most `most` elements, or of `ROWS`
+    matrix rows if these have more elements. A block is contiguous in memory.
     """
     block: list[_SplitPiece] = []
     for parameter in sorted(parameters, key=lambda each: (id(each.storage_), each.start)):
@@ -105,6 +99,7 @@ def _blocks(parameters: list[SplitWeight], state: State, most: int) -> Iterator[
         columns = parameter.shape[-1] if parameter.ndim else 1
         gradients = gradient.reshape(-1, columns)
         kinds = {kind: value.view(len(gradients), -1) for kind, value in own.items() if kind != "step"}
+        # Divide only between matrix rows: the elements of a row share scales in int8 optimizer state.
         rows = max(ROWS, most // columns // ROWS * ROWS)
         for begin in range(0, len(gradients), rows):
             end = min(begin + rows, len(gradients))

@@ -1,7 +1,7 @@
-"""AdamW with moments that are rounded after each step, by plain PyTorch on the CPU and by Triton on a GPU.
+"""AdamW with moments that are stored in bfloat16 or int8.
 
-reference_adamw     the update, and its implementation in plain PyTorch
-triton_adamw        the same update as one Triton kernel
+reference_adamw     the update in plain PyTorch, for the CPU
+triton_adamw        the same update as one Triton kernel, for GPUs
 """
 
 from __future__ import annotations

@@ -5,23 +5,22 @@
     bfloat16     4                   bfloat16           bfloat16           -
     int8         2 + 8 / 128         int8               uint8              float32, two for each block of 128 weights
 
-A step computes the new moments in float32, updates the weight with them, and only then rounds them. Rounding is
-stochastic: a value is rounded up or down at random, so that the mean result is the value itself. Rounding to nearest
+A step updates the weights with the new moments in float32, and only then rounds the moments to their format. Rounding
+is stochastic: a moment is rounded up or down at random, so that its expected value does not change. Rounding to nearest
 would lose small changes: with the decay rate 0.999, for example, exp_avg_sq would never decay.
 
-In int8, the weights of a matrix row form blocks of up to `BLOCK` consecutive weights. For each moment, a block has a
-scale: the largest magnitude of this moment in the block. A code c stands for:
+In int8, each matrix row is divided into blocks of up to `BLOCK` consecutive weights. For each moment, a block has a
+scale, the largest magnitude of the moment in the block. An integer code c stands for this value of the moment:
 
     exp_avg       sign(c) * (|c| / 127)^4 * scale     c = -127 .. 127
     exp_avg_sq    (c / 255)^8 * scale                 c = 0 .. 255
 
-The values that codes stand for are closer together near 0: neighbouring values of exp_avg differ by about 3% of the
-scale near the largest value, and by about 0.02% of the scale near a thousandth of the scale. A positive exp_avg_sq gets
-at least the code 1, because an exp_avg_sq of 0 would make the update huge.
+Small moments are therefore stored in finer steps. A positive exp_avg_sq gets at least the code 1, because an exp_avg_sq
+of 0 would make the update huge.
 
-The random bits are a hash of (step, index of the parameter in its group, index of the weight in the whole parameter).
-Every rank holds whole matrix rows, so no block is divided between ranks. The result therefore does not depend on the
-number of ranks, and a resumed run rounds exactly like an uninterrupted one. Vectors (norms, biases) keep float32.
+The random bits are a hash of the step, the parameter and the index of the weight in the parameter. The result does not
+depend on the number of ranks, and a resumed run rounds exactly like an uninterrupted one. Vectors (norms, biases) keep
+float32.
 
 This file rounds in plain PyTorch. `padfree.optim.triton_adamw` rounds the same way in its kernel.
 """
@@ -51,8 +50,10 @@ MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
 class Rounding(NamedTuple):
-    """How int8 codes of a moment are decoded: code c stands for (c / most)^(2^squarings) times the scale, for c from 0
-    to `most`.
+    """The int8 format of one of AdamW's moments.
+
+    A code with a magnitude from 0 to `most` stands for (magnitude / most)^(2^squarings) times the scale. The scale is
+    the largest magnitude of the moment in a block of weights.
     """
 
     most: int
@@ -64,13 +65,12 @@ INT8 = {"exp_avg": Rounding(127, 2, torch.int8), "exp_avg_sq": Rounding(255, 3, 
 
 
 class RowRange(NamedTuple):
-    """The matrix rows of a parameter [..., C] that a rank holds.
+    """The rows that a rank holds of a parameter [..., C], viewed as one matrix [R, C].
 
-    From matrix row `first` on, the rank holds the first `inner` of every `outer` matrix rows. The rank's matrix row r
-    is therefore matrix row first + (r // inner) * outer + (r % inner) of the parameter.
-
-    For experts [E, out, in] that are sharded along `out`, the rank holds `inner` of the `outer` = out matrix rows of
-    each expert. If `inner` equals `outer`, the rank holds consecutive matrix rows.
+    The rank holds `inner` rows from row `first` on, another `inner` rows from row `first + outer` on, and so on. For
+    example, 2 experts [2, 6, C] are a matrix of 12 rows. If each expert's 6 rows are sharded over 3 ranks, the second
+    rank holds the rows 2, 3, 8 and 9: `first` = 2, `inner` = 2, `outer` = 6. The rows are consecutive if `inner` equals
+    `outer`.
     """
 
     first: int
@@ -78,10 +78,7 @@ class RowRange(NamedTuple):
     outer: int
 
     def after(self, rows: int) -> RowRange:
-        """Return the matrix rows of this rank without the first `rows` of them.
-
-        `rows` must be 0 if the rank's matrix rows are not consecutive in the parameter (`inner` < `outer`).
-        """
+        """Return this range without its first `rows` rows. `rows` must be 0 if the range is not consecutive."""
         assert rows == 0 or self.inner == self.outer
         return self._replace(first=self.first + rows)
 
@@ -103,7 +100,7 @@ def state_bytes(state: StateFormat, numbers: int, columns: int) -> int:
 def new_state(parameter: Tensor, state: StateFormat) -> dict[str, Tensor]:
     """Return the optimizer state of a parameter before its first step: the step counter and all moments are 0.
 
-    If `state` is "float32", the moments have the dtype of the parameter, which is float64 in a float64 model.
+    For the format "float32", the moments have the parameter's dtype, so that a float64 model has float64 moments.
     """
     made = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
     if state != "int8":
@@ -122,8 +119,9 @@ def rows_of(parameter: Tensor) -> RowRange:
 
 
 def row_range(shape: torch.Size, region: Region) -> RowRange:
-    """Return the matrix rows that a region (shard) of a parameter covers. Only the parameter's first two dimensions may
-    be sharded.
+    """Return the rows that a region (shard) covers of a parameter of this shape, viewed as one matrix [R, C].
+
+    Raises `UserError` if the parameter is sharded along its last dimension, or along a third or later one.
     """
     whole = [part.stop - part.start == size for part, size in zip(region, shape, strict=True)]
     if not all(whole[2:]) or not whole[-1]:

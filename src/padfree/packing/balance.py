@@ -40,8 +40,8 @@ paired with cheap ones, and every pair exchanges samples once.
 """
 
 SHIFTS = 8
-"""In each round, `balance` exchanges samples between pairs of a costly and a cheap part (group of samples). If a round
-brings no improvement, the next round forms other pairs. After at most this many such rounds in a row, `balance` stops.
+"""`balance` exchanges samples between pairs of parts (groups of samples), in rounds. After a round without improvement,
+it forms other pairs. It stops at the latest after this number of successive rounds without improvement.
 """
 
 
@@ -66,7 +66,7 @@ def balance(
     if equal_count and k > len(cost):
         raise UserError(
             "k",
-            f"{k} parts of equal count need at least {k} samples, but there are {len(cost)}",
+            f"{k} parts with equal numbers of samples need at least {k} samples, but there are {len(cost)}",
             f"give at most {len(cost)}",
         )
     length = np.zeros(len(cost), np.int64)

@@ -411,7 +411,7 @@ def _packed_images(ranges: Sequence[Range]) -> PackedImages | None:
             raise UserError(
                 "images",
                 f"two images of a pack have the inputs ({', '.join(sorted(names))}) and ({', '.join(sorted(inputs))})",
-                "give each image pixel_values, and give all images the same inputs",
+                "give all images inputs with the same names, pixel_values among them",
             )
         for name in names:
             if inputs[name].shape[1:] != loaded[0][name].shape[1:]:

@@ -1,26 +1,21 @@
 """Plan a step in which several ranks share an expensive pack, and each pack of short samples runs on one rank.
 
-A wave is one micro-batch on every rank; all ranks run it at the same time. The width of a pack is the number of
-neighbouring ranks that share it. In this example with 8 ranks and 2 waves, two packs hold a single sample of 60k or 31k
-tokens, and [s] is a pack of short samples:
+A wave is one micro-batch on every rank; all ranks run it at the same time. The width of a pack or sample is the number
+of neighbouring ranks that share it. For example, in a wave of 8 ranks, ranks 0 to 3 may share a sample of 60k tokens
+(width 4), ranks 4 and 5 a sample of 31k tokens (width 2), and ranks 6 and 7 run one pack of short samples each
+(width 1). Each possible width divides the next larger one, so that packs of different widths fit side by side.
 
-                rank   0    1    2    3    4    5    6    7
-    wave 0             [ one sample of 60k    ][ 31k   ][ s ][ s ]    widths 4, 2, 1, 1
-    wave 1             [ s ][ s ][ s ][ s ][ s ][ s ][ s ][ s ]       width 1
-
-Each possible width divides the next larger one, so that packs of different widths fit side by side.
-
-1. Start with as few waves as the tokens need. The *level* is the target cost of one rank in one wave: the total cost,
-   divided by the number of ranks and the number of waves.
-2. Give each sample the smallest width at which the part of one rank has at most `max_tokens` tokens and costs at most
+1. Start with as few waves as the tokens need. Set the level (the intended cost of one rank in one wave) to the total
+   cost, divided by the number of ranks and the number of waves.
+2. Choose for each sample the smallest width at which one rank's part has at most `max_tokens` tokens and costs at most
    the level. If a sample is divided only because of its cost, each part has at least about `FEWEST_TOKENS` tokens.
-3. Fill the free tokens of wide packs with short samples, up to the level. Spread the other short samples evenly over
-   the ranks that wide packs leave free.
+3. Make a wide pack of each sample with a width above 1, and add short samples to it up to these limits. Spread the
+   other short samples evenly over the remaining ranks.
 4. Assign the packs to waves by falling cost per rank, so that packs of similar cost run at the same time.
 
-Steps 2 to 4 are repeated with a higher level (`RAISED`), at which wide packs become narrower, and then with more waves,
-until a plan is nearly even (`EVEN`) or `MORE_WAVES` waves were added. Of all plans found, the cheapest is used. Each
-wave has a fixed cost (`WAVE`), because the weights are gathered once per wave.
+Repeat steps 2 to 4 with higher levels (`RAISED`), which let fewer ranks share a sample, and then with up to
+`MORE_WAVES` more waves, until a plan is nearly even (`EVEN`). Of all plans found, the cheapest is used. Each wave adds
+a fixed cost (`WAVE`), because the weights are gathered once per wave.
 """
 
 from __future__ import annotations
@@ -36,8 +31,9 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""The level (target cost of one rank in one micro-batch) is multiplied by these factors, one after the other, until a
-plan is nearly even (`EVEN`). A higher level lets fewer ranks share a pack.
+"""A plan limits the cost of one rank's part of a sample to the mean cost of one rank in one micro-batch, times one of
+these factors. The factors are tried in turn until a plan is nearly even (`EVEN`). With a larger factor, fewer ranks
+share a sample.
 """
 
 MORE_WAVES = 6
@@ -174,10 +170,10 @@ def _widths(length: Indices, cost: Floats, max_tokens: int, sizes: Sequence[int]
 def _fill_wide(
     packs: Sequence[_SizedPack], narrow: Indices, length: Indices, cost: Floats, max_tokens: int, level: float
 ) -> Indices:
-    """Add short samples to packs that several ranks share, up to `max_tokens` tokens and the cost `level` per rank.
+    """Add short samples (indices `narrow`) to packs that several ranks share, the costliest sample that fits first.
 
-    The costliest short sample that fits is added first. `narrow` holds the indices of the short samples. Returns the
-    indices of the short samples that were not added.
+    A pack holds at most `max_tokens` tokens per rank and costs at most `level` per rank. Returns the indices of the
+    short samples that were not added.
     """
     order = narrow[np.argsort(cost[narrow], kind="stable")]
     costs, waiting = cost[order].tolist(), order.tolist()

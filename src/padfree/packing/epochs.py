@@ -30,9 +30,7 @@ from padfree.arrays import SPLITMIX64, splitmix64
 from padfree.packing.fill import Indices
 
 PART_SEED = 0x9E3779B97F4A7C15
-"""The samples of a part of a source are shuffled with the seed XOR this number. With the seed itself, their order could
-equal the order in which an epoch is shuffled.
-"""
+"""XORed with the seed to shuffle the samples inside a `SourcePart`: their order must differ from that of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,14 +46,14 @@ class SourcePart:
 
 
 class EpochOrder:
-    """The samples that each epoch shows, in order. The source consists of the `parts`, one after the other."""
+    """The order of the samples in each epoch. Samples are numbered through all `parts`, in order."""
 
     def __init__(self, parts: Sequence[SourcePart], *, shuffle: bool, seed: int) -> None:
         self.parts, self.shuffle, self.seed = tuple(parts), shuffle, seed
         self._inside: dict[int, Indices] = {}  # by number of the part: the order of its samples
 
     def start(self, epoch: int) -> int:
-        """Return how many samples the epochs before `epoch` show in total."""
+        """Return the total number of samples in all epochs before `epoch`."""
         return sum(part.shown(epoch) for part in self.parts)
 
     def epoch_at(self, position: int) -> int:

@@ -1,20 +1,11 @@
 """Pack samples into few bins by best-fit decreasing. No bin exceeds its capacity in tokens.
 
-    lengths   5 3 5 2 2 7     capacity 8
-    histogram 7:1  5:2  3:1  2:2        length:number of samples
-    bins      7 | 5 3 | 5 2 | 2          ->  sample indices [5] [0 1] [2 3] [4]
+Best-fit decreasing places the longest sample first, and each sample into the fullest bin where it fits. For example,
+samples of lengths 5 3 5 2 2 7 are packed into bins of capacity 8 as 7 | 5 3 | 5 2 | 2.
 
-Best-fit decreasing places the longest sample first, and each sample into the fullest bin where it fits. Samples of
-equal length are interchangeable, and so are bins with the same number of free tokens. The algorithm therefore works on
-the histogram of lengths: "put 12,000 samples of length 300 into bins with 650 free tokens, two each" is one step. The
-number of steps depends on the number of distinct lengths: 10 million samples take hardly more steps than 1 million.
-
-Afterwards numpy finds the bin of each sample. Bins with the same number of free tokens wait in a queue. A step takes
-bins from the front of one queue, adds the same number of samples to each, and appends the bins to the queue for their
-remaining free tokens. Each sample's bin is followed back from queue to queue. The index that the bin had in the queue
-of empty bins is the number of the bin.
-
-The result has as many bins, with the same free tokens, as best-fit decreasing on single samples.
+The algorithm works on the histogram of lengths: "put 12,000 samples of length 300 into bins with 650 free tokens, two
+each" is one step. The number of steps depends on the number of distinct lengths: 10 million samples take hardly more
+steps than 1 million. The bins are as many and as full as if the samples were placed one by one.
 """
 
 from __future__ import annotations
@@ -131,14 +122,10 @@ class _Step(NamedTuple):
 
 
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
-    """Return the steps of best-fit decreasing, and the total number of bins that joined each queue.
+    """Pack `counts[i]` samples of each length `values[i]`, longest first, by best-fit decreasing.
 
-    Bins with the same number of free tokens wait in one queue. Empty bins wait in the queue of `capacity` free tokens.
-    In a step, several bins of one queue take samples of one length.
-
-    `values` holds the distinct lengths, longest first, and `counts` the number of samples of each length. A bin takes
-    as many samples of one length as fit, because best fit always chooses the fullest bin, and the bin that took the
-    last sample is the fullest.
+    Bins with the same number of free tokens wait in one queue. Return the list of steps, and a dict from each number
+    of free tokens to the total number of bins that joined its queue.
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending
@@ -149,6 +136,7 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
         while count:
             index = bisect_left(free_sizes, length)
             free_tokens = free_sizes[index] if index < len(free_sizes) else capacity
+            # A bin that has taken a sample is the fullest, so best fit gives it the next sample too, if it fits.
             per_bin = min(free_tokens // length, count)
             num_bins = count // per_bin
             if free_tokens < capacity:
@@ -167,12 +155,9 @@ def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) ->
 
 
 def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
-    """Return the bin number of each sample. The samples are in the order of falling length.
+    """Return the bin number of each sample, for the samples from longest to shortest.
 
-    There is one queue of bins for each number of free tokens. Each step moves bins from one queue to another. `sizes`
-    holds how many bins joined each queue. The number of a bin is its index in the queue of empty bins. To find this
-    index, the function follows the bin backwards: from the step in which the bin took the sample, through the earlier
-    queues of the bin.
+    `steps` and `sizes` are the results of `_best_fit_decreasing`.
     """
     starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
     source = np.array([starts[step.free_tokens] + step.taken for step in steps], dtype=np.int64)
@@ -180,7 +165,8 @@ def _bin_of_each(steps: list[_Step], sizes: dict[int, int]) -> Indices:
     num_bins = np.array([step.num_bins for step in steps], dtype=np.int64)
     per_bin = np.array([step.per_bin for step in steps], dtype=np.int64)
 
-    # `origin` points from each place in a queue to the place where the bin was before. Bin i begins at index i.
+    # All queues are laid out one after the other, first that of the empty bins: bin i is at index i there. `origin`
+    # maps an index to the one where the bin was before, and after the loop to the number of the bin.
     used = concatenated_ranges(source, num_bins)
     origin = np.arange(sum(sizes.values()))
     origin[concatenated_ranges(target, num_bins)] = used

@@ -42,10 +42,9 @@ class SharingCost:
     node: float = 32.0
 
     def pays(self, model: CostModel, *, num_samples: int, begin: int, end: int, num_keys: int) -> bool:
-        """Return whether it saves time to compute the tokens [begin, end), which `num_samples` samples have in common,
-        only once.
+        """Return whether it saves time to compute the tokens [begin, end) of `num_samples` samples only once.
 
-        `num_keys`, the total number of tokens of these samples, is taken as the number of attention keys to copy.
+        Sharing makes attention copy about `num_keys` keys: the total number of tokens of these samples.
         """
         pairs = float(end) ** 2 - float(begin) ** 2
         saved = (num_samples - 1) * (model.linear * (end - begin) + model.quadratic * pairs)
@@ -104,9 +103,10 @@ class PrefixTree:
         return np.where(self.last >= 0, np.append(root, -1)[self.last], -1)
 
     def restricted(self, samples: NDArray[Any]) -> PrefixTree:
-        """Return the prefix tree of some of the samples. Sample i of the new tree is sample `samples[i]` of this tree.
+        """Return the prefix tree of the samples with the indices `samples`, in this order.
 
-        The new tree has the same shared prefixes. A node with a single remaining child is merged with this child.
+        These samples share the same tokens as before. A node at which they neither end nor diverge is merged with its
+        child.
         """
         through: dict[int, int] = {}  # node -> a sample whose path contains it
         last = self.last[np.asarray(samples, dtype=np.int64)].tolist()

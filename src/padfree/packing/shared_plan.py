@@ -46,13 +46,11 @@ def plan_shared_step(
 ) -> StepPlan:
     """Plan one step over n samples, so that tokens that samples share are computed once where this is cheaper.
 
-    Returns the plan, as `plan_step` does. `prefixes` is the prefix tree of the samples, and `lengths` [n] holds their
-    numbers of tokens. `max_tokens` limits the tokens that one rank computes in a micro-batch. `groups` [n]: samples
-    with equal entries stay in one pack. `added` [n]: costs in addition to those of the cost model, e.g. of images.
+    `prefixes` is the prefix tree of the samples, and `lengths` [n] holds their numbers of tokens. The other arguments
+    are those of `plan_step`.
 
-    `contexts`: the numbers of ranks that may share a pack, e.g. (1, 2, 4). A sample longer than `max_tokens` shares no
-    prefix and is divided over as many ranks as it needs. Without `groups`, a set of shorter samples that share a prefix
-    is divided into smaller sets if it does not fit on one rank.
+    With `groups`, the samples of a group stay in one pack. Without `groups`, samples that share a prefix may be divided
+    over several packs, each of which computes the prefix, and a sample longer than `max_tokens` shares nothing.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]

@@ -48,14 +48,13 @@ Otherwise, a plan whose micro-batches have different target costs is tried too.
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class StepPlan:
-    """The plan of one step, made by `plan_step`: `micro_batches[rank][j]` holds ascending sample indices.
+    """The plan of one step, made by `plan_step`.
 
-    Every rank runs J micro-batches. If `widths` is set, `widths[rank, j]` neighbouring ranks share the pack of
-    micro-batch j and list the same samples. Otherwise, a rank of the plan is a data rank: one process, or all context
-    ranks that share the same packs.
+    `micro_batches[rank][j]` are the indices, ascending, of the samples in the pack that a rank runs in micro-batch j.
+    Every rank runs the same number J of micro-batches. If the step has too few samples, some micro-batches are empty.
 
-    If there are fewer samples than micro-batches on all ranks, some micro-batches are empty arrays. Every rank still
-    runs the same number of backward passes.
+    Without `widths`, a rank of the plan is a data rank (one process, or all context ranks that always share packs).
+    With `widths`, a rank is one process: `widths[rank, j]` neighbouring ranks share a pack and list the same samples.
     """
 
     micro_batches: MicroBatches  # [ranks][J]
@@ -94,18 +93,16 @@ class StepPlan:
 
     @property
     def tokens(self) -> Indices:
-        """Return the number of tokens of the samples of each micro-batch, [ranks, J].
+        """Return the total length of the samples in each micro-batch, [ranks, micro-batches].
 
-        A pack that several ranks share is counted only for the first of them.
+        A pack that ranks share counts only for the first of them.
         """
         tokens = [[self.lengths[batch].sum() for batch in batches] for batches in self.micro_batches]
         return np.array(tokens, dtype=np.int64).reshape(self.ranks, self.num_micro_batches) * self.is_first
 
     @property
     def is_first(self) -> NDArray[np.bool_]:
-        """Return bools [ranks, J] that say whether a rank is the first (or only) one of the ranks that share its
-        pack.
-        """
+        """Return whether a rank is the first (or only) one that computes a pack, as bools [ranks, micro-batches]."""
         if self.widths is None:
             return np.ones((self.ranks, self.num_micro_batches), dtype=np.bool_)
         first: NDArray[np.bool_] = np.arange(self.ranks)[:, None] % self.widths == 0
@@ -375,16 +372,11 @@ def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatch
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """Return the target cost of the slots of each of J micro-batches, [J]. A slot is one rank's work in one
-    micro-batch.
+    """Return the target cost that each rank should have in each of J micro-batches, [J]. The targets are equal,
+    unless a single sample costs more.
 
-    The target of a micro-batch is at least the cost of the costliest sample that must run in it. If no single sample
-    costs more than an average slot, all targets are equal.
-
-    For example, 2 ranks run samples with costs 9 3 3 3 3 3 in 2 micro-batches. The total cost is 24, or 12 per rank.
-    The sample of cost 9 makes the first target 9 and leaves 3 for the second. The micro-batches are then [9 | 3 3 3]
-    and [3 | 3], in which | separates the two ranks. Together they cost 9 + 3 = 12. Nearly even slots, [9 | 3 3] and
-    [3 3 | 3], would cost 9 + 6 = 15.
+    For example, 2 ranks run samples with costs 9 3 3 3 3 3 in 2 micro-batches, so each rank has a total cost of 12. The
+    sample of cost 9 must run somewhere, so the targets are 9 and 12 - 9 = 3.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

@@ -139,9 +139,8 @@ class EpochReader(Generic[T]):
         self._next = []
 
     def restore(self, position: int, wanted: list[int]) -> list[tuple[int, T]]:
-        """Move to `position`, and read the samples at the earlier positions in `wanted` again.
-
-        Returns (position, sample) for each wanted position.
+        """Continue reading the source at `position`. Return (position, sample) for each of the earlier positions
+        in `wanted`.
         """
         if self.length is not None:
             self.position = position

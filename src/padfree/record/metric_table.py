@@ -33,7 +33,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
-    """Metrics that are written under the same `condition`, such as "RL with critic"."""
+    """Metrics that are written in the same cases, which the text `condition` describes."""
 
     title: str
     condition: str
@@ -61,7 +61,7 @@ STEP = MetricGroup(
             "RL with `loss.skip_zero_gradient=auto`: number of samples of the step that are not computed, because "
             "their advantages and therefore their gradients are 0; only if the loss has no KL, entropy or router term.",
         ),
-        Metric("skipped_tokens", "tokens", "Number of tokens of the skipped samples; `tokens` includes them."),
+        Metric("skipped_tokens", "tokens", "Number of tokens of `skipped_samples`, included in `tokens`."),
         Metric(
             "computed_tokens",
             "tokens",
@@ -255,18 +255,18 @@ TIMES = MetricGroup(
             "Time that it took to write the previous line of metrics to metrics.jsonl, the trackers and the progress "
             "output.",
         ),
-        Metric("seconds/evaluation", "s", "Time of evaluations since the previous line."),
+        Metric("seconds/evaluation", "s", "Time of evaluations since the previous update."),
         Metric(
             "seconds/checkpoint",
             "s",
-            "Time that training waited for checkpoints since the previous line.",
+            "Time that training waited for checkpoints since the previous update.",
         ),
-        Metric("seconds/other", "s", "Time since the previous update that no other `seconds/...` metric includes."),
+        Metric("seconds/other", "s", "Time between two updates, without the time in other `seconds/...` metrics."),
         Metric(
             "sampler_tokens_per_second",
             "tokens/s",
-            "Number of trained tokens of the responses divided by `seconds/sampling`; with `rollout.staleness`, the "
-            "rate that the sampler reports.",
+            "Number of trained response tokens of the batch, divided by `seconds/sampling`. With `rollout.staleness`: "
+            "`sampler/tokens_per_second`.",
         ),
     ),
 )
@@ -288,7 +288,7 @@ CRITIC = MetricGroup(
         Metric(
             "critic/clip_fraction",
             "share",
-            "With `critic.clip`: share of scored tokens whose loss is computed from the clipped value.",
+            "With `critic.clip`: share of tokens whose value loss is computed from the clipped value.",
         ),
         Metric("critic/gradient_norm", "norm", "Gradient norm of the critic before clipping."),
         Metric("critic/lr", "rate", "Learning rate of the critic."),
@@ -312,7 +312,7 @@ COLLECTION = MetricGroup(
         Metric(
             "groups_surplus",
             "groups",
-            "With `rollout.filter`: number of groups that have different rewards but were not needed for the batch.",
+            "With `rollout.filter`: number of groups with unequal rewards that the batch did not need.",
         ),
         Metric(
             "kept_ids",
@@ -355,8 +355,8 @@ COLLECTION = MetricGroup(
             "groups",
             "With `rollout.staleness`: number of groups dropped after a resume because they were too old.",
         ),
-        Metric("sampler/tokens_per_second", "tokens/s", "Sampling rate of rank 0."),
-        Metric("sampler/seconds", "s", "Servers: total time of the requests of rank 0."),
+        Metric("sampler/tokens_per_second", "tokens/s", "Tokens sampled per second for rank 0."),
+        Metric("sampler/seconds", "s", "Servers: time in which `sampler/tokens` were sampled."),
         Metric("sampler/tokens", "tokens", "Servers: number of tokens sampled for rank 0."),
         Metric("sampler/retried", "requests", "Servers: number of requests that were retried."),
         Metric(
@@ -423,8 +423,8 @@ EPISODES = MetricGroup(
         Metric(
             "agent/cuts",
             "calls",
-            "Number of calls that dropped or changed an earlier turn of their conversation. Such a call starts a new "
-            "sample.",
+            "Number of calls to the model in which the text of an earlier response has changed. Such a call starts a "
+            "new sample.",
         ),
         Metric(
             "agent/conversations",
@@ -450,7 +450,7 @@ EVALUATION = MetricGroup(
     "Evaluation",
     "Lines of evaluation.jsonl. With several held-out sources, each metric is also written as `eval/SOURCE/...`.",
     (
-        Metric("step", "steps", "Number of optimizer steps before the evaluation."),
+        Metric("step", "steps", "Number of optimizer steps of the evaluated model."),
         Metric("seconds/evaluation", "s", "Time of the evaluation."),
         Metric("eval/loss", "loss", "Mean loss over scored tokens, pairs or answers."),
         Metric("eval/perplexity", "perplexity", "SFT and distillation: exp of `eval/loss`."),
@@ -463,8 +463,8 @@ EVALUATION = MetricGroup(
         Metric(
             "eval/margin",
             "reward",
-            "DPO and reward models: `loss/margin` of the held-out data. KTO: `loss/desirable` minus "
-            "`loss/undesirable`.",
+            "DPO and reward models: mean score of chosen minus rejected answers. KTO: mean reward of desirable minus "
+            "undesirable answers.",
         ),
         Metric("eval/kl", "nats", "KTO: z₀, the KL estimate over all held-out answers."),
         Metric("eval/reward", "reward", "RL: mean reward of the responses."),

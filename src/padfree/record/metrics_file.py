@@ -31,7 +31,7 @@ class MetricsFile:
             self._keep_before(step)
 
     def _keep_before(self, step: int) -> None:
-        """Keep only the complete lines of steps before `step`, because a resumed run repeats `step` and later steps."""
+        """Drop the lines of `step` and later steps, which a resumed run writes again, and an incomplete last line."""
         kept = []
         if self.path.exists():
             try:

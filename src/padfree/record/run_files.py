@@ -29,11 +29,10 @@ class RunFiles:
 def open_run_files(
     config: Config, mesh: Mesh, *, step: int, evaluated: bool, resumed: Mapping[str, Any] | None
 ) -> RunFiles:
-    """Open the files of a run that continues after `step` steps.
+    """Open the files for metrics, evaluations and events, and the trackers, of a run that has done `step` steps.
 
-    `evaluated`: whether the model after `step` steps was already evaluated.
-
-    `resumed`: fields of the resume event; None if the run does not resume a checkpoint.
+    `evaluated`: whether the model was evaluated after these steps. `resumed`: fields of the resume event; None if the
+    run does not resume a checkpoint.
     """
     folder, rank = Path(config.run.folder), mesh.loss.rank
     with writing(folder):

@@ -139,7 +139,11 @@ def _check_inputs(config: Config, folder: Path) -> None:
             continue
         read = Path(value).resolve()
         if read == resolved or resolved in read.parents:
-            raise UserError("run.folder", f"{folder} contains {setting} ({value})", "give a new or an empty folder")
+            raise UserError(
+                "run.folder",
+                f"{folder} contains an input of the run: {setting} ({value})",
+                "give a new or an empty folder",
+            )
         if setting == "data.path" and read in resolved.parents:
             raise UserError(
                 "run.folder",

@@ -1,19 +1,12 @@
-"""The interface between rollouts and the engines that sample them: token ids in, responses out.
+"""The interface between rollouts and the engines that sample responses: token ids in, responses out.
 
-    SamplingRequest   tokens 7 8      max_new_tokens 3     key 912…      one request per response
-    Response          tokens 5 6 0    logprobs -.1 -2.3 -.4     ended True      version 40      versions 40 40 41
-
-In this example, the weights changed while the response was sampled: `versions` is the policy version (number of
-optimizer steps) of the weights that sampled each token, and `version` is the oldest of them.
-
-A sampler first receives the weights of the policy, then requests. Rewards, groups, advantages and metrics are computed
-outside of the sampler, so they do not depend on the engine (`rollout.engine`).
-
-Requests for the same prompt are adjacent and have the same `prompt_key`, so that the sampler can prefill the prompt
-once for all of them.
+A sampler first receives the weights of the policy, then requests: one `SamplingRequest` for each `Response`. Requests
+for the same prompt are adjacent and have the same `prompt_key`, so that the sampler can prefill the prompt once for all
+of them. Rewards, advantages and metrics are computed outside of the sampler, for all engines (`rollout.engine`) alike.
 
 An `AsyncSampler` keeps sampling while the policy is trained. A weight sync interrupts the responses in progress: their
-tokens are kept, and the new weights continue them. Each token therefore has one policy version.
+tokens are kept, and the new weights continue the responses. A response therefore stores for each token the policy
+version (number of optimizer steps) of the weights that sampled it.
 """
 
 from __future__ import annotations

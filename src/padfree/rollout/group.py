@@ -220,7 +220,7 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
     if settings.routing == "replay" and any(leaf.routes is None for one in played for leaf in one.leaves):
         raise UserError(
             "rollout.routing",
-            f", but rollout.engine={settings.engine} returned a response without the experts of its tokens",
+            f"needs the experts of each token, but rollout.engine={settings.engine} returned a response without them",
             "set rollout.routing=recompute",
             "replay",
         )

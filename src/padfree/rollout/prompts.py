@@ -10,9 +10,9 @@ the text of the prompt is used unchanged. A prompt may show images (`padfree.dat
 `Prompt.row` keeps all columns of the row, because the reward may need them. A column that is mapped to a field is
 stored under both names, such as `question` and `prompt` above.
 
-If a prompt and its longest response exceed `max_length`, the setting `overlong` decides. With "truncate", the response
-may only have the tokens that the prompt leaves; a prompt that leaves none is dropped. With "drop", the prompt is
-dropped. With "error", the run ends.
+If the prompt tokens plus `max_new_tokens` exceed `max_length`, the setting `overlong` decides. "drop" drops the prompt,
+and "error" ends the run. "truncate" lowers `max_new_tokens` for this prompt, and drops a prompt that itself fills
+`max_length`.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ class _Reader:
         return found
 
     def _shown(self, asked: str | Conversation, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
-        """Return the text of a prompt and its images. In the text, each image is replaced by its placeholder tokens.
+        """Read the images of a prompt. Return the text with placeholders for the images, and the images.
 
-        `folder`: the folder of relative image paths.
+        `folder`: relative image paths start from this folder.
         """
         if isinstance(asked, str):
             return Passage(pieces=(Piece(asked, False),)), ()
@@ -260,9 +260,9 @@ class _CollectedPrompts:
         if self._settings.overlong == "error":
             raise UserError(
                 "data.max_length",
-                f"{limit}, but {file}:{line} has {length} tokens, which leaves less than the {wanted} tokens of "
-                "rollout.max_new_tokens",
-                "set data.overlong=drop, or data.overlong=truncate to shorten responses",
+                f"{limit}, but the prompt {file}:{line} has {length} tokens, and its response may have {wanted} more "
+                "(rollout.max_new_tokens)",
+                "set data.overlong=drop, or data.overlong=truncate to limit the response",
             )
         left = limit - length if self._settings.overlong == "truncate" else 0
         note = SkippedRow(file=file, line=line, reason=reason)

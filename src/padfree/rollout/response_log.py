@@ -1,25 +1,20 @@
 """The response log: responses sampled since the last checkpoint, on disk, so that a resumed run can use them again.
 
-In this example, checkpoints are saved after steps 10 and 20, and each step trains on one batch:
+The steps of a resumed run train on the same responses as before, and give the same weights. Rewards are not stored, but
+computed again.
 
-    checkpoint       10                                20
-    training         |  11   12   13 ...               |  21 ...
-    response_log/    step-00000010.rank-00000.jsonl    step-00000020.rank-00000.jsonl
-                     batches 11 12 13 ...              batches 21 ...
+With every checkpoint, each rank starts a new file. After the checkpoint of step 10, for example, rank 0 writes to
+`response_log/step-00000010.rank-00000.jsonl`. When the checkpoint of step 20 is complete, this file is removed, unless
+it has responses for batches after that checkpoint.
 
-A new part of the log (one file per rank) starts with every checkpoint. When the checkpoint is complete, the earlier
-parts are removed, except parts with responses for batches after the checkpoint. A part has one line per response, or
-per set of responses that finished together. The first line describes the run at the start of the part:
+The first line of a file has the step, a fingerprint of the weights, and a digest of the settings. A run can reuse a log
+only if one of its files starts with the run's own step, weights and settings. The field `before` lists the earlier
+files that are still needed. Every other line has one response, or several that finished together:
 
     9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
 
-Each line starts with its checksum, so that a reader can skip a line that was cut off when the run was killed. A resumed
-run looks for the part whose first line has the step, weights and settings of the run. It reads this part, and the
-earlier and later parts of the same run. The next steps then train on the same responses as before, and give the same
-weights.
-
-Rewards are computed again, because they are not stored.
+Each line starts with a checksum. A line that was cut off when the run was killed is therefore recognised and skipped.
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ _Key = tuple[int, int, int]  # batch, number, and a checksum of the prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The step, the weights and the settings of a run where a part of the response log begins."""
+    """The state of a run when it starts a new log file: its step, weights and settings."""
 
     step: int
     weights: str  # a fingerprint
@@ -136,11 +131,10 @@ class ResponseLog:
         return len(self._index)
 
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
-        """Start the part of the log that follows a checkpoint.
+        """Start a new log file for a checkpoint. Call this before the state of the checkpoint is collected.
 
-        `origin`: step, weights and settings of the run at the checkpoint. `after`: the last batch that a run resumed
-        from the checkpoint does not need. `highest`: the newest batch whose responses have been requested. Call this
-        before the state of the checkpoint is collected.
+        `origin`: step, weights and settings of the run. `after`: the number of the last batch before the checkpoint.
+        `highest`: the number of the newest batch for which responses have been requested.
         """
         assert self._open is not None
         with self._lock:
@@ -150,9 +144,9 @@ class ResponseLog:
             self._start(origin, after=after)
 
     def drop(self, step: int) -> None:
-        """Remove the earlier log files that a run resumed from the complete checkpoint of step `step` does not need.
+        """Remove log files from before a complete checkpoint, except those with responses for batches after it.
 
-        Call this on one rank only.
+        `step`: the step of the checkpoint. Call this on one rank only.
         """
         covered = self._covered.get(step)
         if covered is None:
@@ -190,10 +184,9 @@ class ResponseLog:
             self._create()
 
     def _create(self) -> None:
-        """Open this rank's file of the current part of the log.
+        """Open this rank's log file for appending.
 
-        Append to an existing file if it begins at the same step, with the same weights and settings. Otherwise replace
-        the file.
+        Replace an existing file if its first line has another step, other weights or other settings than this run.
         """
         assert self._open is not None
         origin, path = self._open.origin, self._open.path
@@ -284,22 +277,16 @@ def _step_of(path: Path) -> int:
 
 
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
-    """Return the log files that a run resumed at `origin` can use, each with its first line, in the order of `files`.
+    """Return the log files that can be reused if a run resumes at `origin`, each with its first line.
 
-    The first line has the step, weights and settings of the run where the file begins. Under `before`, it lists the
-    step and weights of earlier files of the same run. If a file begins at `origin`, the result has all files with the
-    settings of `origin` that
-
-    - begin at `origin`,
-    - or are listed in a file that begins at `origin`,
-    - or list `origin`.
-
-    Otherwise the result is empty.
+    If no file starts at `origin` (with the same step, weights and settings), the result is empty. Otherwise, it also
+    contains the earlier and later files of the same run.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]
     if not own:
         return []
+    # The field `before` of a file lists the step and weights of earlier files of the same run.
     before = {(step, weights) for head in own for step, weights in head["before"]}
 
     def belongs(head: dict[str, Any]) -> bool:
@@ -365,7 +352,7 @@ def _checksum(tokens: Tokens) -> int:
 
 
 def _encoded(response: Response) -> dict[str, Any]:
-    """Return all fields of a response as JSON values. Arrays are encoded as bytes, so that no bit is lost."""
+    """Return all fields of a response as JSON values. The bytes of arrays are encoded in base64, without loss."""
     entry: dict[str, Any] = {}
     for item in fields(response):
         value = getattr(response, item.name)

@@ -1,18 +1,13 @@
-"""Compute rewards with a time limit: in the calling thread, in other threads, in processes, or by a model.
+"""Compute rewards with a reward function (`RewardWorkers`) or with a reward model (`score_by_model`).
 
-    workers.within(seconds, text, ...)    in the calling thread: rewards of single-turn episodes, without processes
-    await workers(text, row, ...)         in a new thread or, with `rollout.reward_processes`, in a process
-    RewardsLater                          returns None: the reward model scores all responses of a batch at its end
+- `workers.within(seconds, text, ...)` calls the reward function in the calling thread, with a time limit. The signal
+  SIGALRM interrupts a function that takes too long. A thread other than the main thread cannot use this signal.
+  There, the function runs in a new daemon thread, which is abandoned at the time limit.
+- `await workers(text, row, ...)` calls the reward function in another thread, without a time limit. With
+  `rollout.reward_processes`, it calls the function in a worker process, with a time limit. A worker process that hangs
+  or dies is replaced.
 
-A process (`data.reward_worker`) computes one reward at a time. A process that hangs or dies is replaced.
-
-A time limit in the calling thread:
-
-    called in the main thread    SIGALRM interrupts the function, e.g. while it sleeps or matches a regular expression
-    called in another thread     a new daemon thread runs the function, and is abandoned when the limit is exceeded
-
-In the main thread, the function is called directly and not in a new thread: libraries that grade answers set alarms
-(`signal.alarm`), which is possible in the main thread only. Such an alarm replaces the alarm of this module.
+A reward function may set alarms of its own in the main thread (`signal.alarm`). They replace the time limit.
 """
 
 from __future__ import annotations
@@ -212,6 +207,7 @@ def score_by_model(
 
 def call_within(seconds: float, message: str, function: Callable[..., Result], *args: Any) -> Result:
     """Return `function(*args)`. Raise a `UserError` with the text `message` if the call takes longer than `seconds`."""
+    # In the main thread, the function is not called in a new thread, so that it can set alarms of its own.
     if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
         return _with_alarm(seconds, message, function, *args)
     return _in_thread(seconds, message, function, *args)

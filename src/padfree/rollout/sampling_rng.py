@@ -34,9 +34,7 @@ The key of a sampled response has this value only with probability 2**-64.
 
 
 def response_keys(seed: int, batch: int, responses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the random keys [R] of R responses. `responses` [R]: the indices of the responses in training batch
-    `batch`.
-    """
+    """Return the random keys (sampling seeds) [R] of R responses. `responses` [R]: their indices in batch `batch`."""
     values = np.zeros(len(responses), np.uint64)
     for part in (np.uint64(seed), np.uint64(batch), responses.astype(np.uint64)):
         values = splitmix64(values ^ part)
@@ -90,21 +88,12 @@ its uniform random number is above 1 - RARE.
 
 
 def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tensor:
-    """Compute `(scores + gumbel_noise(keys, position, V)).argmax(1)`, [R] int64, for log-probabilities [R, V].
+    """Sample one token from each of R distributions: `(scores + gumbel_noise(keys, position, V)).argmax(1)`.
+
+    `scores` [R, V]: log-probabilities. The result is [R] int64.
 
     On a CPU, the noise of a large vocabulary would take longer than the model's forward pass. Therefore noise is
-    computed only for candidates, i.e. tokens with a large score or a large random number.
-
-    Each token has a uniform random number from a hash, and its noise is -log(-log(uniform)). A token is a candidate if
-    its uniform number is above 1 - RARE, or its score is above log(RARE / CANDIDATES). Hence for every other token:
-
-        noise <= -log(1 - uniform) <= -log(RARE)
-        score <= log(RARE / CANDIDATES)
-        score + noise <= -log(CANDIDATES)
-
-    If the sum of a candidate is above -log(CANDIDATES), the token with the largest sum is therefore a candidate.
-    Otherwise, in about one of exp(CANDIDATES) = 5e8 samples, the noise of all V tokens is computed. The result is
-    always exact.
+    computed only for candidates, i.e. tokens with a large score or a large random number. The result is still exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:
@@ -128,8 +117,9 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     sums = scores[responses, tokens] + _gumbel(_mixed_on_device(at_position[responses] ^ tokens))
     best, first = _largest(sums.numpy(), responses.numpy(), num_responses)
     sampled = torch.from_numpy(np.append(tokens.numpy(), 0)[first])
-    # If no candidate is above the bound, or a score is NaN, all tokens are compared. 1e-3 is far larger than the
-    # rounding of a sum.
+    # For every other token, noise <= -log(RARE) and score <= log(RARE / CANDIDATES): the sum is <= -log(CANDIDATES). If
+    # no candidate is above this bound (once in 5e8 samples), or a score is NaN, all tokens are compared. 1e-3 is far
+    # larger than the rounding of a sum.
     unsure = torch.from_numpy(~(best > 1e-3 - math.log(CANDIDATES)))
     if unsure.any():
         noise = gumbel_noise(keys[unsure], _select(position, unsure), vocabulary)

@@ -134,7 +134,7 @@ def checked_response(
         need(
             len(tokens) > 0 and response.is_whole(request.max_new_tokens),
             unfinished,
-            f"{fix}, with a stop token at the end unless the maximum is reached",
+            f"{fix}, with a stop token at the end unless the response has the maximum length",
         )
     assert isinstance(response, Response)
     return response

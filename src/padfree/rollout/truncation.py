@@ -119,12 +119,11 @@ def truncated_logits(
 
 
 def _searched_threshold(logits: Tensor, weights: Tensor, needed: Tensor) -> Tensor:
-    """Return for each of R tokens the largest logit threshold that keeps enough of the vocabulary, [R, 1].
+    """Return the largest thresholds [R, 1] at which the kept ids have a total weight of at least `needed` [R, 1].
 
-    A threshold keeps the ids whose logits are at or above the threshold. The `weights` [R, V] of the kept ids must add
-    up to at least `needed` [R, 1]. The threshold is found by bisection over int32 numbers that have the same order as
-    the float32 logits (`_ordered`).
+    An id is kept if its logit is not below the threshold of its row. `logits`, `weights` [R, V]: one value per id.
     """
+    # Bisection over int32 numbers that have the same order as the float32 logits.
     order = _ordered(logits)
     low, high = order.amin(1, keepdim=True).long(), order.amax(1, keepdim=True).long() + 1
     for _ in range(32):

@@ -1,8 +1,8 @@
 """Shard a model over processes.
 
-parallelize  adapters, recomputation, compilation and sharding, applied to a plain model from outside
-rules        which parameters are sharded over which mesh
-experts      expert parallelism: the rule, and the forward that sends tokens to their experts
+parallelize  prepares a Hugging Face model for training: adapters, recomputation, compilation, sharding
+rules        decides which parameters are sharded over which mesh
+experts      expert parallelism: sends tokens to the ranks of their experts
 fsdp         applies the rules with FSDP2
-norm         the gradient norm of parameters on different meshes
+norm         computes the gradient norm if parameters are on different meshes
 """

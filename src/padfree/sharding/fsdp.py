@@ -34,10 +34,9 @@ def shard_model(
 ) -> None:
     """Shard a model over all data and context ranks with FSDP2.
 
-    `rules` shard some parameters, such as those of experts, in another way. `recompute_experts`: whether backward
-    recomputes the activations of experts that are divided over ranks (expert parallelism). It is meant for layers whose
-    activations torch.compile recomputes: these experts are not in the compiled graph, so torch.compile cannot recompute
-    their activations.
+    `rules`: sharding rules for parameters that are sharded over another mesh. `recompute_experts`: with expert
+    parallelism, recompute the activations of experts in backward. This is needed if torch.compile recomputes the
+    layers, because such experts are not in the compiled graph.
     """
     lower = dtype != torch.float32
     # Inputs keep their dtype. Otherwise FSDP2 would round the token weights and log-probabilities of the batch.

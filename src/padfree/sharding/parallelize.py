@@ -1,28 +1,27 @@
 """Prepare a plain Hugging Face model for training with an ordered list of transformations.
 
-The columns are the transformation, what it does, and the setting or condition that decides whether it is applied:
+Each line has the name of a transformation, what it does, and the setting that turns it on:
 
-    attach          limits attention to the tokens of a sample     always
-    freeze          gives models or parts of them no gradients     model.freeze; models that are not trained
+    attach          limits attention to the tokens of a sample     (always on)
+    freeze          turns off the gradients of parameters          model.freeze (all parameters of a reference model)
     adapters        trains LoRA adapters instead of the weights    lora.rank
-    replay          replays the experts that the sampler chose     rollout.routing
+    replay          uses the experts that the sampler chose        rollout.routing
     exact           gives matmuls the same bits as in the sampler  rollout.exact
     float8          computes matmuls of linear layers in float8    parallel.linear, parallel.float8_products
     compile         compiles each layer separately                 parallel.compile, parallel.kernels
     checkpointing   recomputes activations of layers in backward   parallel.checkpointing
-    shard           shards each layer and the root with FSDP2      processes > 1, `offload`, or `reshard` in bfloat16
-    master weights  splits float32 weights: bfloat16 and the rest  otherwise, if training is in bfloat16
 
-Files keep the original parameter names. In bfloat16 training, trained weights and gradients are float32 between steps
-and bfloat16 in forward and backward. Frozen weights are bfloat16.
+At the end, FSDP2 shards the model. There are two options:
 
-- If `reshard` is True, the weights of a layer are gathered only while the layer computes.
-- If `offload` is True, weights, gradients and optimizer state are on the CPU. The weights of a layer are on the device
-  only while the layer computes.
+- With `reshard`, the weights of a layer are gathered only while the layer computes.
+- With `offload`, weights, gradients and optimizer state are on the CPU. The weights of a layer are on the device only
+  while the layer computes.
 
-FSDP2's root unit has the embeddings, the last norm and the head. `inside(model, function)` gathers these parameters
-while `function` runs, so that `function` can score hidden states. `function` may return tensors directly or in tuples,
-lists and dicts. FSDP2 does not find tensors in other objects.
+A single process uses FSDP2 only with `offload`, or with `reshard` in bfloat16. In bfloat16 without these options, it
+uses `padfree.optim.master_weights` instead.
+
+In bfloat16 training, trained weights and gradients are float32 between steps and bfloat16 in forward and backward.
+Frozen weights are bfloat16. Checkpoints keep the original parameter names.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def _compile(model: PreTrainedModel, backend: str, kept: str, operators: bool, e
 def _recompute(model: PreTrainedModel, mode: str, stretch: bool) -> None:
     """Recompute the activations of decoder layers in backward. `mode` is a value of `parallel.checkpointing`.
 
-    If the layers have different checkpointing levels, trained blocks of the vision tower get that of the first layer.
+    Trained blocks of the vision tower get the same checkpointing level as the first decoder layer.
     """
     layers = layers_of(model)
     mode = stretched(mode, len(layers)) if stretch else mode
@@ -188,7 +187,10 @@ def _keep_master_weights(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def inside(model: PreTrainedModel, function: Callable[..., Result], *args: Any) -> Result:
-    """Call `function(model, *args)` with the parameters of FSDP2's root unit (embeddings, last norm, head) gathered."""
+    """Call `function(model, *args)` while the embeddings, the last norm and the head are gathered (not sharded).
+
+    `function` may return tensors, or tuples, lists and dicts of tensors. FSDP2 does not find tensors in other objects.
+    """
     if not isinstance(model, FSDPModule):
         with compute_copies(model):
             return function(model, *args)

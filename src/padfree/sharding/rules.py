@@ -59,7 +59,7 @@ def shard_everything(mesh: DeviceMesh) -> Rule:
 
 
 def rules_by_module(model: nn.Module, rules: Sequence[Rule]) -> dict[nn.Module, Rule]:
-    """Return the sharding rule of each module that has parameters of its own: the first rule that applies to them."""
+    """Return, for each module with parameters of its own, the first of `rules` that applies to these parameters."""
     roles, found = roles_of(model), dict[nn.Module, Rule]()
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

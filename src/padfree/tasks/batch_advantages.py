@@ -167,7 +167,7 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
         cure = "give groups whose rewards differ, or set loss.advantage=reinforce++, which compares all samples"
     else:
         cure = "give rollouts whose rewards differ"
-    raise UserError("data.path", f"nothing can be learned from {path}: the file has only {name} {why}", cure)
+    raise UserError("data.path", f"nothing can be learned from {path}, because all rollouts are {name} {why}", cure)
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:

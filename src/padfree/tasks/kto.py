@@ -113,11 +113,10 @@ def _spliced(asked: Sample, end: int, answered: Sample, start: int, *, uid: int)
 
 
 def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) -> NDArray[np.int64] | None:
-    """Return the rotary positions [P, n] of the n tokens of one sample's prompt and another sample's answer.
+    """Return the rotary positions [P, n] of a prompt and the answer to another prompt, joined to n tokens (`_spliced`).
 
-    P is the number of position dimensions, e.g. 3 (time, height, width). The positions of the answer continue where the
-    prompt ends. This is possible because the prompt ends with text, whose tokens have the same position in all
-    dimensions. Return None if neither sample has `rotary_positions`.
+    P is the number of dimensions of a position, e.g. 3 (time, height, width). Return None if neither sample has
+    `rotary_positions`.
     """
     given = next((one.rotary_positions for one in (asked, answered) if one.rotary_positions is not None), None)
     if given is None:
@@ -128,6 +127,7 @@ def _spliced_positions(asked: Sample, end: int, answered: Sample, start: int) ->
         else one.rotary_positions
         for one in (asked, answered)
     )
+    # A prompt ends with text, whose tokens have the same position in all dimensions. The answer continues there.
     shift = before[:, end - 1 : end] - after[:, start - 1 : start]
     return np.concatenate([before[:, :end], after[:, start:] + shift], axis=1)
 

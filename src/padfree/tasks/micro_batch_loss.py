@@ -1,11 +1,9 @@
-"""The loss of one pack, from the hidden states of a model to a loss that can be differentiated.
+"""Compute the differentiable loss of one pack (samples laid end to end) with a model.
 
-    MicroBatchLoss(model, batch) -> LossOutput     the only part of a step that differs between tasks
-      TokenMicroBatchLoss   losses of tokens (SFT, policy losses), fused with the head if possible
-      other classes         losses of whole answers, each in the file of its task
+`MicroBatchLoss` is the base class. Its subclasses are the only part of a training step that differs between tasks:
+`TokenMicroBatchLoss` sums losses of tokens (SFT, policy losses). Losses of whole answers are in the file of their task.
 
-`Engine` plans a step, builds the packs, calls the loss once for each pack, and runs backward. `LocalBatch` holds the
-data of a pack.
+`Engine` plans a step, builds the packs (`LocalBatch`), calls the loss once for each pack, and runs backward.
 """
 
 from __future__ import annotations

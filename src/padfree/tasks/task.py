@@ -60,9 +60,9 @@ class Task(ABC):
         """Return the object that computes the metrics of held-out samples."""
 
     def prepare(self, samples: list[Sample], models: Models, loss: LossConfig) -> tuple[list[Sample], dict[str, float]]:
-        """Add values of `models` that the updates need, e.g. the reference's log-probabilities.
+        """Score samples with `models`. Return the samples with the scores that training needs, and metrics by name.
 
-        Return the samples with these values, and metrics by name.
+        An example of a score is the log-probability of each token under the reference model.
         """
         if models.reference is not None:
             samples = with_arrays(samples, ref_logprobs=models.reference(samples))
@@ -71,8 +71,8 @@ class Task(ABC):
     def waits_for_updates(self, loss: LossConfig, *, asks: bool) -> bool:
         """Return whether `prepare` can be called only after the updates of the previous batch are done.
 
-        An example is a task whose `prepare` runs the model in training. `asks`: whether the run has a reference model,
-        a teacher or a critic.
+        An example is a task whose `prepare` uses the weights that are being trained. `asks`: whether the run has a
+        reference model, a teacher or a critic.
         """
         return False
 

@@ -1,9 +1,8 @@
 """Tokenizers of a few hundred tokens, trained on demand, and chat templates of several kinds.
 
-chatml            a header, the message, an end token, a newline
-chatml_marked     the same text, with {% generation %} around the assistant's messages
-forgetful         drops the reasoning of earlier turns and trims white space: a rendered conversation does not begin
-                  with the text of its earlier turns
+chatml            writes each message as a header, the content, an end token and a newline
+chatml_marked     writes the same text, with {% generation %} around the assistant's messages
+forgetful         trims white space, and drops the reasoning from all messages but the last
 no_system         rejects a system message, and writes neither a generation prompt nor a header for the assistant
 """
 

@@ -255,10 +255,10 @@ class Picture:
 
 
 def picture(model: PreTrainedModel, number: int, *, rows: int = 2, columns: int = 2) -> Picture:
-    """Return random image `number`, the same at each call.
+    """Return an image of random pixels. Calls with equal arguments return equal images.
 
     Most models make `rows` x `columns` features of the image. For a model that divides images into tiles, the image has
-    `rows` tiles, and `columns` does not change its size.
+    `rows` tiles.
     """
     generator = np.random.default_rng([number, rows, columns])
     vision: Any = model.config.vision_config

@@ -80,8 +80,8 @@ PACK_KERNELS = {
     "mamba2": "flash-linear-attention",
     "short_convolution": "on any device",
 }
-"""The kinds of mixer (a recurrence or convolution) that can process a whole pack in one call, and the package that does
-this. "On any device": no package is needed."""
+"""The package with which a mixer (a recurrence or convolution) processes all samples of a pack in one call. The value
+"on any device" means that no package is needed. Mixers of other kinds process one sample at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

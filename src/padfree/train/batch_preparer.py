@@ -137,9 +137,9 @@ class BatchPreparer:
         return found if self.reference is None else {**found, "reference": self.reference.state_dict()}
 
     def models_to_save(self) -> dict[str, Any]:
-        """Return the parts of the reference model and of the critic that a checkpoint stores.
+        """Return a dict with what a checkpoint stores of two models, `reference` and `critic`.
 
-        The keys are `reference` and `critic`. The entry of a model that the run does not use is None.
+        The value of a model is None if the run does not use the model.
         """
         return {
             "reference": None if self.reference is None else self.reference.tensors_to_save(),
@@ -147,9 +147,9 @@ class BatchPreparer:
         }
 
     def models_to_load(self) -> dict[str, Any]:
-        """Return the objects into which a checkpoint's reference model and critic are loaded.
+        """Return a dict with the objects into which a checkpoint's models `reference` and `critic` are loaded.
 
-        The keys are `reference` and `critic`. The entry of a model that the run does not use is None.
+        The value of a model is None if the run does not use the model.
         """
         return {
             "reference": None if self.reference is None else self.reference.tensors(),

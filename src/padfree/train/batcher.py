@@ -1,20 +1,10 @@
 """The batches of a run: data rows (SFT) or groups of rollouts (RL), in the order in which training takes them.
 
-A data row can give several samples, and a batch consists of whole rows. In this example, two data files (sources) have
-two rows each, and the four rows give seven samples:
-
-    source    a   a       b     b
-    row       0   1       2     3
-    samples   0   1 2 3   4 5   6
-
-    row_starts   0 1 4 6 7   index of the first sample of each row, then the number of all samples
-    parts        4 3         number of samples of each source
-    row_counts   2 2         number of rows of each source
-
-`batch.samples` counts rows, but a preference pair counts as two.
+A data row can give several samples, and a batch consists of whole rows. `batch.samples` is the number of rows in a
+batch (a preference pair counts as two rows) or, in RL, the maximum number of samples in a batch.
 
 `make_batcher` returns the batcher. Its batches are the same on every rank. `count_steps` computes the number of steps
-of a run before the run starts; it needs only the lengths of the samples.
+of a run from the lengths of the samples, before the run starts.
 """
 
 from __future__ import annotations
@@ -327,9 +317,9 @@ class SourceShare:
 def source_shares(
     data: DataConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, parts: Sequence[int]
 ) -> list[SourceShare]:
-    """Return the size of each of `data.sources` and its share of the tokens; an empty list without `data.sources`.
+    """Return the numbers of rows, samples and tokens of each of `data.sources`, and its share of the tokens.
 
-    `parts`: the number of samples of each source.
+    The list is empty without `data.sources`. `parts`: the number of samples of each source.
     """
     if not data.sources:
         return []

@@ -1,4 +1,4 @@
-"""Refuse data that a run cannot train on: token ids, lengths, and the columns that the loss needs."""
+"""Check the token ids and lengths of a run's samples, and the columns that its loss needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from padfree.tasks.reading import Samples, TrainingData
 from padfree.train.batcher import lengths_of, row_starts
 
 TABLE_MARGIN = 8
-"""A table of position embeddings may have up to this many entries more than `max_position_embeddings` (OPT's has 2)."""
+"""The maximum number of extra rows in a table of position embeddings, beyond `max_position_embeddings` (OPT: 2)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ class Critic:
         self._scorer = engine.scorer
 
     def add_advantages(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, float]]:
-        """Return copies of the samples with values, advantages and returns, and metrics of the values.
+        """Add values, advantages and returns to copies of the samples. Return the copies, and metrics.
 
         All ranks must call this."""
         values = self._scorer.values(samples)
@@ -80,11 +80,11 @@ class ValueMicroBatchLoss(MicroBatchLoss):
 
 
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
-    """Return copies of the samples that hold `values` (one array [n] per sample), and advantages and returns from GAE.
+    """Return copies of the samples with the arrays `values`, `advantages` and `returns`.
 
-    In GAE (generalised advantage estimation), the last scored token gets the reward of the sample. The return of a
-    token is its value plus its advantage. Returns use the advantages before these are whitened (scaled to mean 0 and
-    standard deviation 1, if the settings ask for it).
+    `values[i]` [n]: the critic's values of the n tokens of sample i. GAE (generalised advantage estimation) computes
+    the advantages and the returns (value + advantage). With `settings.whiten`, the advantages (not the returns) are
+    then scaled to mean 0 and standard deviation 1.
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):
@@ -113,9 +113,9 @@ def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings
 
 
 def explained_variance(samples: Sequence[Sample]) -> float:
-    """Return the explained variance of the critic over all scored tokens: 1 - Var(return - value) / Var(return).
+    """Return the critic's explained variance over all tokens in the loss: 1 - Var(return - value) / Var(return).
 
-    The result is 1 for a perfect critic, and 0 for a critic whose values are all equal.
+    The result is 1 for a perfect critic, and 0 if all values or all returns are equal.
     """
     scored = [sample.scored for sample in samples]
     values, returns = (

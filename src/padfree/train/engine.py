@@ -246,15 +246,13 @@ class Engine:
         return sums
 
     def _zero_gradients(self, prepared: PreparedStep) -> _Sums:
-        """Set the gradients of a batch to 0 without computing anything, because all of its samples are skipped.
+        """Set gradients to 0 without a backward pass, because all samples of the batch are skipped.
 
-        The optimizer updates only parameters that have a gradient, and decays their moments and weights even if the
-        gradient is 0. Therefore exactly those parameters that get a gradient in a backward pass also get a gradient of
-        0 here. Before the first backward pass of the run, a backward pass over one unscored token finds them.
+        Parameters that no backward pass reaches keep `grad=None`, so that the optimizer does not decay their weights.
         """
         assert prepared.skipped is not None
         zeros = torch.zeros(1 + len(self.settings.sources), dtype=torch.float64, device=self.mesh.device)
-        if self._with_gradients is None:
+        if self._with_gradients is None:  # no backward pass yet: one over an unscored token finds the parameters
             plan = self.packer.plan([UNSCORED])
             packs = self.packer.lay_out([UNSCORED], plan, [np.zeros(1, np.float32)])
             self.gradients(PreparedStep(samples=[UNSCORED], plan=plan, packs=packs))

@@ -67,10 +67,10 @@ class HeldOut:
         *,
         prepare: Callable[[], Sequence[Sample]] | None = None,
     ) -> None:
-        """`measure` computes sums over a pack (one micro-batch); the metrics are computed from the totals.
+        """`measure`: computes sums over a pack (one micro-batch), and metrics from the totals over all packs.
 
-        `prepare`, if given, is called before each evaluation. It returns the samples with the arrays that `measure`
-        needs, e.g. the reference's log-probabilities.
+        `prepare`: if given, is called before each evaluation. It returns the samples with arrays that `measure` needs,
+        e.g. the log-probabilities of the reference model.
         """
         self.scorer, self.measure, self.on_activity = scorer, measure, on_activity
         self.prepare = prepare or (lambda: samples)

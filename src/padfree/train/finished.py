@@ -105,8 +105,8 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
     """Raise a `UserError` if the run in the folder ended without a checkpoint, so that it cannot train further.
 
-    `raised_steps_only`: raise the error only if `run.steps` is larger than before. Callers that have not read the data
-    pass true, because they do not know yet whether the data has changed.
+    `raised_steps_only`: raise the error only if `run.steps` has become larger. Without this flag, call the function
+    only for a run that has something left to do (see `finished_step`).
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)

@@ -72,8 +72,8 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
     """Raise a `UserError` if a score is NaN or infinite. All ranks must pass the same scores.
 
-    `scores[i]` [n]: the scores of the n tokens of sample i. The error names `setting`, the setting of the
-    scored model, and `what`, the kind of score, e.g. "log-probability".
+    `scores[i]` [n]: a model's scores of the n tokens of sample i. `setting`: the setting that names the model. `what`:
+    the kind of score, e.g. "log-probability".
     """
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)
@@ -91,10 +91,10 @@ def check_metrics(found: Mapping[str, float], step: int) -> None:
     """Raise a `UserError` if a metric of the evaluation after `step` steps is not finite."""
     wrong = [name for name, value in found.items() if not math.isfinite(value)]
     if wrong:
-        more = f" (non-finite metrics: {len(wrong)})" if len(wrong) > 1 else ""
+        more = f" ({len(wrong)} metrics are not finite)" if len(wrong) > 1 else ""
         after = f" after {step} steps" if step else ""
         raise UserError(
             "eval",
-            f"{wrong[0]} is {found[wrong[0]]}{after}{more}",
+            f"the metric {wrong[0]} must be finite, but is {found[wrong[0]]}{after}{more}",
             "check the rows of eval.path, and the weights of the model",
         )

@@ -72,7 +72,7 @@ class Float8Layers:
         self._products = {linear: linear.float8_products for linears in self.layers.values() for linear in linears}
 
     def use(self, numbers: Collection[int]) -> None:
-        """Let the layers with these numbers multiply in float8, and all others in bfloat16."""
+        """Let layer i multiply in float8 if `numbers` contains i, else in bfloat16."""
         for number, linears in self.layers.items():
             for linear in linears:
                 use_float8(linear, self._products[linear] if number in numbers else ())
@@ -184,7 +184,7 @@ class Float8Budget:
 
     @property
     def bfloat16_layers(self) -> list[int]:
-        """The numbers of the layers that stay in bfloat16."""
+        """The indices of the layers that stay in bfloat16."""
         return [each.layer for each in self.distances or () if each.exceeds(self.budget)]
 
     def choose(self, prepared: PreparedStep) -> bool:

@@ -96,7 +96,7 @@ class GlobalBatch:
         return self.done * self.epochs // len(self.parts)
 
     def advance(self) -> None:
-        """Increase the number of updates made by one."""
+        """Add 1 to the number of updates made."""
         self.done += 1
 
     def samples_of(self, update: int) -> list[Sample]:
@@ -176,8 +176,8 @@ class GlobalBatch:
         if (len(parts), epochs) != (about["updates"], about["epochs"]):
             raise UserError(
                 "loss.epochs",
-                f"{epochs} with loss.mini_batches {mini_batches}, but the checkpoint was saved in the middle of a "
-                f"rollout batch, whose {about['epochs']} epochs have {about['updates']} updates in total",
+                f"{epochs} with loss.mini_batches={mini_batches}, but the checkpoint has an unfinished rollout batch, "
+                f"which began with loss.epochs={about['epochs']} ({about['updates']} updates)",
                 "resume with the earlier values of both settings until this batch is finished",
             )
         pieces = {

@@ -190,7 +190,7 @@ class Packer:
         return ((built(indices, width), indices) for indices, width in slots)
 
     def _image_costs(self, samples: Sequence[Sample]) -> NDArray[np.float64] | None:
-        """Return the cost of the images of each sample, or None if no sample has images."""
+        """Return the cost of encoding each sample's images, in the unit of `self.cost`; None without images."""
         if self.image_cost is None or not any(sample.images for sample in samples):
             return None
         return self.image_cost.of_samples(sample.images for sample in samples)

@@ -224,9 +224,9 @@ def with_asynchronous(config: Config, choice: WriteChoice) -> ResolvedAuto:
 def expected_asynchronous(
     config: Config, model: PreTrainedModel, *, processes: int, device_type: str
 ) -> ResolvedAuto | None:
-    """Return the choice for `checkpoint.asynchronous=auto` if all hosts have as much free memory as this one has now.
+    """Return the value of `checkpoint.asynchronous=auto`, as if all hosts had the free memory of this host.
 
-    Return None if the run has nothing to choose. `model`: on the meta device and without adapters.
+    Return None if the setting is not "auto", or if no checkpoints are saved. `model`: on the meta device, no adapters.
     """
     use = disk_use(config, model)
     if config.checkpoint.asynchronous != "auto" or not use.saves:
@@ -295,11 +295,10 @@ def _whole_graphs(parallel: ParallelConfig) -> bool:
 def _levels(
     config: Config, model: PreTrainedModel, memory: MemoryEstimate, device_memory: float, may_offload: bool
 ) -> tuple[LayerLevel, ...] | None:
-    """Return the checkpointing level of each layer with which a step fits the device and recomputes least.
+    """Choose a checkpointing level for each layer, so that a step fits the device and recomputes as little as possible.
 
-    Return None if no levels fit. `memory`: a memory estimate of the run, whose checkpointing levels do not matter.
-    `device_memory`: the memory of the device in bytes. `may_offload`: whether layers may offload activations to the
-    host.
+    Return None if no choice fits. `memory`: a memory estimate of the run; the levels in it are ignored.
+    `device_memory`: in bytes. `may_offload`: whether activations may be offloaded to the host.
     """
     levels = COMPILED if memory.compiled else PLAIN
     if not may_offload:
@@ -353,12 +352,10 @@ def _setting_of(levels: Sequence[LayerLevel]) -> str:
 def _candidates(
     parallel: ParallelConfig, may_offload: bool, by_layer: bool, processes: int, *, whole: bool
 ) -> Iterator[ParallelConfig]:
-    """Yield the settings to try for activation checkpointing and resharding, fastest first.
+    """Yield the values to try for `parallel.checkpointing` and `parallel.reshard`, fastest first.
 
-    `may_offload`: whether computing a layer takes longer than copying its activations to the host. `whole`: whether
-    each compiled layer is one graph, which offloading requires. `by_layer`: whether layers may have different
-    checkpointing levels. If so, the caller replaces "full" by one level per layer. Resharding is then tried last for a
-    single process, because it saves almost no memory there.
+    `may_offload`: whether offloading a layer's activations is fast enough. `whole`: whether each compiled layer is one
+    graph, as offloading requires. With `by_layer`, "full" means that the caller chooses a level for each layer.
     """
     ways: tuple[Checkpointing, ...] = FASTEST_FIRST
     if not may_offload or parallel.compile == "none" or not whole:
@@ -368,6 +365,7 @@ def _candidates(
     reshard = (False, True) if parallel.reshard == "auto" else (parallel.reshard,)
     tried = [(way, each) for way in ways for each in reshard]
     if by_layer:
+        # For one process, try resharding last: it saves almost no memory there.
         order: list[tuple[Checkpointing, bool]] = [("none", False), ("full", False), ("full", True)]
         if processes > 1:
             order = [("none", False), ("none", True), ("full", True)]

@@ -234,8 +234,8 @@ def check_made_with(
             before, now = changed[blamed[0]]
             raise UserError(
                 f"{blamed[0]}",
-                f"gives other samples than {before!r}, the value in {path}: now {sizes[1]}, before {sizes[0]}",
-                f"set it back, {start_over}",
+                f"gives other samples ({sizes[1]}) than the value {before!r} in {path} ({sizes[0]})",
+                f"restore the earlier value, {start_over}",
                 value=now,
             )
         raise UserError(

@@ -131,7 +131,7 @@ class RouterBalance:
 
     @torch.no_grad()
     def _choices(self, batch: LocalBatch) -> Tensor:
-        """Count, for each of R routers, how many times this rank's sample tokens chose each of E experts: [R, E]."""
+        """Return how often each of R routers chose each of E experts for this rank's tokens (no padding): [R, E]."""
         found, real = self._zeros(), _real_tokens(batch)
         experts = torch.arange(self.routers[0].num_experts, device=found.device)
         for number, _, choices in self.recorder.calls:
@@ -139,11 +139,9 @@ class RouterBalance:
         return found
 
     def _part(self, batch: LocalBatch) -> Tensor:
-        """Return what a micro-batch on this rank adds to E · Σ_e f_e · p_e, the loss without its coefficient.
+        """Return this micro-batch's term of the load-balancing loss, not yet multiplied by `loss.load_balancing`.
 
-        E: number of experts. f_e: how many times the routers choose expert e in the global batch. p_e: the sum of the
-        router probabilities of expert e over the tokens of `batch`. Both are divided by N, the number of sample tokens
-        in the global batch times the number of layers with experts.
+        The terms of all micro-batches and ranks add up to E · Σ_e f_e · p_e, as defined at the top of this file.
         """
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)

@@ -277,7 +277,7 @@ def evaluate(
 
 
 def _pair_reference(config: Config, reference: ReferenceModel | None) -> ReferenceModel | None:
-    """Return the reference if the loss or the evaluation needs its log-probabilities, else None."""
+    """Return the reference model if evaluations need it (as for DPO, but not for a KL term), else None."""
     return reference if config.loss.task.has_reference else None
 
 
@@ -352,11 +352,9 @@ def mesh_of(config: Config, device: torch.device) -> Mesh:
 
 
 def _memory_facts(config: Config, preflight_result: Preflight, processes: int) -> dict[str, Any]:
-    """Return arguments for `resolve_auto_on` that describe the data, for the memory estimate.
+    """Return facts about the data for the memory estimate, as keyword arguments of `resolve_auto_on`.
 
-    A run that generates rollouts needs the number of tokens of the longest prompt. Any other run needs the number of
-    tokens of the longest sample that one device holds, and how many keys attention copies per token if samples share
-    prefixes. All runs need the share of image tokens.
+    The docstring of `estimate_memory` explains these arguments.
     """
     samples = preflight_result.source.samples
     longest, shown = longest_of(samples), image_share(config.model, samples)

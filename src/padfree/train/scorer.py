@@ -1,13 +1,10 @@
-"""Scores of samples without gradients: log-probabilities, and the values and rewards of models with a scalar head.
+"""Compute log-probabilities, critic values and rewards of samples, under `torch.no_grad`.
 
-    samples of the global batch   3 samples, 9 tokens        every rank knows their lengths
-    packs of this rank            score -> [T/cp] -> [T]     packed as in a training step
-    result                        [9] all scores             an all-reduce gives every rank all scores, because a later
-                                                             step may assign a sample to another rank
+Samples are packed as in a training step. Every rank gets the results for all samples of the global batch, because a
+later step may assign a sample to another rank.
 
-T is the number of tokens of a pack (one micro-batch), and cp the number of context ranks, which share a pack. Entry j
-of a sample's array belongs to its token j, and is 0 if token j is not scored. The value of a token is the reward that
-the critic expects before it has seen this token.
+A sample of n tokens gets an array [n] of log-probabilities or values. Entry j belongs to token j, and is 0 if token j
+is not in the loss. The value of a token is the reward that the critic expects before it has seen this token.
 """
 
 from __future__ import annotations
@@ -57,10 +54,10 @@ def _image_cost(model: PreTrainedModel, cost: CostModel | None) -> TowerCost | N
 
 
 PackScores = Callable[[PreTrainedModel, LocalBatch], Tensor]
-"""Computes the scores [T/cp] of this rank's positions of a pack, 0 at positions without a label.
+"""Computes one score, e.g. a log-probability, for each of this rank's positions of a pack (one micro-batch).
 
-If samples share prefixes, the result is instead one score for each of the e predictions of this rank
-(`padfree.batch.Entries`).
+The score is 0 at a position without a label. If samples share prefixes, a position can have several labels. The result
+then has one score per label.
 """
 
 
@@ -100,10 +97,10 @@ class Scorer:
     def logprobs(
         self, samples: Sequence[Sample], temperature: float | None = None, *, replay: bool = True
     ) -> list[NDArray[np.float32]]:
-        """Return the log-probabilities [n] of each sample of n tokens, the same on every rank.
+        """Return log-probabilities on every rank: one array [n] per sample of n tokens.
 
-        `temperature`, if given, replaces the scorer's own. `replay=False` lets routers choose the experts, even if the
-        samples record the experts that the sampler used.
+        `temperature`, if given, replaces the constructor's. With `replay=False`, routers choose the experts, even if
+        the samples record the experts that the sampler used.
         """
         scores = partial(self._scores, self.temperature if temperature is None else temperature)
         return self._score_tokens(samples, scores, "log-probability", replay=replay)
@@ -160,7 +157,7 @@ class ScalarScorer(Scorer):
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """Return the values [n] of each sample's tokens, the same on every rank; 0 for a token that is not scored."""
+        """Return critic values on every rank: one array [n] per sample of n tokens, 0 for tokens not in the loss."""
         return self._score_tokens(samples, pack_scores, "value")
 
     @torch.no_grad()
@@ -184,10 +181,10 @@ class ScalarScorer(Scorer):
 
 
 def scored_tokens(batch: MicroBatch, starts: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices of the e tokens of a pack whose scores this rank computes, [e].
+    """Return the indices [e] of the tokens that this rank scores in a pack whose samples share prefixes.
 
-    An index counts the tokens of all samples of the global batch, one sample after the other. `starts`: the index of
-    each sample's first token. `indices`: the samples of the pack.
+    The indices refer to the concatenated samples of the global batch. `starts`: the index of each sample's first token.
+    `indices`: the samples of the pack.
     """
     entries, local = batch.packed.entries, batch.local.entries
     assert entries is not None

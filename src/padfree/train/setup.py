@@ -46,7 +46,7 @@ from padfree.train.vocabulary import unique_name
 
 
 def check_placement(config: Config, device_type: str) -> None:
-    """Raise an error if settings need a GPU, or if adapters would be exported for a model without stored weights."""
+    """Raise a `UserError` for offloading on a CPU device, and for exporting adapters without stored base weights."""
     if config.parallel.offload and device_type == "cpu":
         raise UserError("parallel.offload", "true, but the device is already the CPU", "set parallel.offload=false")
     if uses_host(config.parallel.checkpointing) and device_type == "cpu":

@@ -55,10 +55,10 @@ def tree_of_row(batch: BatchConfig, samples: StoredSamples, row: int, cost: Cost
 def copied_keys(
     batch: BatchConfig, loss: LossConfig, rollout: RolloutConfig, samples: Samples, model: PreTrainedModel
 ) -> float:
-    """Return the number of keys that attention copies because samples share prefixes, per computed token.
+    """Return the number of keys that attention copies for shared prefixes, divided by the number of computed tokens.
 
-    The result is the maximum over at most `MOST_ROWS` data rows. The function examines the rows that probably copy the
-    most keys: those in which all samples together have the most tokens relative to the longest sample.
+    Samples of one data row can share prefixes. The result is the maximum over at most `MOST_ROWS` rows. It is 0 if
+    nothing is shared.
     """
     several = rows_with_several(batch, loss, rollout, samples)
     if not len(several) or sharing_obstacle(model) is not None:
@@ -66,6 +66,7 @@ def copied_keys(
     assert isinstance(samples, StoredSamples)
     starts = samples.row_starts[:-1]
     tokens, longest = np.add.reduceat(samples.lengths, starts), np.maximum.reduceat(samples.lengths, starts)
+    # Begin with the rows that probably copy the most keys: many tokens in total, relative to the longest sample.
     order = np.argsort(-(tokens / np.maximum(longest, 1))[several], kind="stable")
     cost = run_cost(batch, model)
     trees = [tree_of_row(batch, samples, row, cost) for row in several[order[:MOST_ROWS]].tolist()]

@@ -1,11 +1,7 @@
-"""Start a run: mark its folder, load its checkpoint, open its files, and create its `Trainer`.
+"""Start a run: create its folder, load its newest checkpoint, open its output files, and create its `Trainer`.
 
-`begin_run` does this, in this order:
-
-    record     the settings, model and data that checkpoints store; checked to be the same on all ranks
-    restore    weights, optimizer, position in the data and random state, from the newest checkpoint
-    files      metrics.jsonl, evaluation.jsonl, events.jsonl, config.json, trackers
-    Trainer    at the step from which the run continues
+First, `begin_run` checks that all ranks have the same settings, model and data, and that the checkpoint is compatible
+with them.
 """
 
 from __future__ import annotations
@@ -184,8 +180,8 @@ def _restore(
 ) -> tuple[RunPosition, bool]:
     """Load a checkpoint. Return the run's position, and whether the run had evaluated the weights in the checkpoint.
 
-    `changed`: the settings that differ from the checkpoint's. If a setting of the section `[eval]` is among them, the
-    returned position does not count the weights as evaluated. `images`: see `RunImages`.
+    `changed`: the settings that differ from the checkpoint's. If they include one of `[eval]`, `RunPosition.evaluated`
+    is None, so that the weights are evaluated again.
     """
     engine = batches.engine
     extra, rank_state = checkpointer.load(

@@ -31,14 +31,11 @@ from padfree.train.microbatch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedSamples:
-    """The number of samples that a step skips because their gradient is 0, and the number of their tokens.
-
-    `labels` counts only the tokens that would enter the loss.
-    """
+    """How many samples a step skips because their gradient is 0, and how many tokens these samples have."""
 
     samples: int = 0
-    tokens: int = 0
-    labels: int = 0
+    tokens: int = 0  # all tokens of the skipped samples
+    labels: int = 0  # only the tokens that would enter the loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,10 +107,10 @@ class PendingStep:
         after: PendingStep | None,
         compute_seconds: Callable[[], tuple[float, ...]] | None,
     ) -> None:
-        """`numbers`: the sums over all ranks that `Engine.begin` has computed, and the gradient norm.
+        """`numbers`: the loss, counts and statistics of the step, summed over all ranks, and the gradient norm.
 
-        `statistics`: the names of the statistics in `numbers`. `token_losses`: the losses of each pack of this rank.
-        `compute_seconds`: a function that returns the forward time of each data rank, if it is measured.
+        `statistics`: the names of the statistics. `token_losses`: the token losses of each pack of this rank.
+        `compute_seconds`: returns the forward seconds of each data rank; None: not measured.
         """
         self._prepared, self._token_losses, self._statistics = prepared, token_losses, statistics
         self._model, self._mesh, self._step = model, mesh, step

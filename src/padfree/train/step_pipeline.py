@@ -67,7 +67,7 @@ class StepPipeline:
         on_step: OnStep | None,
         times: BatchTimes | None = None,
     ) -> None:
-        """`times`: adds up the seconds of each phase of an RL run, to which the pipeline adds the seconds of logging.
+        """`times`: a timer of the phases of an RL run. This class adds the seconds of the phase "logging" to it.
 
         If `times` is None, `metrics.jsonl` has no `seconds/update`.
         """

@@ -293,10 +293,10 @@ class Trainer:
     # Updates
 
     def _prepare_next(self, batch: GlobalBatch) -> None:
-        """Prepare the next update while the device runs the current one, unless it needs the current one's result.
+        """Prepare the next update while the device runs the current update.
 
-        In RL, an update can depend on the previous one: the updated model may have to generate the responses of the
-        next batch, or to compute their old log-probabilities.
+        Do nothing if the next update depends on the result of the current update. In RL, for example, the updated model
+        may have to generate the responses of the next batch.
         """
         self._prepared = None
         if self.config.run.steps is not None and self.step + 1 >= self.config.run.steps:
@@ -399,7 +399,7 @@ class Trainer:
         self._report_write_choice()
 
     def _report_write_choice(self) -> None:
-        """Record and show whether checkpoints are written in the background, each time the choice changes."""
+        """Record and show the value chosen for `checkpoint.asynchronous=auto`, if it has changed."""
         choice = self.checkpointer.choice
         if choice is None or choice.background == self._background:
             return

@@ -1,15 +1,12 @@
 """Check that all models of a run use the same ids for the same tokens.
 
-    run          tokenizer of model.tokenizer, or of model.path      "cat" -> 17
-    other model  the tokenizer in the model's folder                 "cat" -> 17; any other id is refused
+The policy, the reference, the teacher and the critic all receive token ids of the run's tokenizer (`model.tokenizer`,
+by default the tokenizer in `model.path`). Each token of the run's tokenizer must therefore have the same id in the
+tokenizer that comes with each model. Additional tokens of a model do no harm. A reward model receives text, so it may
+have any tokenizer.
 
-The policy, the reference, the teacher and the critic all receive token ids of the run's tokenizer. Every token of this
-tokenizer must therefore have the same id in each model's own tokenizer, which may have more tokens. The check compares
-the vocabularies, including added tokens. It does not compare files, because the files of one vocabulary may differ. A
-reward model receives text, so it may have any tokenizer.
-
-If `model.tokenizer` names another tokenizer than the trained model's own, the model may lack some tokens. The run then
-trains the embeddings of these tokens.
+There is one exception: the tokenizer that comes with the trained model may lack tokens of `model.tokenizer`. The run
+then trains the embeddings of these tokens.
 """
 
 from __future__ import annotations
@@ -53,11 +50,11 @@ def check_vocabularies(model: ModelConfig, names: Mapping[str, str], tokenizer: 
 def compare_vocabularies(
     own: Mapping[str, int], other: Mapping[str, int], setting: str, name: str, own_name: str, *, may_lack: bool = False
 ) -> str | None:
-    """Raise an error if a token of the run's tokenizer is missing in a model's own tokenizer, or has another id there.
+    """Raise a `UserError` if a model's vocabulary lacks a token of the run's tokenizer, or gives it another id.
 
-    `own`, `own_name`: the vocabulary and the name of the run's tokenizer. `other`, `name`: the vocabulary and the name
-    of the model. `setting`: the setting that gives the model. `may_lack`: accept missing tokens if the model does not
-    use their ids for other tokens. The function then returns a note with their number, and otherwise None.
+    `own`, `own_name`: the vocabulary and name of the run's tokenizer. `other`, `name`: the vocabulary and name of the
+    model. `setting`: the setting that names the model. `may_lack`: if the model uses the ids of missing tokens for no
+    other tokens, return a note instead of raising the error.
     """
     if own.items() <= other.items():
         return None

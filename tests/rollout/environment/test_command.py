@@ -21,10 +21,11 @@ def test_placeholders_are_replaced_by_columns() -> None:
     [
         (
             "{qestion}",
-            r"rollout.agent: contains \{qestion\}, but d.jsonl:3 has question, .*; did you mean \{question\}\?",
+            r"rollout.agent: the placeholder \{qestion\} has no value, because d.jsonl:3 has only the columns "
+            r"question, .*; did you mean \{question\}\?",
         ),
-        ("x{xyz}", r"rollout.agent: contains \{xyz\}, but d.jsonl:3 has .*; name a column that every row has"),
-        ("{empty}", r"rollout.agent: contains \{empty\}, but d.jsonl:3 has no value in that column"),
+        ("x{xyz}", r"the placeholder \{xyz\} has no value, because d.jsonl:3 has .*; name a column that every row has"),
+        ("{empty}", r"the placeholder \{empty\} has no value, because d.jsonl:3 has null in this column"),
     ],
 )
 def test_a_column_that_a_row_does_not_have(argument: str, message: str) -> None:
@@ -34,7 +35,7 @@ def test_a_column_that_a_row_does_not_have(argument: str, message: str) -> None:
 
 def test_values_that_cannot_be_arguments() -> None:
     check_row(["agent", "{q}"], {"q": "x" * LONGEST_ARGUMENT}, "d.jsonl:1")
-    with pytest.raises(ValueError, match=r"has 131072 bytes in d.jsonl:1, but an argument can have at most"):
+    with pytest.raises(ValueError, match=r"is 131072 bytes long with the values of d.jsonl:1, but an argument can"):
         check_row(["agent", "{q}"], {"q": "x" * (LONGEST_ARGUMENT + 1)}, "d.jsonl:1")
     with pytest.raises(ValueError, match=r"null character in d.jsonl:1"):
         check_row(["agent", "{q}"], {"q": "a\0b"}, "d.jsonl:1")
@@ -78,6 +79,24 @@ RUN_AS_CODE = [
     ["sh", "-s"],
     ["python", "-"],
     ["env", "python3"],
+    # The argument before the column may be the value of an option, so that the column is the script.
+    ["node", "-r", "dotenv/config", "{file}"],
+    ["node", "-C", "development", "{file}"],
+    ["ruby", "-r", "json", "{file}"],
+    ["ruby", "-C", "/tmp", "{file}"],
+    ["php", "-c", "php.ini", "{file}"],
+    ["julia", "-p", "4", "{file}"],
+    ["lua", "-l", "json", "{file}"],
+    ["bash", "--rcfile", "./rc.sh", "{file}"],
+    ["timeout", "5", "perl", "-I", "./lib", "{file}"],
+    # Text such as -e... would be an option.
+    ["perl", "-e", "print @ARGV", "{question}"],
+    ["node", "-e", "ask(process.argv)", "{question}"],
+    ["lua", "-e", "x = 1", "{question}"],
+    ["sed", "s/x/y/", "{file}"],
+    ["pwsh", "-NoProfile", "-c", "agent", "{question}"],
+    ["cmd", "/c", "agent", "--text", "{question}"],
+    ["sqlite3", "my.db", "{question}"],
 ]
 SAFE = [
     ["python", "agent.py", "{question}"],
@@ -98,6 +117,14 @@ SAFE = [
     ["python", "-c", ""],
     ["node", "agent.js", "{question}"],
     ["sh", "-c", "agent {{question}}"],
+    ["node", "-e", "ask(process.argv)", "--", "{question}"],
+    ["node", "--import", "tsx", "agent.ts", "{question}"],
+    ["node", "--no-warnings", "--max-old-space-size=4096", "agent.js", "{question}"],
+    ["bash", "-eu", "-o", "pipefail", "run.sh", "{question}"],
+    ["ruby", "-w", "agent.rb", "{question}"],
+    ["Rscript", "agent.R", "{question}"],
+    ["pwsh", "-NoProfile", "-File", "agent.ps1", "{question}"],
+    ["nice", "-n", "5", "perl", "agent.pl", "-e", "{question}"],
 ]
 
 

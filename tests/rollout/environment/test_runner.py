@@ -75,6 +75,20 @@ def test_a_parent_that_continues_is_a_leaf() -> None:
     assert [text(leaf.tokens.tolist()) for leaf in played.leaves] == ["pa$b$", "pa$c$"]
 
 
+def test_a_sequence_that_a_branch_of_its_branch_continues_is_no_leaf() -> None:
+    async def episode(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        policy.add("t")
+        unused = policy.branch()
+        await unused.branch().generate()
+        await policy.branch().branch().generate()
+        return policy.trajectory(1.0)
+
+    draws = iter(["a$", "b$", "c$"])
+    (played,) = play(episode, lambda context, key: next(draws), prompt("p"))
+    assert [text(leaf.tokens.tolist()) for leaf in played.leaves] == ["pa$tb$", "pa$tc$"]
+
+
 def test_random_keys_depend_on_the_tree_and_not_on_speed() -> None:
     def episode(slow: str) -> Any:
         async def run(task: Prompt, policy: Policy) -> Trajectory:

@@ -155,7 +155,7 @@ def test_images_need_a_vision_language_model(tmp_path: Path) -> None:
         check_model(folder, samples, device="cpu")
     with refused("samples", "none of the 2 samples has an image"):
         check_model(folder, [samples[1], samples[1]], vision=True, device="cpu")
-    with refused("layers", "remove layers"):
+    with refused("layers", "omit this argument"):
         check_model(folder, samples, vision=True, layers=1, device="cpu")
 
 

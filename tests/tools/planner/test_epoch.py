@@ -93,8 +93,8 @@ def test_rows_have_the_longest_sample_among_them() -> None:
     ("shape", "message"),
     [
         ({"ranks": 0, "max_tokens": 8}, "--ranks: 0 is not a positive number; give 1 or more"),
-        ({"ranks": 4, "context": 3, "max_tokens": 8}, "--cp: 3 does not divide 4 ranks"),
-        ({"ranks": 4, "context": 2, "replicate": 4, "max_tokens": 8}, "--cp: 2 × 4 .* does not divide 4"),
+        ({"ranks": 4, "context": 3, "max_tokens": 8}, "--cp: 4 ranks cannot be divided into groups of 3"),
+        ({"ranks": 4, "context": 2, "replicate": 4, "max_tokens": 8}, "--cp: 4 ranks cannot .* groups of 2 × 4 "),
         ({"ranks": 4, "max_tokens": 0}, "--max-tokens: 0 is not a positive number; give 1 or more"),
     ],
 )

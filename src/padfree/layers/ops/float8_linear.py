@@ -1,33 +1,23 @@
 """Linear layers whose matmuls are computed in float8 (e4m3), with one scale per matrix row.
 
-    float8_linear    x [.., K], weight [N, K], bias [N] or None           -> y [.., N]
+`float8_linear` takes x [.., K], weight [N, K] and bias [N] or None, and returns y [.., N]. Each of its three matmuls
+can be computed in float8 (T is the number of tokens):
 
-A linear layer has three matmuls, and each can be computed in float8:
+    output             y  [T, N] = x  · weightᵀ     sums over K
+    input gradient     dx [T, K] = dy · weight      sums over N
+    weight gradient    dw [N, K] = dyᵀ · x          sums over T
 
-    output             y  [T, N] = x  · weightᵀ     scales of x by token, of the weight by output      summed over K
-    input gradient     dx [T, K] = dy · weight      scales of dy by token, of the weight by input      summed over N
-    weight gradient    dw [N, K] = dyᵀ · x          scales of dy by output, of x by input              summed over T
+A scale must be constant along the dimension that a matmul sums over. So a tensor that takes part in two matmuls is cast
+to float8 twice: once with a scale per row (`float8_rows`), and once with a scale per column (`float8_columns`).
 
-A scale must be constant along the dimension that a matmul sums over. A tensor that takes part in two matmuls is
-therefore cast twice: by rows and by columns.
+Scales are powers of two. Multiplication by a power of two is exact, so all devices give the same bits. A row with an
+infinite or NaN value gets the scale NaN.
 
-    float8_rows      x [R, K]                      -> q [R, K], scale [R, 1], largest [K]      x ≈ q · scale
-    float8_columns   x [R, K], largest [K], after  -> q [K, R'], scale [K, 1]                  xᵀ ≈ q · scale
-    float8_matmul    a [M, K], b [N, K], scales    -> a · bᵀ [M, N]
+Gradients also use e4m3, which is more precise than e5m2. They do not need the range of e5m2, because each row has its
+own scale.
 
-q is the float8 tensor. R' is the number of rows R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the
-added elements are 0. `largest` [K] is the largest absolute value in each column of x.
-
-`float8_columns` does not read its argument `after`, which is a tensor of the backward pass. The argument keeps the
-compiler from casting weights in forward already and storing them until backward.
-
-A scale is a power of two, and the largest value of a row divided by its scale fits into float8 (at most 448).
-Multiplication by a power of two is exact, so all devices give the same bits. A row with an infinite or NaN value gets
-the scale NaN.
-
-Gradients also use e4m3, because each row has its own scale: they do not need the range of e5m2, which is less precise.
-On a GPU the casts are Triton kernels and the matmul is `torch._scaled_mm`. On a CPU everything is plain torch, which is
-the reference.
+On a GPU, Triton kernels cast the tensors and `torch._scaled_mm` multiplies them. On a CPU, the reference in plain torch
+is used.
 """
 
 from __future__ import annotations
@@ -45,7 +35,7 @@ MATMUL = "padfree::float8_matmul"
 
 WITHOUT_SIGN, MANTISSA, EXPONENT_BITS = 0x7FFFFFFF, 0x7FFFFF, 23
 LARGEST_MANTISSA = 0x600000
-"""The mantissa bits of the largest float8 value (448 = 1.75 · 2⁸) as a float32."""
+"""The float32 mantissa bits of 448 = 1.75 · 2⁸, the largest float8 value."""
 LARGEST_EXPONENT = 127 + 127 + 8
 """The largest float8 value, 448, has the exponent 8. A float32 x gets the same exponent by multiplication with
 2^(8 - exponent of x). The biased exponent of this factor is `LARGEST_EXPONENT` minus the biased exponent of x.
@@ -68,6 +58,10 @@ torch.library.define(
 
 
 def float8_rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast x [R, K] to float8 with one scale per row. Returns q [R, K] and scale [R, 1], with x ≈ q · scale.
+
+    If `columns` is True, the third result is the largest |x| of each column, [K], as the bits of a float32.
+    """
     bits = magnitude_bits(x)
     multiplier, scale = factors(_largest(bits, 1)[:, None])
     largest = _largest(bits, 0) if columns else bits.new_empty(0)
@@ -75,6 +69,11 @@ def float8_rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def float8_columns(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast xᵀ of x [R, K] to float8 with one scale per row of xᵀ. Returns q [K, R'] and scale [K, 1].
+
+    R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added elements are 0. `largest` [K] is
+    the third result of `float8_rows`, or empty.
+    """
     if not largest.numel():
         largest = _largest(magnitude_bits(x), 0)
     multiplier, scale = factors(largest[:, None])
@@ -200,6 +199,7 @@ class _Float8Linear(torch.autograd.Function):
         dy_largest = weight_largest[:0]
         if needs_x and input_gradient:
             q, scale, dy_largest = ops.float8_rows(dy, needs_weight and weight_gradient)
+            # `dy` is not read. It only keeps the compiler from casting the weight already in the forward pass.
             weight_q, weight_scale = ops.float8_columns(weight, weight_largest, dy)
             dx = ops.float8_matmul(q, weight_q, scale, weight_scale, None, dy.dtype)
         elif needs_x:

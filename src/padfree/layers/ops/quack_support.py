@@ -12,7 +12,7 @@ from torch import Tensor
 from padfree.warning import PadfreeWarning
 
 OLDEST = (0, 6, 5)
-"""The oldest version of `quack-kernels` that the epilogues work with."""
+"""The oldest supported version of the package `quack-kernels`."""
 
 
 def is_supported(a: Tensor, b: Tensor) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 SUMMED_ROWS = 64
 SUMMED_COLUMNS = 32
 SHARED_MEMORY = 96 << 10
-"""The limit on the shared memory of a program, in bytes. It is low enough for smaller GPUs, too."""
+"""The maximum shared memory per thread block, in bytes. Small GPUs have this much, too."""
 
 
 class LaunchConfiguration(NamedTuple):
@@ -172,9 +172,7 @@ def _launch(width: int, configuration: LaunchConfiguration) -> dict[str, int]:
 
 @triton.jit
 def _offset(first, c: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr):
-    """Return the memory offsets [ROWS, CHUNK] of columns c · CHUNK to (c + 1) · CHUNK of the ROWS tokens from token
-    `first` on.
-    """
+    """Return offsets [ROWS, CHUNK] of the elements from row `first` and column c · CHUNK on, in a matrix [.., D]."""
     row = (first + tl.arange(0, ROWS)).to(tl.int64)
     return row[:, None] * D + (c * CHUNK + tl.arange(0, CHUNK))[None, :]
 

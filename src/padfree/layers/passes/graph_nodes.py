@@ -35,7 +35,7 @@ def only_user(node: Any) -> Any:
 
 
 def example(node: Any) -> Tensor | None:
-    """Return the fake tensor of a node in a graph before autograd, or None if the node's result is not a tensor."""
+    """Return the fake tensor of a node in a Dynamo graph, or None if the node's result is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
@@ -45,7 +45,7 @@ def same_sizes(left: Any, right: Any) -> bool:
 
 
 def is_plain_add(node: fx.Node) -> bool:
-    """Return whether a node of a graph after autograd adds two different tensors of the same dtype and shape."""
+    """Return whether an AOTAutograd node adds two different tensors of the same dtype and shape as the result."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(set(node.args)) != 2:
         return False
     total = node.meta["val"]
@@ -60,7 +60,7 @@ def replace(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
 
 
 def replace_before_autograd(graph: fx.Graph, old: fx.Node, new: fx.Node) -> None:
-    """Replace the node `old` by `new` in a graph before autograd, and copy the metadata of `old` to `new`."""
+    """Replace the node `old` of a Dynamo graph by `new`, and copy the metadata of `old` to `new`."""
     new.meta = dict(old.meta)
     replace(graph, old, new)
 

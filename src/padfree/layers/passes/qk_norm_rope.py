@@ -48,9 +48,8 @@ def qk_norm_rope_pass(graph: fx.Graph) -> int:
 
 
 def _match_rope(norm: RMSNorm, heads: Tensor) -> _Rope | None:
-    """Find the nodes of a RoPE that reads the transposed result [1, H, T, d] of `norm`.
-
-    Returns None if there is no RoPE, or if another node also reads the result of the norm.
+    """Return the graph nodes of the RoPE (rotary embedding) after `norm`. Returns None if there is no RoPE, or if
+    another node also reads the result of `norm`.
     """
     turned_heads: Any = only_user(norm.result)
     if not is_call(turned_heads, "transpose", users=3) or turned_heads.args[1:] != (1, 2):

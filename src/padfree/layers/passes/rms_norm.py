@@ -35,14 +35,14 @@ from padfree.layers.passes.graph_nodes import (
 
 RESHAPES = ("view", "reshape", "flatten")
 MAX_SUMMANDS = 3
-"""The number of gradients `dys` of the norm's output y that rms_norm_backward can add."""
+"""The maximum number of upstream gradients per rms_norm_backward, which adds them up."""
 
 
 # Before autograd
 
 
 class RMSNorm(NamedTuple):
-    """The graph nodes of one RMSNorm. x is [1, T, D], or [1, T, H, d] for a QK-norm."""
+    """The torch.fx nodes of one RMSNorm of x: [1, T, D], or [1, T, H, d] for a QK-norm."""
 
     x: fx.Node
     weight: fx.Node
@@ -51,7 +51,7 @@ class RMSNorm(NamedTuple):
 
 
 def rms_norm_pass(graph: fx.Graph, *, every: bool = False) -> int:
-    """Replace each RMSNorm before a matmul, or every RMSNorm if `every` is True. Returns the number of changes."""
+    """Replace RMSNorms before a matmul (or all, with `every`) by padfree's operators. Returns the number replaced."""
     count = 0
     for node in list(graph.nodes):
         norm = match_rms_norm(node)  # match inside the loop, because x may be the sum of a norm that was just replaced
@@ -127,7 +127,7 @@ def _reaches_matmul(node: fx.Node) -> bool:
 
 
 def _is_residual_add(x: fx.Node) -> bool:
-    """Return whether x, the input of an RMSNorm, is a sum of two hidden states that another node also reads."""
+    """Return whether an RMSNorm's input x is a sum of two hidden states, and another node also reads x."""
     if not is_call(x, operator.add, users=None) or len(x.users) < 2:
         return False
     total, *parts = (example(node) for node in (x, *x.args))

@@ -1,12 +1,11 @@
-"""Replace sums and means in a forward graph by operators for which the compiler generates no kernels.
+"""Replace sums and means in a layer's forward graph by operators that always call PyTorch's own kernels.
 
-The operators row_sum and row_mean (`padfree.layers.ops.row_sums`) always call PyTorch's own kernel. So the order of a
-sum does not differ from graph to graph. Example:
+The compiler may sum in a different order in each graph. PyTorch's kernels do not. Example:
 
     weights / weights.sum(-1)     becomes   weights / row_sum(weights, -1)
 
-`row_sums_pass` runs after autograd, and only with `rollout.exact`. It does not replace maxima and sums of integers,
-because their results do not depend on the order.
+`row_sums_pass` runs after autograd, and only with `rollout.exact`. It leaves out maxima, and sums of integers: their
+results do not depend on the order.
 """
 
 from __future__ import annotations

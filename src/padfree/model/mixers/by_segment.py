@@ -17,14 +17,10 @@ from torch import Tensor
 
 
 def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Apply `call` to every segment of a pack, in one call for all segments of the same length.
+    """Apply the function `call` to every segment of a pack. Segments of the same length form one batch.
 
-    `values` are tensors [t, ...] with one entry per token, t = sum(lengths). Returns [t, D'], where D' is the output
-    width.
-
-    `call` takes the values of n segments of L tokens, [n, L, ...] each, and returns [n, L, D']. If there are no tokens,
-    `call` gets one token of zeros and its result is multiplied by 0, because all ranks of a sharded model must use the
-    same parameters.
+    `values` are tensors [t, ...] for the t = sum(lengths) tokens. `call` takes a list of tensors [n, L, ...] for n
+    segments of L tokens, and returns [n, L, D]. Returns the results as [t, D], in the order of the tokens.
     """
     members: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):

@@ -39,9 +39,8 @@ def convolution(
 ) -> Tensor:
     """Apply a causal depthwise convolution along a pack. This function replaces transformers' `causal_conv1d_fn`.
 
-    `hidden_states` are [1, C, T] for C channels and T tokens, `weight` is [C, W] for W taps, and the result is [1, C,
-    T]. The segments of the pack come as the argument `segments` or, from code of transformers that has no such
-    argument, as `seq_idx`.
+    C is the number of channels, T the number of tokens and W the number of taps. Returns [1, C, T]. Some callers in
+    transformers pass the segments (samples of the pack) as `seq_idx` instead of `segments`.
     """
     segments = seq_idx if segments is None else segments
     assert segments is not None

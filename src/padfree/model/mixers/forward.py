@@ -203,10 +203,9 @@ def _check(module: nn.Module, arguments: dict[str, Any], context: AttnContext) -
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _moved(fast: VarlenKernel, module: nn.Module, state: MixerState, hidden: Tensor, context: AttnContext) -> Any:
-    """Run a mixer on a pack whose tokens are divided over context ranks.
+    """Run a mixer (a module that mixes tokens without attention) on a pack that is divided over context ranks.
 
-    Each rank receives some segments as a whole, runs the mixer on all of them in one call, and sends the results back
-    to the ranks that hold the tokens.
+    Each rank receives whole samples, runs the mixer on them in one call, and sends the results back.
     """
     states, lengths = to_whole_segments(hidden.squeeze(0), context)
     assert context.plan is not None
@@ -259,19 +258,15 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _on_whole_segments(call: Any, tokens: list[Tensor], context: AttnContext, order: Tensor | None) -> Tensor:
-    """Apply `call` to each segment (sample) of a pack as a whole, even if several ranks share the pack's tokens.
+    """Apply `call` to each segment (sample) of a pack separately, even if the pack is divided over context ranks.
 
-    A pack of T tokens is divided over `world` context ranks. Each tensor in `tokens` holds one value per token of this
-    rank, [T/world, ...]. Returns [T/world, D'] with zeros for padding tokens; D' is the output width.
-
-    `order` [T] is only given if the tokens of the pack are shuffled: index i of `tokens`, and of the result, belongs to
-    token order[i] of the pack before shuffling.
+    `tokens` and the result have one row per token of this rank. The rows of padding tokens are zero in the result.
     """
     segments = context.segments
     if context.layout is not None:
         moved = [to_whole_segments(values, context) for values in tokens]
         return from_whole_segments(by_segment(call, [values for values, _ in moved], moved[0][1]), context)
-    if order is not None:
+    if order is not None:  # the pack is not divided over ranks, but shuffled: row i belongs to token order[i]
         inverse = torch.argsort(order)
         tokens = [values.index_select(0, inverse) for values in tokens]
     lengths = segments.lengths[: segments.num_samples].tolist()

@@ -1,5 +1,6 @@
-"""The kind of all mixers (modules that mix tokens without attention) for which there is no other kind, such as RWKV's
-time shifts and RG-LRU. They run on each segment (sample) of a pack separately.
+"""The fallback kind, for mixers (modules that mix tokens without attention) that match no other kind, such as RG-LRU.
+
+These mixers run on each segment (sample) of a pack separately.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ def matches(module: nn.Module) -> bool:
 
 
 def _width(module: nn.Module) -> int:
-    """Return the largest dimension of the module's parameters, from which FLOPs and saved activations are estimated."""
+    """Return the largest size in the shapes of the module's parameters, a rough estimate of the module's width."""
     return max((max(parameter.shape) for parameter in module.parameters() if parameter.ndim), default=0)
 
 

@@ -1,10 +1,12 @@
 """Mamba: Jamba, Zamba, Falcon-Mamba.
 
-    S_t = exp(dt_t · A) ∘ S_{t-1} + dt_t · B_t x_tᵀ        y_t = S_tᵀ C_t + D · x_t         A and S are [channels, N]
+Each channel has a recurrent state S [N], where N is the state size:
 
-For token t, S_t is the recurrent state, x_t the input, y_t the output and dt_t the step size; B_t and C_t [N] are
-computed from the input. N is the state size per channel, and ∘ the elementwise product. A short convolution on x comes
-before the recurrence.
+    S_t = exp(dt_t · A) ∘ S_{t-1} + dt_t · x_t · B_t        y_t = S_tᵀ C_t + D · x_t
+
+For token t, the scalars x_t, y_t and dt_t are the channel's input, output and step size. B_t and C_t [N] are computed
+from the input, A [N] and the scalar D are weights of the channel, and ∘ is the elementwise product. A short convolution
+on x comes before the recurrence.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""`Mixer` says with which arguments a class of mixers is called.
+"""Describe mixers: modules that mix tokens without softmax attention, such as recurrences, convolutions and shifts.
 
-`MixerKind` says how a kind of mixer is recognised, how many FLOPs it takes and how many activations it saves.
-
-A mixer is a module that mixes tokens without softmax attention: a recurrence, a convolution, a shift.
-`padfree.model.mixers.find_mixers` finds the mixers of a model by the behaviour of modules in a small copy of the model.
-The kind of a mixer follows from its parameters and determines its cost. A mixer of an unknown kind runs segment by
-segment.
+`MixerKind` describes a kind of mixer, such as Mamba-2: how to recognise it and what it costs. `Mixer` describes one
+module class: its kind and the arguments of its forward. `padfree.model.mixers.find_mixers` finds the mixers of a model.
 """
 
 from __future__ import annotations
@@ -18,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 Carrier = Literal["attn_context", "attention_mask"]
-"""The argument by which a mixer gets the `AttnContext`. It is `attention_mask` if the layer or base model passes on the
-mask but drops other keyword arguments.
+"""The argument in which a mixer (a module that mixes tokens without attention) receives the `AttnContext`.
+
+It is `attention_mask` if the calling layer or the base model passes on the mask, but no other keyword arguments.
 """
 
 
@@ -55,8 +52,8 @@ class MixerKind:
     state_width: Callable[[nn.Module], int]
     """The number of values per token saved for backward, besides the inputs of linear layers."""
     functions: Callable[[torch.device], dict[str, Callable[..., Any]] | str] | None = None
-    """For a device, returns functions that respect segment boundaries. The keys are the names of the transformers
-    functions that they replace. Without functions for this device, returns the reason as a string.
+    """For a device, returns a dict of functions that respect segment (sample) boundaries. Each key is the name of the
+    transformers function to replace. If there are no functions for the device, returns the reason as a string.
     """
     dtypes: Callable[[torch.device], tuple[torch.dtype, ...]] = lambda device: (torch.float32,)
     """For a device, returns the dtypes of hidden states that `functions` support. Before `functions` are used, their

@@ -54,10 +54,10 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """Return a forward that runs mixers of this class on all segments (samples) of a pack at once.
+    """Return a forward function for a mixer class that processes all segments (samples) of a pack at once.
 
-    If there is no such forward, return the reason as a string. This function does not test the forward; `tested_kernel`
-    does.
+    A mixer is a module that mixes tokens without attention. If there is no such function for the class, return the
+    reason as a string. `tested_kernel` tests the function.
     """
     kind = KINDS[mixer.kind]
     if kind.functions is None:
@@ -146,7 +146,7 @@ class _Trial:
     def reason(self) -> str | None:
         """Return why the tested implementation of a mixer is wrong, or None if it passes the test.
 
-        The result is cached per process for each name, class, config and device.
+        The test runs once per process for each implementation, module class, config and device.
         """
         key = (self.name, qualified_name(type(self.module)), repr(self.config), self.device)
         if key not in _TRIALS:
@@ -192,7 +192,7 @@ class _Trial:
         return None
 
     def _copy(self) -> nn.Module:
-        """Return a mixer of the same class and sizes as the tested one, with random weights in float32."""
+        """Return a module of the same class and sizes as `self.module`, with random weights in float32."""
         module_class: Any = type(self.module)
         torch.manual_seed(0)
         with self.device:

@@ -38,7 +38,10 @@ STACKED = "deepstack_features"
 
 
 def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: LocalBatch) -> Tensor:
-    """Return the last hidden states [1, T, D] of an attached base model for a pack with or without images."""
+    """Run a vision-language base model with padfree's attention on a pack, and return its last hidden states [1, T, D].
+
+    The pack may have no images.
+    """
     inputs = replace(batch, images=None).model_inputs()
     inputs |= embedded(base, family, inputs.pop("input_ids")[0], batch.images)
     if batch.images is not None and family.rotary and batch.rotary_positions is None:
@@ -134,7 +137,8 @@ def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:
     if num_features != sum(images.counts) or counts != images.counts:
         raise UserError(
             "images",
-            f"have {', '.join(map(str, images.counts))} placeholder tokens (one number per image), but the tower gives "
-            f"{num_features} features for images with {', '.join(map(str, images.patches))} rows of pixel_values",
+            f"have {', '.join(map(str, images.counts))} placeholder tokens and "
+            f"{', '.join(map(str, images.patches))} rows of pixel_values (one number per image), but the vision tower "
+            f"gives {num_features} features in total instead of one for each placeholder token",
             "tokenise the samples with the processor of this model",
         )

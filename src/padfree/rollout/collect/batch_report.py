@@ -158,7 +158,9 @@ class BatchFiles:
     """The files `rollouts.jsonl` and `failures.jsonl` of the run folder."""
 
     def __init__(self, folder: Path, decode: Callable[[NDArray[Any]], str], *, writes: bool) -> None:
-        """`decode` returns the text of a prompt. `writes`: whether this rank writes the files."""
+        """`decode`: converts token ids to text. `writes`: whether this rank writes `rollouts.jsonl` and
+        `failures.jsonl`.
+        """
         self._responses, self._failures = ResponseExamples(folder / ROLLOUTS), ResponseExamples(folder / FAILURES)
         self._decode, self._writes = decode, writes
 

@@ -134,7 +134,7 @@ class Collector:
     # The queue
 
     def next(self, batcher: Batcher, trained: PreTrainedModel, step: int) -> tuple[int, list[Sample]] | None:
-        """Return the number and the samples of the next batch, or None after the last batch.
+        """Return the batch number and the samples of the next batch, or None after the last.
 
         `batcher` yields the groups of prompts of each batch. `trained`: the model whose weights sample the responses.
         `step`: the number of updates made so far.
@@ -390,12 +390,10 @@ class Collector:
                 return outcomes
 
     def _wait(self, queued: QueuedBatch) -> str | None:
-        """Wait until this rank has finished its episodes of the batch. Return an error message, or None.
-
-        Stop waiting early after an error, or if `sampler.stuck` says that no server has the current weights.
-        `sampler.stuck` is read without holding the lock `self._change`, to avoid a deadlock: a thread of the sampler
-        may hold the sampler's own lock while it waits for `self._change`.
+        """Wait until this rank has finished its episodes of the batch, an error occurs, or no server has the current
+        weights. Return the error message, or None.
         """
+        # Read `stuck` without the lock `self._change`: a sampler's thread may hold its own lock and wait for this one.
         while not self.sampler.stuck:
             with self._change:
                 self._on_sampling(len(queued.played), len(queued.played) + len(queued.missing))

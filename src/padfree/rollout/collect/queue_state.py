@@ -1,22 +1,17 @@
-"""Checkpoint state of the queued batches (`rollout.staleness` above 0), as a dict.
+"""Checkpoint state of the batches that are sampled ahead of training (`rollout.staleness` above 0), as a dict.
 
-The entry "queue" is a list of finished episodes and partial responses. A finished episode consists of leaves, the token
-sequences that become samples. All leaves and partial responses together have N tokens:
+The entry "queue" lists the finished episodes and the partial responses, without their arrays. The arrays of all token
+sequences are concatenated, N tokens in total:
 
-    "queue"            for each finished episode: batch number, episode number, failure, "leaves" (length, text, ...);
-                       for each partial response: batch number, episode number, "begun" (length, ...)
     "queue/tokens"     [N] token ids
     "queue/logprobs"   [N] log-probabilities
     "queue/versions"   [N] policy version that sampled each token; -1: the token was not sampled
-    "queue/routes"     [M, R, k] the k experts of each token in each of R layers, for the M tokens with recorded experts
-    "queue/counts"     [N] the length of each token's list of ids in `KeptSets`
-    "queue/ids"        [K] the lists of ids, concatenated: the ids from which truncated sampling drew each token
-    "queue/of"         the name of the environment; the episodes of another environment are not restored
+    "queue/routes"     [M, R, k] if recorded: k experts in each of R layers, for M of the tokens
+    "queue/counts"     [N] with truncated sampling (e.g. top-p): how many ids are stored for each token in "queue/ids"
+    "queue/ids"        [K] with truncated sampling: the ids from which each token was sampled, as in `KeptSets`
 
-"queue/routes" is absent if no experts were recorded; "queue/counts" and "queue/ids" are absent without truncated
-sampling.
-
-Unfinished episodes of an environment are not stored: the state of their tools cannot be saved.
+"queue/of" names the environment: a run with another environment does not restore the episodes. Unfinished episodes of
+an environment are not stored, because the state of their tools cannot be saved.
 """
 
 from __future__ import annotations

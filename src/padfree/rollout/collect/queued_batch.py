@@ -68,14 +68,11 @@ Stored = tuple[int, int, Played | Response]
 
 
 class QueuedBatch:
-    """A batch in the collector's queue: its groups of prompts, and the episodes that this rank plays for them.
+    """A batch that is being sampled: its groups of prompts, and the episodes that this rank plays for them.
 
-    `groups` holds the groups that the data gives the batch. They are followed by spare groups, with which
-    `rollout.filter` replaces groups whose rewards are all equal. The first `num_requested` groups have been requested
-    from the sampler.
-
-    Three attributes describe this rank's episodes: `missing` is the set of the numbers of unfinished episodes,
-    `partial` maps the number of an episode to its unfinished response, and `played` maps the number to the result.
+    The list `groups` begins with the groups that were read from the data for this batch. Spare groups follow: with
+    `rollout.filter`, they replace groups whose rewards are all equal. The first `num_requested` groups of the list have
+    been requested from the sampler.
     """
 
     def __init__(
@@ -91,9 +88,9 @@ class QueuedBatch:
     ) -> None:
         """Create the batch. No episode is requested from the sampler yet.
 
-        `own`: the groups that the data gives the batch. `version`: the policy version at which the batch is trained.
-        `prompts`: all prompts of the run. If `rollout.filter` is on, spare groups get prompts from this list, in a
-        random order that depends on `seed`. `cursor`: the position in the data before the batch.
+        `own`: the groups read from the data. `version`: the policy version at which the batch is trained. `cursor`: the
+        position in the data before the batch. `prompts`: all prompts of the run, from which `rollout.filter` takes
+        replacements for groups with equal rewards, in a random order that depends on `seed`.
         """
         self.batch, self.version, self.cursor, self._settings = batch, version, cursor, settings
         self.groups: list[RolloutGroup] = []
@@ -108,7 +105,7 @@ class QueuedBatch:
         self.plays: list[Play] = []  # episodes for `take` to play (staleness 0)
         self.missing: set[int] = set()  # numbers of the episodes that are not finished
         self.partial: dict[int, Response] = {}  # by episode number: the tokens of unfinished responses so far
-        self.played: dict[int, Played] = {}
+        self.played: dict[int, Played] = {}  # by episode number
 
     @property
     def requested(self) -> Sequence[RolloutGroup]:
@@ -169,10 +166,10 @@ class QueuedBatch:
         ]
 
     def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
-        """Return the groups to train on. Raise a `UserError` if no group is left.
+        """Return the groups to train on, at most as many as were read from the data for this batch.
 
-        Choose as many requested groups as the batch has without spare groups. With `rollout.filter`, prefer groups that
-        contain different rewards. Then leave out each chosen group that contains a failed episode.
+        With `rollout.filter`, groups whose rewards are not all equal are preferred. Groups with a failed episode are
+        left out and not replaced. Raise a `UserError` if no group is left.
         """
         order = list(range(self._wanted))
         if self._filtered:
@@ -251,11 +248,11 @@ class KnownEpisodes:
     """The episodes and responses in the checkpoint and in the response log, all sampled before the run was resumed."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """Start without the episodes of a checkpoint, which `restore` adds.
+        """Start with the response log only. `restore` adds the episodes of a checkpoint.
 
-        `oldest`: the maximum age of a token, i.e. the number of optimizer steps between the policy version that sampled
-        the token and the version at which it is trained. Groups with older tokens are dropped. `continues`: whether the
-        sampler can continue partial responses. If it cannot, partial responses in the log are ignored.
+        `oldest`: the maximum number of optimizer steps between sampling a token and training on it. Groups with older
+        tokens are dropped. `continues`: whether the sampler can continue partial responses. If it cannot, partial
+        responses in the log are ignored.
         """
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number
@@ -289,10 +286,8 @@ class KnownEpisodes:
         return found
 
     def take_counts(self) -> tuple[int, int]:
-        """Return two counts since the last call.
-
-        The counts are the number of groups dropped because a token was too old, and the number of responses that were
-        found in the response log.
+        """Return how many groups were dropped since the last call because their tokens were sampled too many steps ago,
+        and how many responses were taken from the response log.
         """
         counts = self._dropped, self._from_log
         self._dropped = self._from_log = 0

@@ -159,7 +159,7 @@ class ResponseWriter:
     # Rewards
 
     def _rewarding(self, play: Play, response: Response, reward_workers: RewardWorkers) -> Future[Played]:
-        """Start to compute a response's reward in a thread or a process. Return a future of the finished episode."""
+        """Compute a response's reward in a thread or process. Return a future of the episode with this reward."""
         if reward_workers.processes:
             return self._thread.submit(self._by_process(play, response, reward_workers))
         future: Future[Played] = Future()

@@ -1,24 +1,16 @@
 """Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
-In this example, rank 0 has sampled the samples a and b, and rank 1 has sampled c and d:
+All ranks know the lengths, masks, rewards and shared prefixes of all samples. From these, every rank computes the same
+plan, i.e. which rank trains on which samples. Only then are token ids and log-probabilities sent, to the ranks that
+train on them.
 
-    all ranks know    lengths, masks, rewards and shared prefixes of a b c d, but not their tokens
-    plan              b d train on rank 0, a c on rank 1; every rank computes the same plan, without the tokens
-    exchange          rank 0 sends a to rank 1, and rank 1 sends d to rank 0: token ids and log-probabilities, sent once
+Before that, every rank has a placeholder sample for each sample, with the same length, prompt, last token and images.
+The other tokens are placeholder ids, which are larger than all token ids. Samples of one rank that share a prefix also
+share it as placeholder samples. For example, the samples p q 5 6 0 and p q 5 7 have the prompt p q, and also share the
+token 5. With the placeholder id A, they become p q A A 0 and p q A 7.
 
-Before the exchange, every rank has a placeholder sample for each real sample. A placeholder sample has the length, the
-prompt, the last token and the shared prefixes of the real sample. Its other tokens are placeholder ids, which exceed
-all token ids. In this example, three samples share the prompt p q, and the first two also share the token 5. A and C
-are placeholder ids:
-
-    real samples           p q 5 6 0    p q 5 7    p q 8 9 0
-    placeholder samples    p q A A 0    p q A 7    p q C C 0
-
-Each rank finds the prefixes that its own samples share. Between samples of different ranks, the plan shares at most the
-prompt. Samples with different routes (`padfree.routes`: the experts of each token) do not share tokens.
-
-Placeholder samples have the real image tokens, and the images of the real sample. The bytes of an image are sent to
-every rank if the image is in no file.
+In the plan, samples of different ranks share at most the prompt. Samples with different routes (`padfree.routes`: the
+experts of each token) share no tokens. The bytes of an image that is in no file are sent to every rank.
 """
 
 from __future__ import annotations
@@ -46,8 +38,8 @@ NO_TOKEN = 1 << 40
 """Ids from this number on are placeholder ids, which replace tokens that only one rank knows. Token ids are smaller."""
 
 ROUTED = 1 << 41
-"""Multiples of this number are added to the prompt's token ids in placeholder samples: one multiple for each distinct
-set of routes (the experts of each token), so that samples with different routes share no prefix.
+"""The prompt's token ids in a placeholder sample (a sample without its real tokens) are shifted by a multiple of this
+number. Each set of routes (experts of each token) has its own multiple, so that different routes share no prefix.
 """
 
 Arrays = tuple[NDArray[Any], NDArray[np.float32], KeptSets | None, Routes | None]
@@ -146,15 +138,12 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 def placeholder_leaves(
     facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
 ) -> list[Leaf]:
-    """Make leaves (sequences that become samples) without the real tokens, from their descriptions `facts`.
+    """Make leaves (sequences that become samples) with placeholder ids instead of the tokens after the prompt.
 
-    Placeholder ids replace the tokens after the prompt. Leaves that share a prefix still share this prefix. `facts`
-    describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so far, so that no
-    placeholder id is used twice.
-
-    Two leaves must not share a prompt if its tokens have different routes (experts of each token) in the two leaves.
-    The ids of the prompt are therefore changed for each distinct set of routes. `routes` maps the digest of each set to
-    a number; this function adds new digests.
+    Leaves that share a prefix still share it. Leaves whose prompts have different routes (experts of each token) share
+    no tokens. `facts` describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so
+    far, so that no placeholder id is used twice. `routes` maps a digest of a prompt's routes to a number. This function
+    adds the digests that are missing.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -190,11 +179,10 @@ def placeholder_leaves(
 def known_to_all(
     groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
 ) -> tuple[dict[int, Played], dict[int, int]]:
-    """Return the episodes of all ranks for these groups, and the rank that played each episode, both by episode number.
+    """Return two dicts by episode number: the episodes of all ranks, and the rank that played each episode.
 
-    All ranks must call this function. The leaves (sequences that become samples) of the returned episodes have
-    placeholder ids instead of the real tokens. The leaves have no text either, except those of the first episode of the
-    first `num_shown` groups, which are written to `rollouts.jsonl`.
+    All ranks must call this function. The returned episodes have placeholder ids instead of the real tokens. They have
+    no text, except the first episode of each of the first `num_shown` groups, which is written to `rollouts.jsonl`.
     """
     own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
     for index, group in enumerate(groups):
@@ -294,8 +282,8 @@ class SampleStore:
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
         """Send each rank the samples of its packs.
 
-        `packs[data rank]`: for each pack of this data rank, an array of numbers. Number p stands for sample
-        `indices[p]` of the store.
+        `packs[d]` lists the packs of data rank d, each an array of positions in `indices`. These are indices of samples
+        in this store.
         """
         positions = [np.concatenate([np.zeros(0, np.int64), *each]) for each in packs]
         self.fetch([[indices[position] for position in positions[data].tolist()] for data in self._data_ranks])
@@ -332,13 +320,11 @@ def travelling(
     own: Mapping[int, Arrays],
     num_kept: Sequence[int] | None = None,
 ) -> list[Sample]:
-    """Give each sample access to its real tokens, which the rank that sampled it holds. Return the new samples.
+    """Return copies of the samples for which `arrived` and `whole` can fetch the real tokens. Collective.
 
-    The samples keep placeholder ids until their tokens are fetched. All ranks must call this function.
-
-    `owners[i]`: the rank that sampled sample i. `own`: the tokens and other arrays of the samples that this rank
-    sampled, by sample index. `num_kept[i]`: the total number of ids in the kept sets of sample i. A kept set holds the
-    ids from which a token was sampled.
+    Until then, the copies have placeholder ids. `owners[i]`: the rank that sampled sample i. `own`: the tokens and
+    other arrays of the samples that this rank sampled, by sample index. `num_kept[i]`: the total number of ids in the
+    kept sets of sample i (for each token, the ids from which it was sampled).
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
@@ -356,13 +342,11 @@ def travelling_samples(
     owners: Mapping[int, int],
     own: Mapping[int, Played],
 ) -> list[Sample]:
-    """Give each sample access to its real tokens, which the rank that sampled it holds. Return the new samples.
+    """Return copies of the samples for which `arrived` and `whole` can fetch the real tokens. Collective.
 
-    The samples keep placeholder ids until their tokens are fetched. All ranks must call this function.
-
-    `groups`: the groups of the samples, in the same order; each leaf (complete token sequence) of an episode has become
-    one sample. `owners`: the rank that played each episode, by episode number. `own`: the episodes that this rank
-    played, with their real tokens, by episode number.
+    Until then, the copies have placeholder ids. `groups`: the groups from which the samples were made, in order: one
+    sample per leaf (token sequence) of an episode. Two dicts have the episode number as key: `owners` has the rank that
+    played each episode, and `own` the episodes that this rank played, with their real tokens.
     """
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
@@ -392,7 +376,10 @@ def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64
 
 
 def whole(samples: Sequence[Sample]) -> list[Sample]:
-    """Return all samples with their real tokens, e.g. for a checkpoint. Collective if samples have placeholder ids."""
+    """Return all samples with their real tokens, e.g. for a checkpoint.
+
+    Collective for `TravellingSample`s, whose tokens may be on other ranks.
+    """
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if placeholders:
         placeholders[0].store.fetch_all([sample.index for sample in placeholders])
@@ -408,10 +395,9 @@ def _bytes_of(arrays: Arrays) -> NDArray[np.uint8]:
 
 
 def _arrays_of(received: NDArray[np.uint8], length: int, num_kept: int, kind: RouteKind | None) -> Arrays:
-    """Return the arrays of a sample of `length` tokens from the bytes `received` from another rank.
+    """Undo `_bytes_of` for a sample of `length` tokens with `num_kept` ids in its kept sets.
 
-    `num_kept`: the total number of ids in the kept sets of the sample (the ids from which each token was sampled).
-    `kind`: the shape for one token and the dtype of the routes (the experts of each token); None: no routes were sent.
+    `kind`: the routes array's shape per token and its dtype; None: the sample has no routes (experts of each token).
     """
     numbers = 2 * length + (length + num_kept if num_kept else 0)
     front, rest = np.split(received.copy(), [4 * numbers])

@@ -50,7 +50,7 @@ ASYNC_METHODS = (*METHODS, "begin", "renew", "stuck", "failure")
 
 
 def check_engine_name(name: str) -> None:
-    """Raise a `UserError` if the package of a user's engine cannot be found. Nothing is imported."""
+    """Raise a `UserError` if `name` is a user's sampling engine whose package cannot be found. Nothing is imported."""
     if is_path(name):
         USER_ENGINE.check(name)
 

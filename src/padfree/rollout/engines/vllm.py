@@ -97,7 +97,7 @@ class VllmServer(HttpServer):
         if served.returns_routes and not options["model_config"].get("enable_return_routed_experts"):
             raise UserError(
                 "rollout.routing",
-                f", but {self.url} does not return the experts of tokens",
+                f", but {self.url} does not return the experts that each token used",
                 "start the server with --enable-return-routed-experts, or set rollout.routing=recompute",
                 "replay",
             )
@@ -469,7 +469,7 @@ def _generate_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generated(choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Return the tokens and log-probabilities of `choice`, one response in an answer of the route `GENERATE`."""
+    """Return the tokens and log-probabilities of `choice`, one completion in a reply of the route `GENERATE`."""
     if not isinstance(choice["logprobs"], dict):
         raise IncompleteError("no log-probabilities")
     return checked_tokens(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])

@@ -162,10 +162,10 @@ def _engine_class() -> type[Any]:
 
 
 def process_tied(model: nn.Module) -> None:
-    """Repeat vLLM's processing after loading for heads and embeddings that share a weight.
+    """Run vLLM's `process_weights_after_loading` again for heads and embeddings that share a weight.
 
-    On the CPU, it updates the packed copy of the weight that each of these modules has. Otherwise, a copy could keep
-    the values from before the weight sync.
+    On the CPU, each of these modules has a packed copy of the weight. Without this call, a copy could keep the values
+    from before the weight sync.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 

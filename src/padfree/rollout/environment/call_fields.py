@@ -90,7 +90,7 @@ OVERRIDDEN: dict[str, Rule] = {
     "seed": _integer(-(2**63), 2**64 - 1),
 }
 DEFAULTS = {"presence_penalty": 0, "frequency_penalty": 0}
-"""The penalties that an API call may give without being counted as overridden: the policy samples without penalties.
+"""The policy samples without penalties (0). An API call with other penalties is counted as overridden.
 
 A call is also counted as overridden if it gives a temperature other than `loss.temperature`, or a seed.
 """

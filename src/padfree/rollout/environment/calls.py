@@ -1,24 +1,17 @@
-"""Turn the API calls of an agent program into token sequences, the branches of its episode.
+"""Turn the API calls of an agent program into token sequences, the branches of its episode (`Branch`).
 
-In this example, the chat template drops the thought from the earlier response:
-
-    call 1   user: 2+3?                      context   <u>2+3?<a>                 encoded once
-             assistant: <think>..</think>5   response  <think>..</think>5<e>      ids as sampled
-    call 2   user, assistant: 5, user: +1?   context   <u>2+3?<a>5<e><u>+1?<a>    encoded again from the start
-
-<u> and <a> are the headers of a user's and an assistant's message, and <e> is the stop token.
-
-The chat template renders the messages of a call as text. If this text begins with the context and the response of an
-earlier call, the token ids of that call are kept, and only the text after them is encoded. Otherwise, all text is
-encoded (call 2 above). Every sample therefore has exactly the tokens that the model saw.
+The chat template renders the messages of a call as text. If this text begins with the text of an earlier call and its
+response, the token ids of the earlier call are kept, and only the text after them is encoded. Otherwise, the whole text
+is encoded, and the call begins a new branch. For example, some templates drop the thoughts from earlier responses: then
+the text of the second call does not contain the first response as it was sampled. In both cases, a sample has exactly
+the tokens that the model saw.
 
 A program may receive a response as a parsed message, e.g. with tool calls. The template may render this message
 differently from the sampled text. The sampled ids are still kept if the program sends the message back unchanged, and
 if the template renders it in the same way with and without later messages.
 
-The metric `agent/cuts` counts calls whose messages begin with those of an earlier call and a response, but that cannot
-keep the token ids of that call (call 2 above). The metric `agent/conversations` counts calls after the first whose
-messages do not begin with those of an earlier call.
+The metric `agent/cuts` counts calls that continue the messages of an earlier call, but cannot keep that call's token
+ids. The metric `agent/conversations` counts calls, apart from the first, that do not continue an earlier call.
 
 The random key of a call depends on the token ids of its context and on the number of earlier calls with the same
 context, but not on time.
@@ -74,7 +67,7 @@ class Calls:
         self._times: Counter[int] = Counter()  # number of calls with the same context, by a hash of its token ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[Any] | None) -> Context:
-        """Return the input of a chat call: its token ids, and the branch that it continues, if any."""
+        """Return the input of a chat call. The token ids of the earlier call that it continues are kept if possible."""
         assert self._chat_tokenizer.chat is not None
         conversation = read_conversation(list(messages), "messages", tools=tools)
         context = self._of_text(self._chat_tokenizer.chat.prompt(conversation), conversation.messages, begun=True)
@@ -167,15 +160,10 @@ class Calls:
         return longest
 
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
-        """Return an input that continues `earlier`, although the template changes the text of the earlier response.
+        """Return the input of a call that sends the response of `earlier` back as a parsed message (e.g. a tool call).
 
-        The program received the response as a parsed message, e.g. with tool calls, and has sent the message back. The
-        sampled ids are kept, and only the text after the response is encoded. Return None if this is not possible.
-        `text`: the rendered conversation. In this example, the program has added the result of a tool (<t>):
-
-            context and response of `earlier`   <u>2+3?<a>add(2,3)<e>
-            text                                <u>2+3?<a>call(add, 2, 3)<e>\\n<t>5<a>
-            part of the text that is encoded                               \\n<t>5<a>
+        The sampled ids of the response are kept even if the template renders the message as other text. Only the text
+        after the message is encoded. Return None if this is not possible. `text`: the new call's rendered conversation.
         """
         assert self._chat_tokenizer.chat is not None
         number = len(earlier.messages)

@@ -8,11 +8,13 @@ A command is rejected if a placeholder occurs in a position where the text of th
     the program                                 ["{tool}", "x"]
     code in an argument                         ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
     an interpreter's script                     ["python", "{file}"], ["awk", "{question}", "rows.txt"]
-    an interpreter's options before the script  ["python", "{option}", "agent.py"]
+    an interpreter's options before the script  ["python", "{option}", "agent.py"], ["node", "-r", "{module}"]
+    what may be an option with code             ["sed", "s/a/b/", "{file}"], ["perl", "-e", "1", "{question}"]
     arguments of a program that calls a shell   ["ssh", "host", "agent", "{question}"]
 
 A command is also rejected if an interpreter gets neither code nor a script: it would run its standard input, which is
-the data row. Arguments after the code or the script are safe: `["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]`.
+the data row. Arguments after a script are safe. So are arguments after the code of a shell or of Python, as in `["sh",
+"-c", "agent \\"$1\\"", "sh", "{question}"]`, and after `--` if another interpreter has code.
 """
 
 from __future__ import annotations
@@ -49,10 +51,31 @@ WRAPPERS = _names(
 """Programs that start another program, which is named in their arguments."""
 SHELL_CALLERS = _names("at batch eval find mosh parallel rsh screen script ssh su tmux watch xargs")
 """Programs that pass their arguments to a shell, or run them as commands."""
+OPTIONS_ANYWHERE = _names("duckdb emacs mysql octave psql sed sqlite vim")
+"""Interpreters that also take options, and therefore code, after their other arguments."""
+CODE_IS_REST = _names("cmd powershell pwsh")
+"""Interpreters that join all arguments after the option `-Command` or `/c`, and run the result as code."""
+CODE_IS_LAST = SHELLS - CODE_IS_REST | _names("ipython pypy python")
+"""Interpreters that pass all arguments after code (`-c CODE`) to the code, even if they look like options."""
 CODE_OPTION = re.compile(r"-\w*[cCeErp]|--(eval|exec|execute|print|command|run)|-(exec|Command)|/[cCkK]", re.ASCII)
-"""An option that is followed by code: -c, -lc, -e, -ne, --eval, /c. If such an option has another meaning in some
-program, its value is checked too, which is harmless.
-"""
+"""Options after which an interpreter may expect code, such as -c, -lc, -e, -ne, --eval and /c."""
+CODE_OPTIONS = {
+    **dict.fromkeys(SHELLS, re.compile(r"-\w*c", re.ASCII)),
+    **dict.fromkeys(CODE_IS_REST, re.compile(r"[-/](c|k|command|encodedcommand)", re.IGNORECASE)),
+    **dict.fromkeys(_names("guile ipython pypy python"), re.compile(r"-\w*c", re.ASCII)),
+    **dict.fromkeys(_names("bun node nodejs ts-node tsx"), re.compile(r"-(e|p|pe)|--(eval|print)")),
+    **dict.fromkeys(_names("php"), re.compile(r"-[rBRE]")),
+    **dict.fromkeys(_names("perl ruby"), re.compile(r"-\w*[eE]", re.ASCII)),
+}
+"""The options of well-known interpreters after which they certainly expect code."""
+FLAGS = {
+    **dict.fromkeys(SHELLS, re.compile(r"[-+][abefhiklmnprtuvx]+")),
+    **dict.fromkeys(CODE_IS_REST, re.compile(r"-(file|noprofile|noninteractive|nologo)", re.IGNORECASE)),
+    **dict.fromkeys(_names("ipython pypy python"), re.compile(r"-[bBdEiIOPqsSuvx]+")),
+    **dict.fromkeys(_names("bun node nodejs ts-node tsx"), re.compile(r"--no-[\w-]+|--enable-source-maps")),
+    **dict.fromkeys(_names("perl ruby"), re.compile(r"-[aslnptTw]+")),
+}
+"""The options of well-known interpreters that certainly have no value, so that the next argument may be the script."""
 
 
 def column_names(arguments: Sequence[str]) -> list[str]:
@@ -71,12 +94,12 @@ def filled(arguments: Sequence[str], row: Mapping[str, Any], place: str = "the r
             return f"{{{match[1]}}}"
         name = match[2]
         if row.get(name) is None:
-            has = f"has {', '.join(map(str, row))}" if name not in row else "has no value in that column"
+            has = f"has only the columns {', '.join(map(str, row))}" if name not in row else "has null in this column"
             near = closest(name, [str(column) for column in row]) if name not in row else None
             fix = f"did you mean {{{near}}}?" if near is not None else "name a column that every row has"
             raise UserError(
                 "rollout.agent",
-                f"contains {{{name}}}, but {place} {has}",
+                f"the placeholder {{{name}}} has no value, because {place} {has}",
                 f"{fix} (write braces twice if they are plain text)",
             )
         content = row[name]
@@ -103,8 +126,8 @@ def check_row(arguments: Sequence[str], row: Mapping[str, Any], place: str) -> N
         if (size := len(argument.encode("utf-8", "surrogatepass"))) > LONGEST_ARGUMENT:
             raise UserError(
                 "rollout.agent",
-                f"has {size} bytes in {place}, but an argument can have at most {LONGEST_ARGUMENT}",
-                "let the program read the row from standard input, where it is JSON",
+                f"is {size} bytes long with the values of {place}, but an argument can have at most {LONGEST_ARGUMENT}",
+                "let the program read the row as JSON from standard input",
                 value=given,
             )
 
@@ -136,42 +159,63 @@ def _danger(arguments: Sequence[str]) -> str | None:
             return f"env splits {found!r} into arguments"
         known = reached and name in INTERPRETERS
         if name in INTERPRETERS or (name.endswith("sh") and "." not in name):
-            problem = _interpreted(name, rest, surely=known)
+            problem = _interpreted(name, rest) if known else _maybe_interpreted(name, rest)
             if problem is not None or known:
                 return problem
         reached = reached and (index > 0 or name in WRAPPERS) and not (index > 0 and _is_script(argument))
     return None
 
 
-def _interpreted(name: str, arguments: Sequence[str], *, surely: bool) -> str | None:
-    """Return how an interpreter could run text of the data row as code, or None if its arguments are safe.
+def _interpreted(name: str, arguments: Sequence[str]) -> str | None:
+    """Return how the interpreter `name` could run text of the data row as code, or None if its `arguments` are safe.
 
-    `name`: the name of the interpreter. `surely`: whether `name` is certainly run as a program. If not, `name` may be
-    an argument of another program.
+    Columns are safe after the script, because they are then arguments of the script. In `node -r dotenv/config {file}`,
+    `dotenv/config` may be the value of the option, so it does not count as the script.
     """
-    has_code, index = False, 0
+    column = _first_with_column(arguments)
+    if name in OPTIONS_ANYWHERE and column is not None:
+        return f"{name} may take {column!r} as an option with code"
+    has_code, may_be_value, index = False, False, 0
     while index < len(arguments):
         argument, following = arguments[index], arguments[index + 1] if index + 1 < len(arguments) else None
-        if argument == "-m" and following is not None:
-            return f"{name} runs the module {following!r}" if column_names([following]) else None
-        if CODE_OPTION.fullmatch(argument) and following is not None and not following.startswith("-"):
-            if column_names([following]):
-                return f"{name} runs {following!r}"
-            if argument != "-r" and _is_script(following):  # `bash -e run.sh`: this -e takes no code
-                return None
-            has_code, index = True, index + 2
-            continue
-        plain = not argument.startswith(("-", "+"))
-        if plain and has_code:
-            return None  # this and all following arguments are passed to the code
-        if surely and column_names([argument]):
-            return f"{name} takes {argument!r} as code or as its script"
-        if plain and _is_script(argument):
+        if column_names([argument]):
+            return f"{name} may take {argument!r} as code, as an option or as its script"
+        if argument == "--" and has_code:
             return None
+        if argument == "-m" and following is not None and name in CODE_IS_LAST:
+            return f"{name} runs the module {following!r}" if column_names([following]) else None
+        if name in CODE_OPTIONS and CODE_OPTIONS[name].fullmatch(argument) and following is not None:
+            code = _first_with_column(arguments[index + 1 :] if name in CODE_IS_REST else [following])
+            if code is not None:
+                return f"{name} runs {code!r}"
+            if name in CODE_IS_LAST:
+                return None
+            has_code, may_be_value, index = True, False, index + 2
+            continue
+        if argument.startswith(("-", "+")):
+            flag = name in FLAGS and FLAGS[name].fullmatch(argument)
+            may_be_value = not flag and "=" not in argument and argument != "--"
+        elif may_be_value:
+            may_be_value = False
+        else:
+            return None  # the script, or the first argument of the code
         index += 1
     informs = any(argument in ("--version", "--help", "-V", "-h") for argument in arguments)
-    if surely and not has_code and not informs:
+    if not has_code and not informs:
         return f"{name} gets no script, and runs its standard input, which is the row"
+    return None
+
+
+def _maybe_interpreted(name: str, arguments: Sequence[str]) -> str | None:
+    """Return how the `arguments` could run text of the data row as code if `name`, an argument, is an interpreter."""
+    for index, argument in enumerate(arguments[:-1]):
+        following = arguments[index + 1]
+        if argument == "-m":
+            return f"{name} runs the module {following!r}" if column_names([following]) else None
+        if CODE_OPTION.fullmatch(argument) and not following.startswith("-"):
+            return f"{name} runs {following!r}" if column_names([following]) else None
+        if _is_script(argument):
+            return None
     return None
 
 
@@ -191,7 +235,7 @@ def _first_with_column(arguments: Sequence[str]) -> str | None:
 
 
 def _split_string(arguments: Sequence[str]) -> str | None:
-    """Return the string that `env -S` splits into arguments if the string has a placeholder, otherwise None."""
+    """Return the text after `env -S` if it contains a column in braces, e.g. `{question}`. Otherwise, return None."""
     for index, argument in enumerate(arguments):
         text = arguments[index + 1] if argument in ("-S", "--split-string") and index + 1 < len(arguments) else ""
         if re.match(r"-v?S.|--split-string=", argument):

@@ -106,8 +106,8 @@ class ChatTokenizer:
             text = self.images.processor.placeholder_text
             raise UserError(
                 "rollout.environment",
-                f"adds the placeholder {text!r} of an image as text",
-                "show images as parts of policy.reply, and remove this text",
+                f"adds text that contains {text!r}, the placeholder of an image",
+                "remove the placeholder, and show the image with policy.reply",
             )
 
     def shown(self, content: Sequence[Any], role: str, end: str) -> tuple[list[int], tuple[Image, ...]]:
@@ -138,9 +138,9 @@ class ChatTokenizer:
         return ids, images_of([_held(one) for one in read], encoded.tokens, self.images)
 
     def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
-        """Return the rotary position ids [P, n] of the n tokens of a branch, in P dimensions.
+        """Return the rotary position ids [P, n] of the n tokens of `branch`, one of the episode's token sequences.
 
-        Return None if no images affect the position ids, so that they are 0, 1, 2, and so on.
+        P is the number of dimensions of a position, e.g. 3 with M-RoPE. Return None if the ids are 0, 1, 2, and so on.
         """
         if not tree.has_new_images(branch):
             return tree.prompt.rotary_positions_of(len(branch.ids))
@@ -208,11 +208,11 @@ class Host(Protocol):
         """
 
     def serve(self, tree: Tree) -> Awaitable[str]:
-        """Serve the policy as an OpenAI-compatible API for the episode of `tree`, and return the URL."""
+        """Serve the policy of one episode as an OpenAI-compatible API, and return the URL. `tree` records the calls."""
 
 
 class Policy:
-    """One branch of an episode. Through it, the episode samples tokens, adds text and makes new branches."""
+    """One branch (token sequence) of an episode: samples tokens, adds text and makes new branches."""
 
     def __init__(self, tree: Tree, branch: Branch, host: Host) -> None:
         self.tree, self._branch, self._host = tree, branch, host
@@ -225,7 +225,7 @@ class Policy:
 
     @property
     def tokens(self) -> NDArray[np.int64]:
-        """The token ids of this branch, including the prompt, [n]."""
+        """The token ids of the prompt and of everything that was sampled or added after it, [n]."""
         return np.array(self._branch.ids, dtype=np.int64)
 
     @property
@@ -246,7 +246,7 @@ class Policy:
 
     @property
     def reward(self) -> float | None:
-        """The reward of this branch; None: the branch gets the reward that is passed to `trajectory`."""
+        """The reward of this token sequence. If it is None, the `reward` argument of `trajectory` applies."""
         return self._branch.reward
 
     @reward.setter
@@ -335,7 +335,7 @@ class Policy:
         return self._append(ids, images)
 
     def branch(self) -> Policy:
-        """Return a new branch that continues from the end of this one, with its own random keys."""
+        """Return a second `Policy` with the same tokens. It continues separately, and samples with another seed."""
         child = Policy(self.tree, self.tree.fork(self._branch), self._host)
         child._full = self._full
         return child

@@ -74,7 +74,7 @@ class Reply:
 
 
 Answer = Callable[[bytes], Awaitable[Reply]]
-"""Takes the body of a request, and returns an awaitable of the reply. The awaitable must not refer to the body."""
+"""Takes the body of a request, and returns an awaitable of the reply. The awaitable must not keep the body alive."""
 
 Admit = Callable[[str, str], Answer]
 """A function that takes the HTTP method and the path of a request, and returns the function that answers the request.

@@ -210,8 +210,8 @@ def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -
         known = ", ".join([*sorted(properties), JSON])
         raise UserError(
             SETTING,
-            f": the server defines no field {given!r} for the {part}",
-            f"give {part}=NAME in the address, where NAME is one of {known}",
+            f": the {part} schema of the server has no field {given!r}",
+            f"write {part}=NAME in this address, with one of the names {known}",
             value=name,
         )
     if given is not None:

@@ -86,7 +86,7 @@ class _Turns:
     def _response(self, request: SamplingRequest) -> Response:
         if not self._turns:
             raise UserError(
-                "turns", "has fewer texts than the episode makes calls of policy.generate", "give a text for each call"
+                "turns", "no text is left for another call of policy.generate", "give one text for each call"
             )
         ids = [*self._chat_tokenizer.encode(self._turns.pop(0)), self._eos][: request.max_new_tokens]
         tokens = np.array(ids, np.int64)

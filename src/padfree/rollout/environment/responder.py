@@ -22,7 +22,7 @@ from padfree.rollout.environment.tool_calls import ToolCallParser
 from padfree.rollout.environment.trajectory import Tree
 
 TEXT = "text"
-"""The role of messages that are not rendered by a chat template: their texts are concatenated to the context."""
+"""The value of "role" in messages of plain text. The prompt is then the concatenated text of all messages."""
 
 
 class OverlongContextError(Exception):

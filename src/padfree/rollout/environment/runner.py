@@ -58,7 +58,7 @@ class RunnerSettings:
 
 
 class EpisodeRunner:
-    """Plays episodes with one sampler. `reward_workers` compute rewards that an episode does not return."""
+    """Plays episodes with one sampler. If an episode returns no reward, `reward_workers` compute the reward."""
 
     reward_seconds = 0.0  # not measured: rewards are computed while other episodes run
 
@@ -285,7 +285,7 @@ class _Session:
         return LeafImages(branch.images, self.chat_tokenizer.rotary_positions(self._tree, branch))
 
     async def _with_group_reward(self, trajectory: Trajectory, given: GroupReward) -> Trajectory:
-        """Wait until all episodes of the prompt have ended, compare them, and return the trajectory with its reward."""
+        """Wait for all episodes of the prompt. Return this episode's trajectory with a reward from comparing them."""
         name = self._runner._settings.name
         if self._compared is None:  # a checkpoint may hold only some of the episodes to compare
             raise UserError(

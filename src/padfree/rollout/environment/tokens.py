@@ -1,12 +1,11 @@
 """Sampling for many concurrent episodes, with a synchronous or an asynchronous sampler.
 
-    `Rounds`     episode 0   request --- wait      | sampled   request - wait |
-                 episode 1   request - wait ------ | together  (ended)        |
-    `Streams`    each request goes to the sampler without delay, and each response to its episode
+`Rounds` is for samplers that have only the method `sample`. When all running episodes wait for tokens, one call of
+`sample` (a round) answers all their requests. The rounds do not depend on timing, so a resumed run repeats them.
+However, a slow tool in one episode delays all episodes. Every rank calls `sample` once per round, even without a
+request.
 
-`Rounds` is for samplers that only have `sample`. A round samples for all running episodes at once, as soon as each of
-them waits for tokens. A resumed run therefore repeats the same rounds. The drawback is that a slow tool delays all
-other episodes. Every rank calls `sample` once per round, even without a request. `Streams` is for an `AsyncSampler`.
+`Streams` is for an `AsyncSampler`. It sends each request to the sampler without waiting for other episodes.
 """
 
 from __future__ import annotations

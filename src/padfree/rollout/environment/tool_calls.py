@@ -141,6 +141,6 @@ def _format_of(chat: ChatRenderer) -> str:
     shows = f"writes tool calls as {shown(written)}, which padfree cannot read" if written else "shows no tool calls"
     raise UserError(
         "data.chat_template",
-        f"{shows}, but the environment has tools",
-        'set it to a template that writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>',
+        f"the template cannot be used for the environment's tools, because it {shows}",
+        'set a template that writes <tool_call>{"name": ..., "arguments": {...}}</tool_call>',
     )

@@ -1,7 +1,8 @@
-"""The result of an episode: a tree of token ids. Each path from a root to a leaf becomes a sample.
+"""The result of an episode: token sequences (branches) that share prefixes, and therefore form a tree.
 
-In this example, the model samples a response to the prompt p p p, and the episode continues in two ways. Therefore it
-gives two samples. a, b and c are sampled tokens, E is a sampled stop token, and t and u are text of the environment:
+In this example, the model responds to the prompt p p p with a a E, where E is the stop token. The environment then
+continues once with the text t t and once with the text u, and the model responds to both. The episode gives two
+samples, in which only the tokens of the model are trained on:
 
     sample 1     p p p | a a E | t t | b b E
     loss mask    0 0 0   1 1 1   0 0   1 1 1
@@ -9,9 +10,8 @@ gives two samples. a, b and c are sampled tokens, E is a sampled stop token, and
     sample 2     p p p | a a E | u | c E
     loss mask    0 0 0   1 1 1   0   1 1
 
-Token ids are only appended: the text of earlier tokens is never tokenised again. A branch (a path through the tree) is
-a leaf if it has sampled tokens of its own and is not a prefix of another leaf. Training can compute a shared prefix
-only once (`batch.share_prefixes`). The gradient of the prefix is the sum over its samples.
+Token ids are only appended: the text of earlier tokens is never tokenised again. With `batch.share_prefixes`, training
+can compute a shared prefix only once. The gradient of the prefix is then summed over its samples.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Tree:
         return self.branches[-1]
 
     def begin(self, tokens: Sequence[int]) -> Branch:
-        """Add a token sequence that starts with `tokens` instead of the prompt, and return its branch, a new root."""
+        """Add and return a new token sequence that starts with `tokens` instead of the prompt."""
         self.branches.append(Branch(np.array(tokens, dtype=np.int64), path=(-len(self.branches),)))
         return self.branches[-1]
 
@@ -159,16 +159,23 @@ class Tree:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
     def leaves(self) -> list[Branch]:
+        """Return the branches with sampled tokens of their own that no other such branch continues."""
         kept = [branch for branch in self.branches if branch.has_own]
-        inner = {(id(branch.parent), branch.fork) for branch in kept}
-        return [branch for branch in kept if (id(branch), len(branch.ids)) not in inner]
+        continued: set[int] = set()
+        for branch in kept:
+            fork, parent = branch.fork, branch.parent
+            while parent is not None:
+                if len(parent.ids) == fork:
+                    continued.add(id(parent))
+                fork, parent = min(fork, parent.fork), parent.parent
+        return [branch for branch in kept if id(branch) not in continued]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trajectory:
     """The result of an episode, made by `Policy.trajectory`.
 
-    `reward` is the reward of each leaf (a branch that becomes a sample) that has no reward of its own.
+    `reward`: the reward of each sample for which the episode set no other reward (`Policy.reward`).
     """
 
     tree: Tree

@@ -90,7 +90,7 @@ def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def _check_state(state: Mapping[str, Any], failure: UserError | None, name: str) -> None:
     """Raise an error if the rollout failed, or if the environment gives rewards to single turns.
 
-    A tool error that ends a rollout (`stop_errors` in verifiers) is not a failure. Its rollout gets a reward as usual.
+    A rollout that ended with a tool error (`stop_errors` in verifiers) has not failed. It gets a reward as usual.
     """
     if failure is not None:
         raise failure
@@ -139,7 +139,7 @@ def client_class() -> Callable[[PolicyResponder], Any]:
             return found
 
         async def raise_from_native_response(self, response: Responded) -> None:
-            """Do nothing. The method is for responses in which a server reports an error, but there is no server."""
+            """Do nothing, because there is no server that could have reported an error."""
 
         async def from_native_response(self, response: Responded) -> Any:
             turn, answer = response.turn, response.answer

@@ -1,12 +1,8 @@
-"""The interface between a model and lm-evaluation-harness: log-likelihoods in packs, texts by the in-process sampler.
+"""Connect a model to lm-evaluation-harness.
 
-    request of a task                         method                   answered by
-    context, continuation                     loglikelihood            `packed_scores`
-    text                                      loglikelihood_rolling    `packed_scores`, in windows of the context length
-    context, {"until": ["\\n"], ...}           generate_until           `Speaker`, the in-process sampler
-
-Texts are encoded, cut and stopped by the same rules as in the harness's own backend for transformers models, so that
-the metrics are the same.
+Log-likelihoods are computed for many texts at once, in packs without padding (`packed_scores`). Answers are generated
+by padfree's sampler in the same process (`Speaker`). Tokenization, truncation and stop strings follow the rules of the
+harness's own backend for transformers models, so that the metrics are the same.
 """
 
 from __future__ import annotations

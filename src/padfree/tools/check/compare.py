@@ -33,9 +33,8 @@ from padfree.model.vision.families import family_of
 from padfree.sample import Sample
 
 FLOOR = 0.01
-"""The relative difference of a parameter's gradient is the absolute difference divided by the largest element of the
-gradient. The divisor is at least this fraction of the largest gradient element in the same part of the model (e.g. in
-the same layer).
+"""The divisor of a relative gradient difference is the largest element of the parameter's reference gradient, but at
+least this fraction of the largest element of all reference gradients in the same part of the model (e.g. a layer).
 """
 
 FACTOR = 4.0
@@ -75,9 +74,9 @@ TOLERANCES = {
     torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
     torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
 }
-"""Tolerances by dtype. For log-probabilities and gradients, they are a few hundred times the machine epsilon of float32
-and about four times that of bfloat16. `normaliser` checks the normalisation of the loss weights. Its tolerance is low
-in bfloat16, too, because loss weights and sums are always in float32.
+"""Tolerances by dtype of the check. Log-probabilities and gradients may differ by 170 to 840 times the machine epsilon
+in float32, and by about four times the machine epsilon in bfloat16. The tolerance `normaliser` is low even in bfloat16,
+because loss weights and their sums are always in float32.
 """
 
 
@@ -131,8 +130,8 @@ def extent(actual: Tensor | None, expected: Tensor | None) -> Extent:
 def gradient_gaps(extents: Mapping[str, Extent], parts: Mapping[str, str]) -> dict[str, Gap]:
     """Return the largest relative gradient difference in each part of the model, e.g. in each layer.
 
-    `extents`: by parameter name, the largest difference of the parameter's gradient. `parts`: by parameter name, the
-    part of the model that the parameter belongs to.
+    Both arguments have parameter names as keys. `extents`: the gradient's largest difference from the reference, and
+    the reference's largest element. `parts`: the part of the model.
     """
     largest: dict[str, float] = {}
     for name, part in parts.items():

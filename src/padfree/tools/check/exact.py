@@ -1,13 +1,11 @@
-"""The reference in float64: plain transformers code with as little rounding as possible.
+"""Run plain transformers code in float64, as the reference with which `padfree check` compares packed training.
 
-float32 is not precise enough for a reference: with 30 layers, gradients in float32 (with sdpa attention) differ from
-those in float64 by up to 1e-3. Therefore weights, converted from the files, and activations are float64, and attention
-is eager.
+float32 is not precise enough: with 30 layers, gradients in float32 (with sdpa attention) differ from gradients in
+float64 by up to 1e-3. The reference therefore has float64 weights and activations, and eager attention.
 
-transformers computes some operations in float32 for every model dtype: RMSNorm, the softmax of eager attention and
-routers. A float64 model would lose precision there. Inside `float64_throughout`, an operation on a float64 tensor that
-asks for float32 therefore stays in float64. Rotary angles are part of the model's definition, so their float32 buffers
-are unchanged.
+transformers converts to float32 in RMSNorm, in routers and in the softmax of eager attention, whatever the model's
+dtype. `float64_throughout` prevents these conversions of float64 tensors. The float32 buffers with the rotary
+frequencies stay as they are, because they are part of the model's definition.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class float64_throughout(TorchFunctionMode):  # noqa: N801  used as a block
 
 @torch.no_grad()
 def make_float64(model: PreTrainedModel) -> None:
-    """Convert the weights to float64, and select eager attention and experts. Non-persistent buffers are unchanged."""
+    """Convert weights and persistent buffers to float64. Use the eager implementations of attention and of experts."""
     for tensor in named_tensors(model).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.double()
@@ -109,11 +107,11 @@ def exact(
 
 
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
-    """Return the text that describes the reference in the report.
+    """Return a line for the report that says how plain transformers code computed the reference results.
 
-    - `obstacle`: why the reference is not in float64; None if it is.
-    - `what`: the input of one call of the model, e.g. "one sample at a time".
-    - `attention`: the attention implementation.
+    - `obstacle`: why the results are not in float64; None if they are.
+    - `what`: what one call of the model computes, e.g. "one sample at a time".
+    - `attention`: the attention implementation; ignored in float64, where attention is eager.
     """
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"

@@ -1,28 +1,26 @@
 """`check_model`: compare packed training, and variations of it, with plain Hugging Face code.
 
-1. Reference: plain code computes the samples one at a time, in float64.
-2. Noise: plain code computes the samples in the dtype of the check (float32 or bfloat16), in padded batches of two
-   samples with eager attention. The difference from the reference is the rounding error of a correct implementation.
-3. Packed: packed training computes log-probabilities, loss and gradients. A difference from the reference passes if it
-   is within a tolerance, or at most `FACTOR` times the noise.
-4. Leak: step 3 runs with other tokens in every second sample. The log-probabilities of the other samples must not
-   change.
-5. Pad: step 3 runs with random padding tokens after every pack, and is compared with the reference. Padding tokens
-   with id 0 must give the same log-probabilities.
-6. Layouts: step 3 runs with other micro-batches, another order of samples, shared prefixes and other methods of context
-   parallelism, and is compared with the reference.
-7. Float8, if requested: the gradients with linear layers in float8 are compared with those without float8.
+1. Reference: plain code computes log-probabilities, loss and gradients, one sample at a time, in float64.
+2. Noise: plain code computes the same in the dtype of the check (float32 or bfloat16), in padded batches of two samples
+   with eager attention. The difference from the reference shows how large rounding errors are.
+3. Packed: packed training computes the same. A difference from the reference passes if it is within a tolerance, or at
+   most `FACTOR` times the noise.
+4. Leak: every second sample gets other tokens. The log-probabilities of the remaining samples must not change.
+5. Pad: random padding tokens are added after every pack, and the results are compared with the reference. With padding
+   tokens of id 0 instead of random ones, the log-probabilities must stay the same.
+6. Layouts: step 3 is repeated with other micro-batches, another order of samples, shared prefixes, and other methods of
+   context parallelism.
+7. Float8, if requested: gradients with float8 linear layers are compared with gradients without float8.
 
 Rank 0 computes steps 1 and 2 on a single device, while the other ranks wait.
 
-Only the loss "nll" has log-probabilities to compare. Steps 4 and 5 are therefore left out for other losses
-(`plain_losses`). To check a model for leaks between samples and effects of padding, check it with "nll".
+For losses other than "nll", no log-probabilities are compared, and steps 4 and 5 are left out.
 
-With `vision`, samples have images, and the gradients of the vision tower and of its projector are compared, too. In
-step 2, each batch then has only one sample. Step 4 also replaces the images.
+With `vision`, samples have images, and the gradients of the vision tower and of its projector are compared, too. Step 2
+then runs one sample per batch, and step 4 also replaces images.
 
-Models are in evaluation mode, without dropout. If there is not enough memory for float64, or the model does not run in
-float64, the reference has the dtype of the check, and the report says so.
+Models are in evaluation mode, without dropout. If the reference cannot be computed in float64 (e.g. for lack of
+memory), it has the dtype of the check, and the report says so.
 """
 
 from __future__ import annotations
@@ -299,7 +297,7 @@ def _reference(
     if not box[1]:
         raise UserError(
             "model",
-            f"{source.name} gives a non-finite loss for these samples in {dtype}, without padfree",
+            f"plain transformers code of {source.name} gives a non-finite loss for these samples in {dtype}",
             "check the weights for NaN",
         )
     del model
@@ -404,7 +402,7 @@ class _Check:
             self.rows += gradients
 
     def _leak(self, logprobs: Logprobs) -> None:
-        self.say("leak: replacing every second sample must not change the other samples")
+        self.say("leak between samples: replacing every second one must not change the others' log-probabilities")
         for changed in (0, 1):
             others = self.path.logprobs(with_other_tokens(self.samples, self.vocabulary, changed))
             kept = slice(1 - changed, None, 2)
@@ -427,16 +425,12 @@ class _Check:
     def _add_exact(self, check: str, gap: Gap) -> None:
         """Add the result of a check that a sample's log-probabilities do not depend on other tokens in its pack.
 
-        `gap`: the largest difference of a log-probability after other samples or padding tokens have been replaced. It
-        may be at most `FACTOR` times the difference between two identical runs. This limit is usually 0, because a
-        matmul computes each token's result independently of other tokens.
-
-        There are two exceptions: models with experts, and samples that share an image (the vision tower computes it
-        only once). There the shapes of matmuls, and with them the rounding, depend on the other tokens. The limit is
-        then the same as for differences from the reference.
+        `gap`: the largest change of a log-probability after other samples or padding tokens were replaced. It may be at
+        most `FACTOR` times the difference between two identical runs, which is usually 0.
         """
         if not self.first:
             return
+        # With experts or shared images, matmul shapes and rounding depend on other tokens: use the usual tolerance.
         if self.reference.experts or share_images(self.samples):
             noise, tolerance = self.reference.noise["log-probabilities"], self.tolerance.logprobs
         else:

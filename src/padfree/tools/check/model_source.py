@@ -1,13 +1,10 @@
 """The model to check: a Hugging Face folder, Hub id or config, with all layers or only the first few.
 
-    folder of 36 layers      config.json, model-00001-of-00004.safetensors, ...
-    its first 4 layers       config.json (4 layers), an index of their tensors, links to the same files
+By default, enough layers are kept to include every layer type of the config (sliding or full attention, dense or
+sparse). These layers, the embeddings, the last norm and the head keep their weights.
 
-The first layers keep their own weights, and so do the embeddings, the last norm and the head. Enough layers are kept to
-include every layer type in the config (sliding or full attention, dense or sparse).
-
-Files are linked, not copied. The exception is a model whose tensors transformers renames or merges on loading:
-transformers would read whole files, so the tensors of the kept layers are written to new files.
+With weight files, the shortened model is a temporary folder of links to these files, with a config and an index for the
+kept layers. If transformers would rename or merge tensors on loading, the kept tensors are copied to new files instead.
 """
 
 from __future__ import annotations
@@ -77,7 +74,7 @@ def model_source(
         raise UserError("layers", f"{layers} cannot be combined with full=True", "give only one of the two arguments")
     if vision and layers is not None:
         raise UserError(
-            "layers", f"is {layers}, but a vision-language model is checked with all its layers", "remove layers"
+            "layers", f"is {layers}, but a vision-language model is checked with all its layers", "omit this argument"
         )
     config, files = opened_together(source, trust_remote_code=trust_remote_code)
     if vision:

@@ -46,7 +46,7 @@ def padded_rows(
 
 
 def padded_loss(model: Any, batches: Sequence[Sequence[Sample]], count: int) -> float:
-    """Run forward and backward on padded batches. Return the loss, divided by `count`, the number of scored tokens."""
+    """Run forward and backward on padded batches. Return the mean loss of all `count` trained tokens."""
     total = 0.0
     for batch in batches:
         padded = padded_rows(batch, model.device)

@@ -143,7 +143,7 @@ def plain_loss(
 def _outputs(model: PreTrainedModel, samples: Sequence[Sample], loss: CheckedLoss, padded: bool) -> list[Tensor]:
     """Return the model's output for each sample.
 
-    The output is logits [n, V] or, with a scalar head, values [n]. For the loss "reward", it is the reward [1].
+    For n tokens, this is logits [n, V], values [n] (for the loss "value") or one reward [1] (for the loss "reward").
     """
     calls = [list(samples)] if padded and not has_images(samples) else [[sample] for sample in samples]
     found: list[Tensor] = []
@@ -177,11 +177,9 @@ def _end(sample: Sample, pad_token: int | None) -> int:
 def _unit_loss(
     loss: CheckedLoss, unit: Sequence[Sample], outputs: Sequence[Tensor], taught: Sequence[Tensor]
 ) -> Tensor:
-    """Return the loss of the samples in `unit`, before it is divided by the number of pairs, answers or tokens.
+    """Return the summed loss of the samples in `unit`: over pairs ("dpo", "reward"), answers ("kto") or trained tokens.
 
-    For "dpo" and "reward", this is the loss of the pair that the samples form; for "kto", the sum over the answers; for
-    "value" and "distill", the sum over the trained tokens. `outputs`: the model's output for each sample. `taught`: the
-    teacher's output for each sample.
+    `outputs`: the model's output for each sample. `taught`: the teacher's output for each sample, for "distill".
     """
     if loss == "reward":
         (chosen,), (rejected,) = outputs

@@ -107,8 +107,7 @@ def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
     """Sort N samples by length, and choose `count` at evenly spaced places, including the shortest and the longest.
 
     Return the indices of the chosen samples, ascending. With `preferred` (bools [N]), at least half of the chosen
-    samples are preferred ones, or all preferred samples if there are too few. Preferred and other samples are then
-    chosen separately.
+    samples are preferred ones. If too few are preferred, all of them are chosen.
     """
     if preferred is not None and preferred.any() and not preferred.all():
         kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]

@@ -102,7 +102,10 @@ class Demo:
 
     @contextmanager
     def bar(self, total: int | None) -> Iterator[Callable[[int, str], None]]:
-        """Context manager that shows a progress bar on a terminal, or lines elsewhere. Yields `update(done, text)`."""
+        """Context manager that yields a function `update(done, text)`, which shows progress on the console.
+
+        Progress is a bar on a terminal. If the output is not a terminal, it is a few printed lines.
+        """
         if not self.console.is_terminal:
             interval = max((total or 1) // 5, 1)
             yield lambda done, text: self.say(f"{done}/{total}  {text}") if total and done % interval == 0 else None

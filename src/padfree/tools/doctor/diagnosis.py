@@ -1,20 +1,20 @@
 """Decide which fault of a server explains the log-probabilities that it reports (observed).
 
-A hypothesis, e.g. "temperature", makes proposals, e.g. "the server uses temperature 0.7". The decision uses three
-numbers:
+A hypothesis (e.g. "temperature") makes proposals (e.g. "the server uses temperature 0.7"). Three mean differences of
+log-probabilities decide:
 
-    before    the mean |observed - expected|; expected: the log-probabilities that the model computes
-    after     the mean |observed - predicted|; predicted: what a server with the proposed fault would report
+    before    between the observed ones and those that the model computes
+    after     between the observed ones and those that a server with the proposed fault would report
     limit     the largest mean difference that rounding explains (`limit_of`)
 
 The server is healthy if `before` is within the limit. Otherwise, a proposal explains the log-probabilities if `after`
-is within the limit and at most half of `before`. The proposal with the smallest `after` is the best one.
+is within the limit and at most half of `before` (for a proposed dtype, at most `DTYPE_GAIN` times `before`).
 
-Another proposal is tied with the best one if its `after` is larger by at most `SIGNIFICANT` standard errors, or by at
-most the rounding error of float32. Of tied proposals, the one with the fewest fitted values is reported first.
+The proposal with the smallest `after` is the best one. A proposal whose `after` is larger only by chance or rounding is
+tied with the best one. Of tied proposals, the one with the fewest fitted values (e.g. a temperature) is reported first.
 
-A server that is meant to compute in float32 may have a fault and also compute in bfloat16. If no proposal explains the
-log-probabilities of such a server, the proposals are judged once more with the limit of bfloat16.
+If no proposal explains the log-probabilities of a server that should compute in float32, the proposals are judged once
+more with the larger limit of bfloat16, because the server may also have the wrong dtype.
 """
 
 from __future__ import annotations
@@ -39,18 +39,16 @@ FACTOR = 4.0
 """A mean difference between the log-probabilities of server and model counts as rounding if it is at most this many
 times the measured rounding error.
 """
-SIGNIFICANT = 3.0
+SIGNIFICANT = 3.0  # standard errors by which `after` of a tied proposal may exceed that of the best one
 HALF = 0.5
 DTYPE_GAIN = 0.9
-"""A wrong dtype explains the server's log-probabilities only if a model in that dtype has at most this fraction of the
-mean difference from the server that the model in the right dtype has. The fraction is near 1, because server and model
-round in different orders even in the same dtype.
+"""A wrong dtype counts as the server's fault only if running the model in that dtype reduces the mean difference from
+the server to at most this fraction. It is near 1, because server and model round differently even in the same dtype.
 """
 COARSE_GAIN = 0.25  # with the limit of bfloat16, the largest `after` as a share of `before`
 NUM_CLOSEST, CLOSE = 3, 0.8
 """If no possible fault explains the server's log-probabilities, the report lists up to `NUM_CLOSEST` faults that come
-close. A fault comes close if a model with this fault has at most `CLOSE` times the mean difference from the server that
-the model without it has.
+close. Giving the model such a fault reduces its mean difference from the server to at most `CLOSE` times the original.
 """
 
 HYPOTHESES: tuple[Hypothesis, ...] = (
@@ -82,9 +80,10 @@ class Noise:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A proposal (a possible fault of the server), and the mean and largest |observed - predicted|.
+    """How well a possible fault of the server (`proposal`) explains the log-probabilities that the server reports.
 
-    `observed`: the log-probabilities that the server reports. `predicted`: those of a server with the proposed fault.
+    `after` and `largest`: the mean and the largest difference of a token's log-probability between the server and the
+    prediction for a server with this fault.
     """
 
     proposal: Proposal

@@ -76,7 +76,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Patient:
-    """The model that the server should serve, and other weights that the server may hold by mistake."""
+    """The model that the server should serve, and other weights, to test whether the server holds those by mistake."""
 
     name: str
     model: PreTrainedModel  # attached, float32
@@ -101,11 +101,9 @@ def open_patient(
     chat_template: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Patient:
-    """Load the model and its older weights (those in the folders `previous`), all in float32.
+    """Load the model, and older weights of it that the server may still hold (folders `previous`), all in float32.
 
-    The server may still hold older weights.
-
-    `dtype`: the dtype in which the server is meant to compute; None stands for the dtype of the weight files.
+    `dtype`: the dtype in which the server is meant to compute; None: the dtype of the weight files.
     """
     config, stored = open_model(files.weights, init_setting=None)
     model, _ = load_language_model(files, torch.float32, device)
@@ -160,9 +158,9 @@ class Examination:
         self.findings: list[Finding] = []
 
     def stage(self, evidence: Evidence, model: PreTrainedModel, *, sampling: bool) -> tuple[Case, Finding]:
-        """Compare the evidence (log-probabilities that a server reports) with those of `model`, and find the cause.
+        """Compare log-probabilities of a server (`evidence`) with those of `model`. Find the cause of any difference.
 
-        With `sampling`, try only hypotheses about how the server samples.
+        `sampling`: consider only faults in how the server samples.
         """
         patient = self.patient
         if self.noise is None:

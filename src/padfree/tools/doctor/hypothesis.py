@@ -55,7 +55,7 @@ class Case:
 
     @property
     def expected(self) -> Floats:
-        """Return what a server without faults would report: the model's log-probabilities of the E tokens, [E]."""
+        """Return the model's log-probabilities [E] of the E tokens. A server without faults would report the same."""
         return logprobs_of(self.logits, self.evidence)
 
 
@@ -63,8 +63,8 @@ class Case:
 class Proposal:
     """A possible fault of a server.
 
-    `logprobs`: the log-probabilities that the server would report with this fault; NaN for tokens that it does not
-    predict.
+    `logprobs`: the log-probabilities that a server with this fault would report; NaN for tokens for which the fault
+    does not determine the log-probability.
     """
 
     cause: str
@@ -78,7 +78,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Untested:
-    """A cause that the log-probabilities of a server (the evidence) can neither confirm nor rule out."""
+    """A possible fault of a server that the reported log-probabilities can neither confirm nor rule out."""
 
     cause: str
     reason: str
@@ -96,9 +96,9 @@ class Hypothesis:
 
 
 def difference(observed: Floats, predicted: Floats) -> Floats:
-    """Return |observed - predicted| for each token whose prediction is not NaN.
+    """Return the absolute difference of observed and predicted log-probabilities, where the prediction is not NaN.
 
-    The difference is infinite if the predicted probability of the token is 0.
+    The difference is infinite if the predicted log-probability is -inf.
     """
     covered = ~np.isnan(predicted)
     with np.errstate(invalid="ignore"):

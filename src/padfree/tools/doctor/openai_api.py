@@ -74,7 +74,7 @@ class ServerProbe:
         """Connect to a server. `name`: the model to ask for; None: the first model that the server lists."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UserError(SETTING, "", "give a URL such as http://127.0.0.1:8000", value=url)
+            raise UserError(SETTING, "", "give a URL with http:// or https://, e.g. http://127.0.0.1:8000", value=url)
         probe = ServerProbe(url.rstrip("/").removesuffix("/v1"), token_ids, timeout)
         answer = probe.call("/v1/models")
         listed = answer.get("data") if isinstance(answer, dict) else None
@@ -131,7 +131,7 @@ class ServerProbe:
         return answer
 
     def _echoed(self, body: dict[str, Any], length: int) -> ServerAnswer | None:
-        """Ask for a completion that begins with the prompt (OpenAI's option `echo`) and its log-probabilities.
+        """Ask for a completion with OpenAI's option `echo`, which also gives the prompt's log-probabilities.
 
         Return None if the server does not support `echo`.
         """

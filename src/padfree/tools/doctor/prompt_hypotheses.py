@@ -42,7 +42,7 @@ CHATML = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One fault that a server may have, and the prompt ids that its model would then read."""
+    """A possible fault of a server, and the token ids that the server's model reads as the prompt with this fault."""
 
     cause: str
     says: str

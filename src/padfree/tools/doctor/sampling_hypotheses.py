@@ -195,7 +195,7 @@ def repetition_penalty(case: Case) -> Proposals:
 
 
 def _penalised(case: Case, value: float) -> Tensor:
-    """Return the logits [E, V] with a repetition penalty on the token ids that occur before the scored token."""
+    """Return the logits [E, V] for E scored tokens, with a repetition penalty on the ids before each such token."""
     evidence, logits = case.evidence, case.logits
     if value == 1.0:
         return logits

@@ -38,8 +38,8 @@ MOST_UNITS = 64
 """If the model and the older weights differ in more tensors than this, the search for stale tensors tests whole layers
 instead of single tensors."""
 ROUNDS, GAIN = 3, 0.7
-"""`ROUNDS`: the maximum number of passes in which the search adds or removes stale tensors (or layers) one by one.
-`GAIN`: the search gives up if more than this fraction of the difference between server and model is unexplained."""
+"""`ROUNDS`: the maximum number of passes that improve the set of tensors assumed to be stale (older on the server).
+`GAIN`: passes end if the set leaves more than this fraction of the difference between server and model unexplained."""
 STALE = "sync the weights again, and restart the server if that does not help"
 ADAPTER = "load the adapter in the server, and name it in the requests"
 

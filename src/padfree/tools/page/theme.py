@@ -24,7 +24,7 @@ COLOURS = (
     "#7d8791",  # grey
     "#9c6b45",  # brown
 )
-"""Colours of traces; each is visible on the light and on the dark background."""
+"""Colours of curves and bars in plots, visible on a light and on a dark background."""
 
 THEMES = {
     "light": {

@@ -172,15 +172,15 @@ def micro_batches(longest: int, tokens: int) -> list[list[int]]:
 
 
 def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
-    """Return the number of layers of each model to measure: all layers, or two smaller numbers for extrapolation.
+    """Return the numbers of layers to measure the model with: all layers, or two smaller numbers to extrapolate from.
 
     All layers are measured if the model has at most `whole` active parameters, or too few layers to extrapolate.
-    Otherwise, the smaller model has the layers before the layer types begin to repeat, and one period of the
-    repetition. The larger model has at least one more period.
+    Otherwise, the two numbers differ by whole periods of the repeating pattern of layer types.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
     kinds = list(zip(sizes.layer_types or [""] * layers, sizes.sparse, strict=True))
+    # `shallow`: the number of layers before the repetition begins, plus one period
     shallow, period = next(
         (before + period, period)
         for together in range(1, layers + 1)

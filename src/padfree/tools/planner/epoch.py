@@ -47,7 +47,7 @@ class PlanShape:
             times = f" × {self.replicate} (--cp × parallel.replicate)" if self.replicate > 1 else ""
             raise UserError(
                 "--cp",
-                f"{self.context}{times} does not divide {self.ranks} ranks",
+                f"{self.ranks} ranks cannot be divided into groups of {self.context}{times}",
                 f"set --ranks to a multiple of {self.context * self.replicate}, or change --cp",
             )
 
@@ -144,9 +144,9 @@ class EpochPlan:
         return total * float(self.costs.sum() / self.costs[self.planned].sum())
 
     def packs(self, most: int) -> list[Lengths]:
-        """Return the sample lengths of at most `most` planned packs.
+        """Return the sample lengths of some packs, evenly spread over the planned steps.
 
-        The packs are evenly spread over the planned steps, and include the pack with the longest sample.
+        There are no more than `most` packs. The pack with the longest sample is one of them.
         """
         slots = [
             lengths

@@ -257,8 +257,8 @@ def make_plan(
 ) -> RunPlan:
     """Plan the steps of `data`, and estimate their time, their memory and the balance of the ranks.
 
-    `layout`: how context ranks divide a pack. `need` estimates memory; if it is None, the plan has no memory estimate.
-    `exact_steps`: the number of steps that are planned in full; None: all steps.
+    `layout`: how context ranks divide a pack. `need`: estimates memory; None: no memory estimate. `exact_steps`: the
+    number of steps that are planned and from which the epoch is extrapolated; None: all steps.
     """
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
@@ -293,8 +293,8 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
-    A device holds one context rank's part of a pack. The largest pack has `pack_tokens` tokens, or all tokens of the
-    largest step if that step has fewer. If a sample is longer than that, the largest pack holds only this sample.
+    The context ranks that share a pack hold equal parts of it. A pack has at most `shape.pack_tokens` tokens, and no
+    more than a step has. A longer sample has a pack of its own.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

@@ -165,9 +165,9 @@ class Scaling:
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
         """Return the largest worthwhile number of devices, and the reason why more devices are not worthwhile.
 
-        Return None if all numbers of devices in `times` are worthwhile. The reason is one of the causes in
-        `StepTime.losses`: the one that, on the next larger number of devices, loses the most time compared with perfect
-        scaling (half the seconds on twice as many devices).
+        Return None if all numbers of devices in `times` are worthwhile. The reason is a cause in `StepTime.losses`. On
+        the next larger number of devices, its seconds are the furthest above perfect scaling (half the seconds on twice
+        as many devices).
         """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):

@@ -1,12 +1,10 @@
 """Suggest `batch.max_tokens`, `parallel.context` and `parallel.layout`, with a reason for each.
 
-Each suggestion (right) follows from the facts on the left:
-
-memory of a device    ->  the maximum number of tokens that a device can hold
-longest sample        ->  the smallest number of context ranks whose devices can hold this sample together
-plans of some steps   ->  the fastest of a few values of max_tokens
-                          twice as many context ranks, if they make steps faster by more than FASTER_FACTOR
-packs of these plans  ->  the layout with the lowest imbalance; of equal layouts, the one that reads the fewest keys
+- `parallel.context` (number of devices that share a pack): as few as can hold the longest sample together, or twice as
+  many if steps then get faster by more than FASTER_FACTOR.
+- `batch.max_tokens`: the fastest of up to three values that fit in memory, according to plans of some steps.
+- `parallel.layout` (which tokens of a pack each device holds): the layout with the most even attention cost. Of equal
+  layouts, the one with which devices read the fewest attention keys.
 """
 
 from __future__ import annotations
@@ -26,10 +24,11 @@ TRIED_STEPS = 16
 """The number of steps that are planned for each candidate, i.e. each combination of settings."""
 
 SAME_FACTOR = 1.01
-"""Times and imbalances within this factor count as equal."""
+"""A step time or a layout's imbalance counts as equal to the lowest one if it is at most this many times as high."""
 
 FASTER_FACTOR = 1.05
-"""Minimum speedup of steps for which `suggest` doubles the number of context ranks that the longest sample needs."""
+"""`suggest` takes twice as many context ranks as the longest sample needs if steps get faster by more than this
+factor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

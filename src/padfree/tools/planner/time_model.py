@@ -1,9 +1,9 @@
 """Estimate how long steps take: the cost of a step in some unit (e.g. FLOPs), divided by the number of units that a
 device computes per second.
 
-The unit of the cost depends on what is available, in this order:
+The cost has the first of these units that is available:
 
-1. Seconds, if `padfree plan --calibrate` has measured a cost model: on this device, or in the file `batch.cost`.
+1. Seconds, from the file that `batch.cost` names, or as measured by `padfree plan --calibrate` on this device.
 2. FLOPs, if the model is given. Seconds are estimated from PEAK_FRACTION of the GPU's peak FLOP rate, if this rate is
    known and model.dtype=bfloat16. Otherwise the time is unknown.
 3. Tokens. The time is unknown.
@@ -50,11 +50,10 @@ class TimeModel:
 
 
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
-    """Return the most accurate time model that is available.
+    """Return the most accurate time model that is available, in the order that the module's docstring lists.
 
-    A time model computes the cost of a micro-batch. From most to least accurate, the costs are: seconds from
-    `batch.cost`, seconds measured on this device, seconds from FLOPs and the peak FLOP rate of a GPU, FLOPs at an
-    unknown rate, numbers of tokens. `gpu`: the name of the planned GPU, or None.
+    `gpu`: the name of the GPU for which the run is planned; None: this device. Raise a `UserError` if the peak FLOP
+    rate of `gpu` is needed but not known.
     """
     if config.batch.cost is not None:
         named = config.batch.cost

@@ -1,7 +1,7 @@
-"""Build the page of one or more runs: summary, plots, responses, events, settings.
+"""Build the HTML report of one or more runs: summary, plots, responses, events, settings.
 
-If there is too much data for a page, the page shows a part of it and says so. A plot keeps the minimum and the maximum
-of every interval of steps; a list keeps its first or last entries.
+If there is too much data, the report shows a part of it and says so. Plots show the minimum and the maximum of every
+interval of steps. The list of events is cut at its beginning, the list of skipped or truncated data rows at its end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAGE = "report.html"
 
 
 def default_output(folders: Sequence[str | Path]) -> Path:
-    """Return the default path of the page: in the folder of the run or, for several runs, next to the first folder."""
+    """Return the default path of the report: in the run's folder or, for several runs, next to the first run's."""
     first = Path(folders[0]) if folders else Path()
     return (first if len(folders) == 1 else first.resolve().parent) / PAGE
 

@@ -113,7 +113,7 @@ PARTS = (
     "checkpoint",
     "other",
 )
-"""Parts of a step's time, in the order in which the bars are stacked."""
+"""Parts of a step's time, in the order in which the report's bar chart stacks them."""
 
 TOGETHER = re.compile(
     r"(?P<figure>.+)_(?P<line>min|max|std|measured)|(?P<first>groups|queue|overlong|eval/pass)[_@](?P<rest>.+)"
@@ -368,5 +368,5 @@ def _spread_out(values: NDArray[np.float64]) -> bool:
 
 
 def _rounded(values: NDArray[np.float64]) -> list[float]:
-    """Round the values to six significant digits, which halves their size on the page and does not change the plot."""
+    """Round the values to six significant digits, which halves their bytes in the HTML file. Plots look the same."""
     return [float(f"{value:.6g}") for value in values.tolist()]

@@ -26,7 +26,7 @@ MOST_ROWS = 400
 MOST_LETTERS = 2_000_000
 MOST_LETTERS_OF_TEXT = 20_000
 BLOCK = 4
-"""Number of lines that a rollout batch writes to `rollouts.jsonl`. The table shows all lines of a batch or none."""
+"""The report shows or omits this many consecutive lines of `rollouts.jsonl` together. Most batches write this many."""
 
 FIRST = ("batch", "reward", "tokens", "ended", "turns", "leaves", "failure", "prompt", "response", "uid")
 """The first columns of the table, in this order. Other fields of the file follow as further columns."""
@@ -42,7 +42,7 @@ NUMBERS = ("batch", "reward", "tokens", "turns", "leaves", "episode")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Responses:
-    """The lines of a file that the page shows (`rows`), and the number of all lines of the file (`total`)."""
+    """Lines of `rollouts.jsonl` or `failures.jsonl` that were read (`rows`), and the number of all lines (`total`)."""
 
     rows: Sequence[Record]
     total: int

@@ -87,9 +87,9 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path], names: Sequence[str] | None = None) -> list[Run]:
-    """Read the runs in these folders. `names`: how the page names the runs.
+    """Read the runs in these folders. `names`: the names of the runs in the report.
 
-    By default, the name of a run is that of its folder, with as many parent folders as are needed to make it unique.
+    By default, a run has the name of its folder, with as many parent folders as make the name unique.
     """
     paths = [Path(folder) for folder in folders]
     if not paths:

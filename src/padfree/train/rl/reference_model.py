@@ -4,7 +4,7 @@
     AdapterReference    the policy with other adapters        if reference.path is model.path and lora.rank is set:
                                                               no second copy of the weights
 
-With `reference.refresh`, the reference takes over the policy's weights from time to time. In this example,
+With `reference.refresh`, the policy's weights are copied into the reference from time to time. In this example,
 `reference.refresh` is 2:
 
     rollout batch              1   2   3   4   5
@@ -40,7 +40,7 @@ from padfree.train.scorer import Scorer
 class ReferenceModel(ABC):
     """Base class of the reference models for the KL term, which compute log-probabilities of samples.
 
-    `every`: the reference takes over the weights of the policy each time after this number of rollout batches; None:
+    `every`: the number of rollout batches after which the policy's weights are copied into the reference again; None:
     never.
     """
 
@@ -81,7 +81,7 @@ class ReferenceModel(ABC):
         return {"batches": self.batches, "refreshed": self.refreshed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of finished batches, and whether the reference has taken over weights of the policy.
+        """Restore the number of finished rollout batches, and whether the policy was ever copied into the reference.
 
         The checkpointer restores the tensors of the reference separately.
         """
@@ -111,9 +111,9 @@ class ModelReference(ReferenceModel):
 
 
 def check_same_tensors(reference: PreTrainedModel, trained: PreTrainedModel, every: int | None) -> None:
-    """Raise an error if the policy's weights could not be copied into the reference. Adapters are not compared.
+    """Raise a `UserError` unless policy and reference have weights of the same names and shapes, ignoring adapters.
 
-    `every`: the value of the setting `reference.refresh`, for the message.
+    `every`: the value of `reference.refresh`, for the error message.
     """
     own, others = (
         {name: tuple(tensor.shape) for name, tensor in named_tensors(one).items() if not is_adapter(name)}

@@ -78,10 +78,10 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Start to log responses. If responses of an earlier start can be reused, return a note for the user.
+        """Start to log responses. If the run can reuse responses from the log, return a note for the user.
 
-        `step`: the number of the last optimizer step. `after`: the number of the last batch whose responses are not
-        needed any more. `resume`: whether the run resumes; if not, all logged responses are deleted.
+        `step`: the number of steps made so far. `after`: only responses of batches with a higher number are reused.
+        `resume`: if it is false, all logged responses are deleted.
         """
         origin = self._origin(step)
         error = None
@@ -99,8 +99,8 @@ class RunResponseLog:
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
         """Start a new part of the log. Call this before the state for a checkpoint is collected.
 
-        `step`, `after`: the numbers of the last optimizer step and the last batch before this part. `last_batch`: the
-        newest batch whose responses have been requested.
+        `step`: the number of steps made so far. `after`: the last batch that a resumed run need not sample again.
+        `last_batch`: the newest batch that was requested from the sampler.
         """
         origin = self._origin(step)
         with writing(self._response_log.folder):

@@ -70,7 +70,7 @@ class _PrefillLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ShapeOfLayer:
-    """What attention needs in one layer of a trial forward pass, which records the shapes of keys and values."""
+    """Used by a trial forward pass, in which each layer appends the shape of its keys and values to `shapes`."""
 
     shapes: list[LayerShape]
     packed: AttnContext

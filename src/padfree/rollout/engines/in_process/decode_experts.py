@@ -1,29 +1,15 @@
-"""Experts of a sampling model with kernels whose shapes do not depend on the chosen experts, for CUDA graphs.
+"""MoE experts for decoding, with tensor shapes that do not depend on the router's choice, as CUDA graphs require.
 
-Each of T tokens of width D has k of E experts. The R = T k pairs of a token and one of its experts are the rows of the
-computation. The width inside an expert is I, and U is I or, with a gate, 2 I:
+Each of T tokens uses k of E experts, which gives R = T k pairs of a token and an expert. The pairs are sorted by expert
+(`sorted_rows`), and each expert multiplies the tokens of its own pairs (`grouped_linear`). The results are put back
+into the order of the tokens, and summed over the k experts of each token.
 
-    input   hidden [T, D]; choices [T, k], the experts of each token; weights [T, k], the weights of these experts
-    sort    the pairs by expert: order [R], the index of each sorted pair in the flattened choices;
-            starts [E + 1], where the pairs of each expert begin in this order
-    up      [T, D] -> [R, U]    sorted row r is token order[r] // k, multiplied with the matrix of its expert
-    gate    [R, U] -> [R, I]    the module's own activation
-    down    [R, I] -> [R, D]    multiplies each row again, and writes sorted row r to row order[r]
-    sum     [R, D] -> [T, D]    the weighted sum over the k experts of each token
+For example, 4 tokens use the experts 0 1, 1 2, 1 0 and 1 2, which makes 8 pairs with the indices 0 to 7. Sorted by
+expert, the pairs are 0 5 (expert 0), 1 2 4 6 (expert 1) and 3 7 (expert 2).
 
-In this example, 4 tokens have 2 of 3 experts each; a bar separates the tokens in choices, and the experts in order:
-
-    choices    0 1 | 1 2 | 1 0 | 1 2
-    order      0 5 | 1 2 4 6 | 3 7
-    starts     0 2 6 8
-
-One program of the kernel multiplies one block of rows of the same expert. Blocks of 2 rows would be [0 5] of expert 0,
-[1 2] and [4 6] of expert 1, and [3 7] of expert 2. R rows need at most R // block size + min(E, R) blocks, however they
-are divided over the experts. The kernel has this many programs, here 7, so that the host need not read the choices;
-programs without rows end at once.
-
-On CUDA, the custom operator `grouped_linear` runs a Triton kernel (`triton_grouped_linear`). On other devices, and in
-float64, it runs the function `reference`.
+On CUDA, `grouped_linear` runs a Triton kernel (`triton_grouped_linear`). Its grid is large enough for any choice of
+experts, so that the host need not read which experts were chosen. On other devices, and in float64, `grouped_linear`
+runs the function `reference`.
 """
 
 from __future__ import annotations
@@ -48,7 +34,7 @@ def all_stacked(model: PreTrainedModel) -> bool:
 
 
 def use_decode_experts(model: PreTrainedModel) -> None:
-    """Replace the forward method of the model's stacked experts by `experts_forward`, which cannot be trained."""
+    """Replace the forward method of the model's stacked experts by `experts_forward`, which has no backward pass."""
     for module in stacked_experts(model):
         object.__setattr__(module, "forward", partial(experts_forward, module))
 
@@ -119,12 +105,12 @@ def grouped_linear(
 ) -> Tensor:
     """Multiply each of R rows with the weight of its expert. Return [R, N].
 
-    A row is a pair of one of T tokens and one of its k experts. `order` [R] and `starts` [E + 1] sort the rows by
-    expert, see `sorted_rows`. `weight`: [E, N, K], or [E, K, N] if `transposed`, for E experts with K inputs and N
-    outputs. `bias`: [E, N].
+    A row is a token paired with one of its experts, and the rows are sorted by expert: see `sorted_rows` for `order`
+    [R] and `starts` [E + 1]. `weight`: [E, N, K], or [E, K, N] if `transposed`. `bias`: [E, N].
 
-    `gather`: 0 if `x` [R, K] has the sorted rows. Otherwise k: `x` [T, K] has the tokens, and sorted row r is the token
-    `x[order[r] // k]`. `scatter`: whether sorted row r is written to row `order[r]` of the result, and not to row r.
+    If `gather` is 0, `x` [R, K] holds the sorted rows. Otherwise, `x` [T, K] holds the tokens, `gather` is the number
+    of experts per token, and sorted row r is `x[order[r] // gather]`. The result of sorted row r is at index
+    `order[r]` with `scatter`, otherwise at index r.
     """
     if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_grouped_linear import multiply

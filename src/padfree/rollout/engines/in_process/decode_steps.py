@@ -52,8 +52,8 @@ PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass, unless one prompt is longer."""
 
 PREFILL_ROWS = (1024, 2048, 4096, 8192)
-"""With `rollout.exact`, a prefill pass is padded to one of these numbers of tokens, because matmuls of fewer tokens may
-split their sums, which changes the bits.
+"""With `rollout.exact`, a prefill pass is padded to one of these numbers of tokens, because matmuls of fewer than 1024
+tokens may give other bits.
 """
 
 GROWTH = 1.1
@@ -61,7 +61,7 @@ GROWTH = 1.1
 
 
 KEYS_STEP = 512
-"""A CUDA graph of a step is captured for a maximum number of keys per slot, which is a multiple of this."""
+"""CUDA graphs are captured for a maximum number of keys per response, which is a multiple of KEYS_STEP."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,7 +171,7 @@ class DecodeSteps:
 
     @torch.no_grad()
     def prepare(self, requests: Sequence[SamplingRequest]) -> None:
-        """Allocate the memory for these requests and capture all steps before `sample` needs them."""
+        """Allocate the buffers for `requests`, and capture the decode steps as CUDA graphs."""
         self._buffers = self._fitting_buffers(requests)
         for count in self.step_rows if self.captured else ():
             if count not in self._graphs:
@@ -247,10 +247,10 @@ class DecodeSteps:
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
-        """Return how many cache entries a response needs if the cache holds `stored` keys of its prompt.
+        """Return how many cache entries (one per token) a response needs, if its prompt has `stored` entries.
 
-        If the cache has pages, a response takes whole pages. Keys of the prompt that do not fill a page are copied to
-        the start of the first of these pages.
+        If the cache has pages, the result is a multiple of the page size. It includes space for a copy of the prompt's
+        last page if that page is not full.
         """
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
@@ -439,9 +439,9 @@ def prefill_rows(tokens: int) -> int:
 
 
 def slot_counts(num_slots: int) -> list[int]:
-    """Return the batch sizes for which decode steps are captured as CUDA graphs, in slots (one per response).
+    """Return the batch sizes for which decode steps are captured as CUDA graphs.
 
-    For example, 256 slots give 256, 128, 64, 32 and 16, and 40 slots give 40 and 20.
+    They are `num_slots`, half of it, a quarter of it and so on, but not below 16 (MIN_SLOTS): 40 gives 40 and 20.
     """
     counts = [num_slots]
     while counts[-1] // 2 >= MIN_SLOTS:

@@ -2,31 +2,18 @@
 
 `exact_decode_attention` uses one of two kernels:
 
-    Triton kernel     `triton_exact_attention` repeats the arithmetic of flash-attn-4. It is used if the comparison
-                      `has_bits_of_trainer` finds equal bits on the device for the heads of the model.
-    paged attention   the trainer's own kernel, with one query for each response
+- The Triton kernel `triton_exact_attention` repeats the arithmetic of flash-attn-4. It is used if a test on random
+  tokens (`has_bits_of_trainer`) gives the same output bits as the trainer's kernel.
+- Otherwise, the trainer's kernel is used, with paged keys and one query for each response.
 
-The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE`, counted from the first key, and combines the
-blocks from the last to the first. The output for a query depends on the keys that it sees and on the borders of the
-blocks, but not on other queries. Decode attention must therefore keep these borders. The KV cache consists of pages,
-each with the keys of one block.
+The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE` keys, and the output bits depend on where each
+block begins. Decode attention therefore uses the same blocks: the KV cache consists of pages of `PAGE_SIZE` keys, and
+every prompt begins at the start of a page.
 
-A slot holds one response that is being sampled. The slots with the same prompt share the full pages of the prompt. If
-the last page of the prompt is not full, its keys are copied to the first page of each slot. In this example with pages
-of 4 keys, slots 0 and 1 have the same prompt of 5 tokens, with the keys p. The response in slot 0 has 4 keys a, and the
-response in slot 1 has 1 key b:
-
-    page 0    p p p p        the prompt, computed once
-    page 1    p . . .
-    page 2    p a a a        slot 0, which sees pages 0 2 3
-    page 3    a . . .
-    page 4    p b . .        slot 1, which sees pages 0 4
-
-A decode step of L slots computes (`StepKeys`):
-
-    place [L]        cache index where the new token's key is stored; for an inactive slot the last index of the cache
-    table [L, m]     int32: up to m pages that each slot sees
-    lengths [L]      int32: number of keys that each slot sees, including the new one; 1 for an inactive slot
+Responses to the same prompt share the full pages of the prompt. If the prompt's last page is not full, each response
+gets a copy of that page and appends its own keys to the copy. For example, with pages of 4 keys and a prompt of 5 keys,
+a response with 4 keys reads three pages: the shared page with 4 keys of the prompt, its own page with 1 copied key and
+3 keys of the response, and a second page of its own with 1 key.
 """
 
 from __future__ import annotations
@@ -81,7 +68,7 @@ def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
     assert capacity % PAGE_SIZE == 0
     active = slots[ACTIVE] != 0
     before = torch.where(active, slots[STORED] + slots[WRITTEN], 0)
-    place = torch.where(active, slots[OWN] + slots[WRITTEN], capacity - 1)
+    place = torch.where(active, slots[OWN] + slots[WRITTEN], capacity - 1)  # inactive slots store in the last entry
     shared = slots[STORED] // PAGE_SIZE  # [L] whole pages of the prompt
     own = slots[OWN] // PAGE_SIZE
     page = torch.arange(longest // PAGE_SIZE + 1, device=slots.device)  # [m]

@@ -1,29 +1,19 @@
-"""`rollout.exact`: whether sampler and trainer can be bitwise equal, and if not, which operator prevents it.
+"""`rollout.exact`: check whether the log-probabilities of sampler and trainer can be bitwise equal.
 
-`problem` returns the first operator or setting whose bits could differ, and why. The function needs no weights. The
-table names for each operator the kernel that sampler and trainer use, what could change the bits, and in brackets the
-module that checks or prevents this. `row_trial` runs an operator on batches of different sizes and compares the bits.
+`problem` returns the first setting or operator that prevents equal bits, and why. The function needs no weights.
 
-    operator                  kernel                                              what could change the bits
-    embedding, RoPE angles    the model's own code                                nothing: it is elementwise
-    RMSNorm, QK-norm, RoPE    `padfree.layers.ops` with parallel.compile,         nothing: the order of the sum over a
-                              else the model's own code                           row depends on its width only
-    LayerNorm (CPU only)      the model's own code                                the order of a sum [`row_trial`]
-    experts (CPU)             matmuls of 16 rows                                  nothing: all matmuls have the same
-                                                                                  shape [`padfree.model.block_matmuls`]
-    experts (GPU)             one grouped matmul for all experts                  the number of rows of each expert
-                              (`padfree.model.grouped_matmuls`)                   [`row_trial`]
-    routers                   the model's own code, but with parallel.compile     the order of a sum over experts
-                              PyTorch's sums (`row_sums_pass`)                    [on a GPU `row_trial`]
-    linear layers, adapters   the library's matmul                                a split of the sum over the inputs
-                                                                                  [`row_trial`]
-    attention                 prefill: the trainer's; decode steps: the           the order of sums and the borders of
-                              trainer's with one query per response, or a         blocks of keys [`exact_attention`]
-                              kernel that has been found bitwise equal to it
-    SwiGLU, residual, bias    compiled with a rounding after every operation      which operations share a kernel
-                                                                                  [`padfree.layers.compile`]
-    head and log-softmax      `padfree.head.score`                                nothing: its blocks of columns are
-                                                                                  fixed
+Embedding, RoPE, RMSNorm, the head and the log-softmax give a token the same bits in every batch. For other operators,
+the bits may depend on the size of the batch:
+
+- Linear layers, adapters, LayerNorm: a sum may be computed in another order. `row_trial` compares the bits for several
+  batch sizes.
+- Experts: on a CPU, all matmuls have 16 rows (`padfree.model.block_matmuls`). On a GPU, one grouped matmul computes all
+  experts, and `row_trial` compares its bits for different numbers of rows per expert.
+- Routers: the sum over the experts may be computed in another order. On a GPU, `row_trial` compares the bits. With
+  `parallel.compile`, PyTorch's own kernels compute this sum (`row_sums_pass`).
+- Attention: prefill uses the trainer's kernel, and decode steps use a kernel with the same bits (`exact_attention`).
+- SwiGLU, residual, bias: compiled layers round after every operation (`padfree.layers.compile`), so that it does not
+  matter which operations share a kernel.
 """
 
 from __future__ import annotations
@@ -224,11 +214,9 @@ def _leaves(layers: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_row_invariant(module: nn.Module, device: torch.device) -> bool:
-    """Return whether the module gives a token the same output bits with any number of other tokens in the input.
+    """Return whether `module`, which has no child modules, gives a token the same output bits in every batch.
 
-    `module` has no child modules. The result is True for RMSNorms, for activations without weights, and for `LEAVES`;
-    linear layers are among these because `row_trial` checks them separately. On a CPU, other norms and activations are
-    run with different numbers of tokens, and the bits are compared. For all other modules, the result is False.
+    Some norms and activations are run on a CPU to find this out. Linear layers count as True; `row_trial` checks them.
     """
     name = type(module).__name__
     if isinstance(module, LEAVES) or name.endswith("RMSNorm"):

@@ -73,9 +73,9 @@ with a KV cache, in batches of prompts of equal length. "none": like "equal leng
 TRIED_LENGTHS = (6, 1, 14, 6)
 TRIED_TOKENS = 5
 TOLERANCE = 1e-4
-"""Largest accepted difference between log-probabilities in float32.
+"""Maximum accepted difference of a token's log-probability from its value without cache and padding.
 
-Rounding changes them by less than 1e-5. A model that attends to a padding token changes them by more than 1e-3.
+Rounding in float32 causes differences below 1e-5, attention to padding tokens causes differences above 1e-3.
 """
 
 
@@ -257,10 +257,9 @@ def _with_request_index(on_tokens: OnTokens, requests: Sequence[int]) -> OnToken
 
 
 def _next(input_ids: Tensor, position_ids: Tensor, sampled: Tensor, *, cached: bool) -> tuple[Tensor, Tensor]:
-    """Return the token ids and positions of the model's next input, after the last step sampled the tokens `sampled`.
+    """Return the token ids and position ids of the next forward pass. `sampled` [R]: the new token of each sequence.
 
-    With `cached`, the model needs only the sampled tokens [R] as input. Otherwise, it needs the whole sequences, which
-    now end with the sampled tokens.
+    With `cached`, the next forward pass gets only the new tokens. Otherwise, it gets the whole sequences.
     """
     tokens, positions = sampled[:, None], position_ids[:, -1:] + 1
     if cached:
@@ -318,12 +317,10 @@ def _responses(
 
 
 def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
-    """Return the routes (the experts of each token) of a prompt and of the `length` tokens of its response.
+    """Return the routes (the experts of each token) of a prompt of `prompt` tokens and its response of `length` tokens.
 
-    `routes`: one row of a batch, with the routes of the left-padded prompt and of the tokens that all steps but the
-    last sampled. `num_steps`: the number of steps of the batch, at least `length`. `prompt`: the number of tokens of
-    the prompt. The routes of the response's last token are returned as unknown, because the response does not depend
-    on them.
+    `routes` cover the left-padded prompt and the tokens of the first `num_steps` - 1 steps of the batch. The routes of
+    the response's last token are set to unknown.
     """
     begin = len(routes) - (num_steps - 1) - prompt
     return merged_routes(routes[begin : begin + prompt + length - 1].copy(), None, prompt + length)

@@ -1,13 +1,12 @@
-"""The kept sets of a burst of decode steps: masks on the device, which become compact sets on the host.
+"""Buffers on the device for the kept sets of decode steps, and their conversion to compact sets on the host.
 
-The kept set of a token is the set of ids from which truncated sampling (top-k, top-p, min-p) has drawn it.
+The kept set of a token is the set of ids that truncated sampling (top-k, top-p, min-p) leaves to sample the token from.
 
-    a step     mask [L, V], request [L], position [L]  ->  index `step` of the buffers
-    a burst    masks of up to BURST steps              ->  `KeptSets` of its tokens, one nonzero() for all of them
-    at the end tokens in the order of the steps        ->  sorted by request and position
+Each decode step stores a mask over the vocabulary for each response. After each burst of up to BURST steps,
+`KeptTokens.read_burst` converts the masks to lists of ids. `KeptTokens.sets` sorts all lists by request and position.
 
-A step writes to fixed addresses, so that a CUDA graph can capture it. With L slots and V vocabulary entries, the masks
-take BURST · L · V bytes.
+The buffers have fixed addresses, so that a CUDA graph can capture a step. For L responses in the decode batch and V
+vocabulary entries, the masks take BURST · L · V bytes.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class KeptBuffers:
         )
 
     def write(self, mask: Tensor, request: Tensor, position: Tensor) -> None:
-        """Store the kept sets of a decode step for the first l slots.
+        """Store the kept sets (the ids from which each token was sampled) of a decode step for the first l responses.
 
-        `mask` [l, V]: the kept ids of the token in each slot. `request` and `position` [l]: the response that the token
-        belongs to, and its index in this response.
+        `mask` [l, V]: the kept ids. `request`, `position` [l]: the request's index, and the token's index in the
+        response.
         """
         count = len(mask)
         step = self.step % BURST  # the warm-up steps before a capture may exceed the burst; they are not read
@@ -69,10 +68,10 @@ class KeptTokens:
     parts: list[KeptSets] = field(default_factory=list)
 
     def read_burst(self, steps: int, occupied: int, no_request: int) -> None:
-        """Read the kept sets (the ids from which each token was sampled) of a burst of `steps` decode steps.
+        """Read the kept sets (the ids from which each token was sampled) of the last `steps` decode steps.
 
-        Only the first `occupied` slots (places of responses in the batch) are read. `no_request`: the request number
-        that marks a slot without an unfinished response.
+        Read only the first `occupied` responses of the batch, but skip responses that had already ended (request index
+        `no_request`).
         """
         if self.buffers is None:
             return

@@ -1,16 +1,15 @@
-"""The model for sampling in the training process: its own modules with the weights of the trained model.
+"""The model for sampling in the training process: a new instance of the trained model's class, with the same weights.
 
-    trained model                                            weights of the sampling model
-    unsharded, with the dtype and device of the sampler      the tensors of the trained model, not copied
-    sharded, or with another dtype or device                 an unsharded copy, updated at every weight sync
-    with adapters                                            a copy into which the adapters are merged
+Compilation, recompute, FSDP2 and adapters change the modules of the trained model, but not those of the sampling model.
 
-With `rollout.exact`, adapters are not merged: the sampling model has adapters too, because sampler and trainer must
-multiply by the same matrices in the same order.
+If the trained model is unsharded and has the sampler's dtype and device, the sampling model uses the trained model's
+tensors without a copy. Otherwise, the sampling model has an unsharded copy, which every weight sync updates.
 
-The modules are new instances of the model's class. Compilation, recompute, FSDP2 and adapters, which training adds to
-its own layers, therefore do not affect sampling. In a single process with float32 master weights, the trained model
-computes with bfloat16 copies of these weights, and the sampling model shares the copies.
+Adapters of the trained model are merged into a copy of the weights. With `rollout.exact`, they are not merged: the
+sampling model has the same adapters, because sampler and trainer must multiply by the same matrices in the same order.
+
+In a single process with float32 master weights, the trained model computes with bfloat16 copies of these weights, and
+the sampling model shares the copies.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from padfree.model.block_matmuls import BLOCK_ROWS, is_narrow
 from padfree.model.expert_adapters import ALIGNMENT, grouped_matmul, has_grouped_kernel, stacked_weights
 from padfree.model.routers import routers_of
 
-PACK_ROWS = (1024, 1531, 2819, 4096, 6007, 8192, 12289)
+PACK_ROWS = (1024, 1531, 2048, 2819, 4096, 6007, 8192, 12289)
 """Pack sizes, in tokens, at which a matmul must give each token the same bits as with REFERENCE_ROWS tokens."""
 
 SHORTEST_PACK = PACK_ROWS[0]
@@ -47,14 +47,14 @@ the end of a tensor are computed one by one, with other bits. Tensors of a padde
 REFERENCE_ROWS = 16384
 
 STEP_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Batch sizes of a decode step, in responses, at which the bits of matmuls are compared with those of REFERENCE_ROWS
-rows. `rollout.max_concurrent` is another such batch size.
+"""Batch sizes of a decode step (numbers of responses) to try, besides `rollout.max_concurrent`. A size is used only if
+matmuls give the same bits as with REFERENCE_ROWS rows.
 """
 
 
 FEW_ROWS = (0, 1, 2, 16, 100)
-"""In most comparisons of a grouped matmul, one expert gets most of the rows. The other experts get these numbers of
-rows, repeated cyclically (`divisions`).
+"""When `divisions` divides rows over experts, the experts get 0, 1, 2, 16, 100, 0, 1, ... rows, and one expert also
+gets all rows that are left.
 """
 
 
@@ -144,9 +144,9 @@ def choices_per_token(block: nn.Module) -> int | None:
 
 
 def expert_problem(layers: Iterable[nn.Module], dtype: torch.dtype) -> str | None:
-    """Return why `trial` cannot compare the bits of the experts and routers of `layers` on a GPU; None if it can.
+    """Return why `trial` cannot find out on a GPU whether the bits of experts and routers depend on the batch size.
 
-    The caller must have checked that the weights of each layer's experts are stacked in one tensor.
+    Return None if it can. The weights of each layer's experts must be stacked in one tensor.
     """
     for layer in layers:
         for block in layer.modules():
@@ -179,7 +179,7 @@ def agreeing_rows_of_router(
     dtype: torch.dtype,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return those of the batch sizes `rows` at which the router gives a token the same bits as in a larger batch.
+    """Return the batch sizes, out of `rows`, at which the router gives the same output bits as in one large batch.
 
     A copy of `router` with random weights is run on a batch of `reference_rows` random tokens, then on slices of this
     batch. The result is empty if the router gives other bits in training mode than in evaluation mode.
@@ -216,9 +216,9 @@ def agreeing_rows(
     matmul: Matmul = nn.functional.linear,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return those of the batch sizes `rows` at which `matmul` gives an input row the same bits as in a larger batch.
+    """Return the batch sizes, out of `rows`, at which `matmul` gives the same output bits as in one large batch.
 
-    The larger batch has `reference_rows` rows of random numbers, and the smaller batches are slices of it.
+    The large batch has `reference_rows` random rows, and the smaller batches are slices of it.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -254,7 +254,7 @@ def agreeing_tokens(
     matmul: GroupedMatmul = grouped_matmul,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return those of the token counts `tokens` at which a grouped matmul gives the same bits as a reference matmul.
+    """Return the token counts, out of `tokens`, at which a grouped matmul gives the same bits as a reference matmul.
 
     In the reference matmul, each of the E experts multiplies the same `reference_rows` / E random rows. A grouped
     matmul for T tokens with k experts each has T · k rows. They are drawn at random from the rows of the reference
@@ -322,23 +322,21 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[Shape, Collection[int]]) -> RowChoice:
-    """Choose the batch sizes of decode steps: those at which all matmuls give the same bits as in a pack.
+    """Choose the batch sizes of decode steps: those at which every matmul and router gives the same bits as in a pack.
 
-    `agreeing`: for each shape of a matmul and for each router, the batch sizes that give the same bits. The largest
-    chosen size is at least `num_slots`. If there is no such size, the result has a problem instead of sizes.
+    `agreeing`: for each matmul and router, the batch sizes with the same bits. The largest chosen size is at least
+    `num_slots`. If no such size exists, `RowChoice.problem` gives the reason.
     """
     for shape, rows in agreeing.items():
         name = shape.title
         differing = [count for count in PACK_ROWS if count not in rows]
         if differing:
             return RowChoice((), f"{name} gives other bits in a pack of {differing[0]} tokens than in a longer pack")
-        if not any(count >= num_slots for count in rows if count in candidates(num_slots)):
-            return RowChoice((), f"{name} gives other bits for {num_slots} to {STEP_ROWS[-1]} slots than in a pack")
+        if num_slots > STEP_ROWS[-1] and num_slots not in rows:  # fewer slots can always be as many rows as a pack
+            return RowChoice((), f"{name} gives other bits for {num_slots} slots than in a pack")
     common = [count for count in candidates(num_slots) if all(count in rows for rows in agreeing.values())]
-    enough = [count for count in common if count >= num_slots]
-    if not enough:
-        return RowChoice((), f"no decode step of {num_slots} or more slots has the same bits as a pack in every matmul")
-    return RowChoice(tuple(sorted((count for count in common if count <= enough[0]), reverse=True)), None)
+    enough = min(count for count in common if count >= num_slots)
+    return RowChoice(tuple(sorted((count for count in common if count <= enough), reverse=True)), None)
 
 
 def candidates(num_slots: int) -> tuple[int, ...]:

@@ -1,15 +1,10 @@
-"""The host side of decoding: assign requests to slots and cache space, burst by burst.
+"""Assign requests to slots (places of responses in the decode batch) and to space in the KV cache. Runs on the host.
 
-In this example, 3 slots sample the responses a to e:
+Decode steps run in bursts of up to BURST steps. Between two bursts, responses that have ended are removed, the other
+responses move to the first slots, and waiting requests get the free slots.
 
-    slots   0   a a a a a a a d d d d …
-            1   b b b e e e e e e e e …
-            2   c c c c c c c c c . . …
-    steps   | burst | burst | burst |
-
-A response keeps its slot until its last token. Then the next request gets the slot. If no request waits, the occupied
-slots are compacted. The host starts decode steps in bursts. While a burst runs, the host reads which responses ended
-with a stop token in the previous burst. The host counts steps, so it knows which responses reach `max_new_tokens`.
+On a GPU, a response that ends with a stop token is removed one burst late, so that the host need not wait for the
+device. A response that reaches `max_new_tokens` is removed at the end of its burst, because the host counts the steps.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, OWN, PROMP
 
 @dataclass(slots=True, eq=False)
 class CachedPrompt:
-    """A prompt of one or more requests, whose keys and values are stored once in the KV cache."""
+    """A prompt that is stored only once in the KV cache for all its requests."""
 
     request: SamplingRequest  # the first of the requests for this prompt
     unfinished: int = 0  # number of its requests that have not ended

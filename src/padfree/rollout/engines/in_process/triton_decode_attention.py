@@ -36,14 +36,10 @@ SHARED_MEMORY = 96 << 10
 """Maximum bytes of shared memory of a Triton program, chosen so that small GPUs also have enough."""
 
 SPAN = 512
-"""Number of cached keys of a response that one Triton program handles.
-
-It is halved if there are fewer than FEW_PROGRAMS pairs of a response and a key head, so that more programs run at the
-same time.
-"""
+"""Number of cached keys of a response that one Triton program handles. `FEW_PROGRAMS` says when it is halved."""
 
 FEW_PROGRAMS = 512
-"""With fewer pairs of a response and a key head than this, each program handles SPAN / 2 keys instead of SPAN."""
+"""If (responses · key heads) is below this, a Triton program handles SPAN / 2 cached keys instead of SPAN."""
 
 _PROMPT, _STORED, _OWN, _WRITTEN, _ACTIVE = (tl.constexpr(row) for row in (PROMPT, STORED, OWN, WRITTEN, ACTIVE))
 
@@ -202,6 +198,7 @@ def attend(
     assert keys.is_contiguous()
     assert values.is_contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    # With few programs, shorter spans let more programs run at the same time.
     span = span or (SPAN if num_slots * heads >= FEW_PROGRAMS else SPAN // 2)
     splits = max(1, triton.cdiv(longest if window is None else min(longest, window), span))
     out = q.new_empty(num_slots, num_heads, value_size)

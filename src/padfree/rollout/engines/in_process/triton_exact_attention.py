@@ -2,23 +2,15 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """Decode attention as a Triton kernel whose results are bitwise equal to flash-attn-4 on a Hopper GPU.
 
-    grid (slot, key head)     a program handles the G query heads of one key head, queries [G, d], with G padded to 16
-                              for tl.dot, and iterates over blocks of 128 keys, from the last block to the first
+A Triton program handles one key head of one response, with all query heads that share this key head. It computes an
+online softmax over blocks of 128 keys, from the last block to the first.
 
-The kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of the package). For each query,
-`peak` is the largest score so far, and s = scale · log2(e). The kernel computes for each block of keys:
+To get the same bits, the kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of that
+package): the order of the blocks, the rounding of the scores and exponentials, the approximate reciprocal of the GPU,
+and the sum of the exponentials in four partial sums (`_add_in_order`).
 
-    scores      query · key, summed over d in the order of the tensor cores
-    shares      exp2(score · s - peak · s), where the product score · s is not rounded
-    sums        four sums of shares, as in flash-attn-4, where each of four threads has one: the share of key c of the
-                block is added to sum c // 2 % 4, in the order of the keys
-    weighted    a sum of values: the values of the block, multiplied by their shares in bfloat16, are added to it
-
-If a block has a score above the peak, sums and weighted are first multiplied by exp2((old peak - new peak) · s). After
-the last block, the result is weighted · (1 / total) for total = (sum 0 + sum 1) + (sum 2 + sum 3), with the GPU's
-approximate reciprocal.
-
-In a run with `rollout.exact`, `exact_attention.has_bits_of_trainer` first compares the bits with the trainer's.
+In a run with `rollout.exact`, the kernel is used only if `exact_attention.has_bits_of_trainer` finds the same bits as
+in the trainer's attention.
 """
 
 from __future__ import annotations
@@ -142,9 +134,11 @@ def _attend_kernel(
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         faded = _exp2((peak - higher) * scale, INTERPRETED)
+        # As in flash-attn-4, the fma does not round the product score · scale.
         shares = _exp2(tl.fma(scores, tl.zeros_like(scores) + scale, -(higher * scale)[:, None]), INTERPRETED)
         total = _add_in_order(total * faded[:, None], shares, ROWS)
         block = tl.load(values + at, mask=read, other=0.0)
+        # As in flash-attn-4, the shares are rounded to bfloat16.
         weighted = tl.dot(shares.to(block.dtype), block, weighted * faded[:, None])
         peak = higher
 
@@ -168,6 +162,7 @@ def attend(
     assert values.is_contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
+    # The kernel uses exp2, so its scale is scale · log2(e). ROWS is at least 16 because of tl.dot.
     _attend_kernel[(num_slots, heads)](
         q, k, v, keys, values, slots, out, slots.stride(0), window or 0,
         float(np.float32(scale) * np.float32(math.log2(math.e))),

@@ -2,17 +2,13 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """`grouped_linear` (each row is multiplied with its expert's weight) as a Triton kernel.
 
-The R rows are sorted by expert. The rows of each of the E experts are divided into blocks of up to ROWS rows. For
-example, with E = 3 and ROWS = 2:
+The rows are sorted by expert, and the rows of each expert are divided into blocks of up to ROWS rows. For example, if
+ROWS is 2, experts with 2, 3 and 2 rows have 1, 2 and 1 blocks. A Triton program multiplies one block of rows with one
+tile of columns of the expert's weight.
 
-    rows of each expert    [0 1] [2 3 4 5]   [6 7]      starts = 0 2 6 8: where each expert begins, then R
-    rows of each block     [0 1] [2 3] [4 5] [6 7]
-
-    grid (block of rows, tile of columns)      a program multiplies one block with one tile of its expert's weight
-
-The grid has R // ROWS + min(E, R) blocks, which is enough for any division of the rows over the experts. A program
-computes the expert and the rows of its block from `starts`, on the device. If there is no such block, the program ends
-at once. The blocks of one expert are neighbours in the grid, so that they find the tile of the weight in the L2 cache.
+The number of rows of each expert is known on the device only (`starts`: the index of each expert's first row, then the
+number of all rows). The grid therefore has enough programs for any division of the rows over the experts. Programs that
+get no block end at once.
 """
 
 from __future__ import annotations
@@ -134,9 +130,11 @@ def multiply(
     x = x.contiguous().to(weight.dtype)
     out = x.new_empty(num_rows, num_columns)
     tiles = tiles or tiles_for(num_rows, num_experts, x.element_size())
+    # This is enough for any division of the rows over the experts.
     num_blocks = num_rows // tiles.rows + min(num_experts, num_rows)
     if num_rows == 0:
         return out
+    # The blocks of one expert are neighbours in the grid, so that they find the tile of the weight in the L2 cache.
     _multiply_kernel[(num_blocks, triton.cdiv(num_columns, tiles.columns))](
         x, weight, None if bias is None else bias.contiguous(), order, starts, out,
         num_columns, inner_size, num_experts, gather, expert_stride, column_stride, inner_stride,

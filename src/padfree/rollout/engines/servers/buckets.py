@@ -1,20 +1,17 @@
-"""Buckets of weights (tensors that are sent together) and their transfer: code shared by the trainer and the servers.
+"""The transfer of weights in buckets (groups of tensors that are sent together), for the trainer and the servers.
 
-    bucket    q q q . k k v v v    bytes of the tensors q, k, v. Padding (.): each starts at a multiple of ALIGNMENT
+A bucket is a buffer that holds several tensors. Each tensor begins at a multiple of ALIGNMENT bytes. The trainer
+describes the bucket in an API request (`BucketForm`), and broadcasts the buffer or writes the tensors to a file. The
+server receives the tensors with `Receiver.tensors`.
 
-To send a bucket, the trainer sends a description of the bucket (`BucketForm`) in an API request, and broadcasts the
-bytes or writes them to a file. The server receives the tensors with `Receiver.tensors`.
+A bucket holds whole tensors, or the positions and new values of changed elements
+(`padfree.rollout.engines.servers.differences`). If `BucketForm.keep` is true, the server keeps a copy of the whole
+tensors in host memory, to which later changes are applied.
 
-A bucket holds whole tensors or changes of tensors (`padfree.rollout.engines.servers.differences`). A change of a tensor
-is sent as two tensors: the positions and the new values of the changed elements. If `BucketForm.keep` is true, the
-server keeps a copy of the whole tensors in its host memory, so that later changes can be applied to the copy.
+Each server has its own process group with the trainer, with gloo on CPUs and NCCL on GPUs. A server that dies therefore
+does not affect the others, and a restarted server joins a new group. A broadcast reaches all workers of the server.
 
-Each server has its own process group with the trainer, so a server that dies does not affect the others, and a
-restarted server joins a new group. A bucket is broadcast once, to all workers of a server, with gloo on CPUs and NCCL
-on GPUs.
-
-The server imports this module too. The server's environment has torch and safetensors, but not all dependencies of
-padfree.
+The server imports this module too. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -202,7 +199,7 @@ class Receiver:
         for name, regions in groupby(differences, key=lambda difference: difference.name):
             if name not in self._kept:
                 raise RuntimeError(
-                    f"padfree: received a difference of {name}, but this server has no copy of the previous tensor"
+                    f"padfree: received only the changes of {name}, but this server has no copy of the old tensor"
                 )
             kept = self._kept[name]
             whole = kept.to(self.device)  # the same tensor on the CPU

@@ -1,27 +1,21 @@
 """Canary: compare a server's log-probabilities with the trainer's, to verify that a weight sync reached the server.
 
-A canary sequence has fixed tokens (f), which server and trainer score at temperature 1, then a few tokens (x) that the
-server samples at the temperature of the run:
+A canary sequence has fixed tokens, which the server scores at temperature 1, and then a few tokens that the server
+samples at the temperature of the run. The trainer computes log-probabilities of the same tokens.
 
-    sequence      f f f f f f | x x x
-    server   s    . s s s s s | s s s     log-probabilities of the server
-    trainer  t    . t t t t t | t t t     log-probabilities of the trainer for the same tokens
-
-The first test is `difference`, the mean of |s - t|. If it is above the limit for the fixed tokens, the server does not
-have the weights. If it is above the limit for the sampled tokens, the server reports log-probabilities at another
-temperature than the sampling temperature (vLLM has an option for this).
+The first test is the mean absolute difference between the log-probabilities of server and trainer. If it is above the
+limit for the fixed tokens, the server does not have the weights. If it is above the limit for the sampled tokens, the
+server reports log-probabilities at another temperature than that of sampling; vLLM's option `--logprobs-mode` decides
+this.
 
 If a training step changes the log-probabilities by less than bfloat16 rounding, a server with old weights passes the
-first test. The second test, `followed`, detects such a server, because a server rounds the same tokens in nearly the
-same way before and after the step. The test compares the changes of the log-probabilities of the fixed tokens since the
-previous weight sync (s' and t'):
+first test. The second test (`canary_followed`) detects such a server. For the fixed tokens, it compares the server's
+change ds of log-probabilities since the previous weight sync with the trainer's change dt:
 
-    followed = <s - s', t - t'> / <t - t', t - t'>        <,>: the inner product
+    followed = <ds, dt> / <dt, dt>        <,>: the inner product
 
-The ratio is 1 if s has changed as t has, and 0 if s has not changed. The server fails if the ratio is below 1/2. The
-trainer's change must be larger than the rounding of log-probabilities. The test therefore runs only if the norm of
-t - t' is at least max(16, 2 sqrt(n)) times the root mean square of s' - t', for n fixed tokens. With correct weights,
-the ratio is then about 3/4 or more, even if rounding differs from step to step.
+The ratio is about 1 if the server has the new weights, and 0 if it still has the old weights. The server fails if the
+ratio is below 1/2. The test runs only if the trainer's change is large enough compared with rounding.
 """
 
 from __future__ import annotations
@@ -171,11 +165,10 @@ class Canary:
         return metrics
 
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
-        """Return the ratio of the change of the server's log-probabilities to the change of the trainer's.
+        """Return the ratio by which the server's log-probabilities followed the trainer's since the last weight sync.
 
-        Both changes are those since the previous weight sync, for the fixed tokens. The ratio is about 1 if the server
-        has the new weights, and about 0 if it has the old weights. Return None at the first weight sync, or if the
-        trainer's change is too small in comparison with rounding.
+        The result is about 1 if the server has the new weights, and about 0 if it has the old weights. Return None at
+        the first weight sync, or if the trainer's change is too small compared with rounding.
         """
         if url not in self._previous:
             return None
@@ -183,6 +176,7 @@ class Canary:
         change = trainer.fixed - trainer_before.fixed
         rounding = np.linalg.norm(server_before.fixed - trainer_before.fixed) / np.sqrt(len(change))
         size = float(np.linalg.norm(change))
+        # With correct weights, the result is then about 3/4 or more, even if rounding differs from step to step.
         if size == 0.0 or size < max(SIGNAL, 2.0 * np.sqrt(len(change))) * rounding:
             return None
         return float((server.fixed - server_before.fixed) @ change) / size**2

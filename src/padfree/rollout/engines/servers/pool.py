@@ -1,25 +1,23 @@
 """A pool of servers: each request goes to the least loaded server, and a failed request goes to another server.
 
-For example, server 0 has the requests 1 and 3 in flight, server 1 has request 2, and the requests 4 5 6 7 are queued.
-Request 4 goes to server 1 next, because server 1 has fewer requests in flight. If server 1 fails first, request 2 goes
-back to the front of the queue, and the pool does not use server 1 for 0.5 s. After a second failure in a row, the pause
-is 1 s, then 2 s, and so on.
+If a server fails, its requests go back to the front of the queue. The pool does not use the server for 0.5 s. This
+pause doubles with each further failure in a row, up to 15 s.
 
 `Pool.run_all` processes one batch of requests. The method ends when every request has a response, or when no server has
 the weights of the policy any more, e.g. because all have restarted. In the second case, the caller sends the weights
 again and runs the missing requests again. A request gets exactly one response, because it is retried only after its
 connection has ended.
 
-`Pool.start_queue` processes requests in order for as long as the run lasts. A response that a weight sync interrupts is
-requested again: from its last token on if `continues` is true, otherwise from the beginning. `Pool.drain` waits until
-no response is in progress, so that the next weight sync interrupts none. If no server has the weights any more, the
-queue is `stuck` until the next weight sync.
+`Pool.start_queue` processes requests in order for as long as the run lasts. If a weight sync interrupts a response, the
+request is sent again after the weight sync. With `continues`, the response keeps its tokens and is continued.
+Otherwise, it starts again. `Pool.drain` waits until no response is in progress, so that the next weight sync interrupts
+none. If no server has the weights any more, the queue is `stuck` until the next weight sync.
 
 While requests are in flight, the pool asks each server for its policy version every few seconds. If a server does not
 answer in time, its requests are cancelled and go to another server.
 
-A request that fails during a weight sync is retried, and its failure does not count as a failure of the server, because
-the weight sync itself finds out which servers work. During a weight sync, `Gate` holds new requests back.
+During a weight sync, `Gate` holds new requests back. A request that fails during a weight sync is retried. This does
+not count as a failure of the server, because the weight sync itself finds out which servers work.
 
 All code of this module runs on the event loop for the servers. Any thread may read `RequestQueue.stuck` and `error`.
 """
@@ -77,7 +75,7 @@ class Gate:
         self._open.set()
 
     async def wait_open(self) -> int:
-        """Wait until the gate is open. Return a ticket, with which `closed_since` tells whether it has closed since."""
+        """Wait until the gate is open (no weight sync runs). Return a ticket, a number to pass to `closed_since`."""
         while self.is_closed:
             await self._open.wait()
         return self._changes
@@ -212,11 +210,11 @@ class RequestQueue:
         return retried
 
     async def run(self) -> None:
-        """Process requests. An endless queue runs until it is cancelled.
+        """Process the requests of this queue.
 
-        A fixed batch runs until all requests are answered, or until no server has the weights any more. An error
-        cancels the requests in flight and ends the queue. `Pool.run_all` raises the error; an endless queue stores it
-        in `error`.
+        An endless queue runs until its task is cancelled. A fixed batch runs until all requests are answered, or until
+        no server has the weights any more. An error cancels the requests in flight, ends the queue and is stored in
+        `error`. With a fixed batch, this method also raises the error.
         """
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
         try:

@@ -1,12 +1,11 @@
 """Read the kept sets (the token ids from which each token was sampled) that a server returns with a response.
 
-A kept set is what top-k, top-p and min-p leave of the vocabulary. For two sampled tokens and the vocabulary 0 to 5:
+The server returns the ids that top-k, top-p and min-p leave for each token, in any order. `KeptSets` stores the ids
+sorted. A set of more than half of the vocabulary is stored as the ids that are not in the set, each as -1 - id. For
+example, [-1] stands for all ids except 0.
 
-    from the server    [4, 2]   [5, 4, 3, 2, 1]    the ids of each set, in any order
-    KeptSets           [2, 4]   [-1]               -1 - id excludes an id: [-1] stands for all ids except 0
-
-If `rollout.min_new_tokens` is set and no other truncation, the server need not return sets. In this case the stop
-tokens are excluded for the first `min_new_tokens` tokens of a response, and nothing is excluded for later tokens.
+If `rollout.min_new_tokens` is the only truncation, the server need not return sets: the stop tokens are excluded for
+the first `min_new_tokens` tokens of a response, and nothing is excluded for later tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +23,10 @@ from padfree.rollout.engines.servers.server_api import IncompleteError, Sampling
 def read_kept_sets(
     lists: Sequence[Any], tokens: Sequence[int], request: SamplingRequest, sampling: SamplingSettings
 ) -> KeptSets:
-    """Return the kept set of each of the sampled `tokens`: the ids from which the token was drawn.
+    """Return the kept set (the ids from which a token was sampled) of each of the sampled `tokens`.
 
-    `lists`: what the server returned. It is ignored if only `rollout.min_new_tokens` truncates the softmax, because the
-    sets then follow from the positions of the tokens. An `IncompleteError` is raised if a list is invalid, or if a
-    token is outside its set.
+    `lists`: the sets that the server returned. They are ignored if `rollout.min_new_tokens` is the only truncation.
+    Raise an `IncompleteError` if a list is invalid, or if a token is not in its set.
     """
     if not sampling.truncation.depends_on_logits:
         positions = request.num_earlier + np.arange(len(tokens))

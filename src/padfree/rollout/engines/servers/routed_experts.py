@@ -1,12 +1,11 @@
 """Read the routes (the experts that each token used) that a server returns with a completion.
 
-    routed_experts   base64 of a .npy file, [n + m - 1, L, k] unsigned integers      as vLLM returns them
-    routes           [n + m, R, k]                                                   as `padfree.routes` stores them
+For n prompt tokens and m sampled tokens, vLLM returns base64 of a .npy file with unsigned integers [n + m - 1, L, k],
+where L is the number of decoder layers, and k the number of experts that a token uses in a layer. The last token was
+never an input, so it has no routes. `read_routed_experts` returns an array [n + m, R, k] for the R layers with experts.
 
-There are n tokens of the prompt and m sampled tokens. L is the number of all decoder layers of the model, of which R
-have experts, and k is the number of experts that a token uses in a layer. The last token was never an input, so the
-server returns no routes for it. The server leaves 0 for tokens that it did not compute. A router chooses k different
-experts for a token, so the routes of a token count as unknown if an expert occurs twice in a layer.
+vLLM returns k zeros for a token that it did not compute. A router never chooses an expert twice for a token, so the
+routes of a token with a repeated expert are set to unknown.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ def routed_layers(model: PreTrainedModel) -> RoutedLayers:
     if len(numbers) != len(routers) or len({router.num_experts for router in routers}) != 1:
         raise UserError(
             "rollout.routing",
-            f", which {type(model).__name__} does not support: a router is outside of the decoder layers, or its "
-            "routers have unequal numbers of experts",
+            f", but {type(model).__name__} has a router outside of the decoder layers, or routers with unequal numbers "
+            "of experts",
             "set rollout.routing=recompute",
             "replay",
         )

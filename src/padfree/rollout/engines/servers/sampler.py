@@ -1,29 +1,19 @@
 """The `Sampler` for inference servers.
 
-    update_weights    all ranks gather the weights; rank 0 sends them to every reachable server; then the canary (a
-                      comparison of log-probabilities) verifies that each server has the weights
-    sample            each rank sends its own requests; then all ranks check whether responses are missing
-    sleep             with `rollout.colocated`: the servers release their GPU memory until the next `update_weights`
+- `update_weights`: all ranks gather the weights, and rank 0 sends them to every server that answers. Then the canary (a
+  comparison of log-probabilities) verifies that each server has the weights.
+- `sample`: each rank sends its own requests, and returns exactly one response for each. If no server has the weights
+  any more, e.g. because all have restarted, rank 0 waits until a server answers. The weights are sent again, and only
+  requests without a response are repeated.
+- `sleep`: with `rollout.colocated`, servers and trainer share GPUs. The servers release their GPU memory for training,
+  and allocate it again in the next `update_weights`.
 
-Responses are missing if no server has the weights any more, e.g. because all have restarted. Then rank 0 waits until a
-server comes back, the weights are sent again, and the requests without a response are repeated.
+A server that fails during a weight sync, or is down at that time, is not used until the next weight sync.
 
-With `rollout.colocated`, servers and trainer share GPUs, and use the GPU memory in turns, from left to right:
-
-    trainer    train | empty cache |              | send weights    |               | score canary         | train
-    servers    asleep              | wake weights | receive weights | wake KV cache | score canary, sample | asleep
-
-A server that fails during a weight sync, or is down at that time, is not used until the next weight sync. Finished
-responses are kept: `sample` returns exactly one response for each request, sampled from the weights of the last
-`update_weights`.
-
-With `rollout.staleness` above 0, servers answer requests while other threads train. A weight sync then interrupts the
-responses in progress. By default they keep their tokens, and continue after the last token with the new weights. For
-example, policy version 3 samples the tokens 5 6 for the prompt 7 8, and after the weight sync version 4 samples 1 0:
-
-    prompt of the request       7 8      weight sync    7 8 5 6
-    sampled tokens              5 6                     1 0
-    policy version of tokens    3 3                     4 4
+With `rollout.staleness` above 0, servers answer requests while other threads train, and a weight sync interrupts the
+responses in progress. By default, such a response keeps its tokens and is continued with the new weights: the server
+gets the prompt and these tokens as the new prompt. Without staleness, all tokens of a response are sampled from the
+weights of the last `update_weights`.
 
 All requests run on one event loop in its own thread. Collectives stay in the main thread.
 """
@@ -126,9 +116,9 @@ class ServerSampler:
     def sleep(self) -> None:
         """Make the servers release their GPU memory, so that the trainer can use it until `update_weights`. Collective.
 
-        If a server fails that this run has started, wait until it has been restarted, at most `timeout` seconds, and
-        put it to sleep too. From then on until `update_weights`, no server is restarted, because a starting server
-        allocates GPU memory. Give a warning for each server that could not be put to sleep.
+        If a server that this run started fails, wait up to `timeout` seconds for its restart, and make it release its
+        memory too. After this method, no server is restarted until `update_weights`, because a starting server
+        allocates GPU memory. Give a warning for each server that did not confirm the release.
         """
         assert self.colocated, "rollout.colocated is false"
         begin = time.perf_counter()
@@ -232,9 +222,8 @@ class ServerSampler:
     async def _wait_for_server(self, deadline: float, lost: Mapping[str, str]) -> str | None:
         """Wait until at least one server answers, and return None. Rank 0 only.
 
-        Return an error message if no server answers before `deadline`. `lost`: if the last attempt to send the weights
-        failed on all servers, the error message of each server, by URL; otherwise empty. After such an attempt, return
-        an error message without waiting if `deadline` has passed.
+        Return an error message if no server answers before `deadline`, or at once if `deadline` has passed and `lost`
+        is not empty. `lost`: why the last attempt to send the weights failed, by URL of the server.
         """
         if lost and time.monotonic() > deadline:
             return self._timed_out(lost)

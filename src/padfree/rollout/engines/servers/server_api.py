@@ -219,7 +219,7 @@ class ServerApi(ABC):
 
     @classmethod
     def environment(cls) -> dict[str, str]:
-        """Return the environment variables that the engine needs in a server that a run starts."""
+        """Return the environment variables with which a run starts a server of this engine."""
         return {}
 
     async def load_adapters(self, folder: Path, *, name: str, model: str, version: int) -> None:
@@ -310,7 +310,7 @@ class ServerApi(ABC):
     async def scored(
         self, sequences: Sequence[Sequence[int]], *, num_sampled: int, vocabulary: int, **settings: Any
     ) -> list[tuple[list[int], list[float]]]:
-        """Let the server extend and score token sequences (`score`). Return the result after checking its format."""
+        """Call `score` on the server, and return the result after checking its format."""
         scored = await self.score(sequences, num_sampled=num_sampled, **settings)
         with self.reading("returned no usable log-probabilities for the canary, which checks each weight sync"):
             for sequence, (tokens, logprobs) in zip(sequences, scored, strict=True):

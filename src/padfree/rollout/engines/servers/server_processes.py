@@ -35,7 +35,7 @@ EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
 `LONGEST_PAUSE`: maximum seconds between the end of a server and its restart. `GRACE`: seconds to wait for a watchdog
 (the process that stops a server) to exit, before it is killed."""
 MAX_FAILED_STARTS = 3
-"""The run ends if a server ends this many times in a row without having answered once."""
+"""The run ends if a server process exits this many times in a row before it has answered a single request."""
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
 

@@ -180,11 +180,11 @@ def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -
     if not config.rollout.keeps_sent_weights(config.model.dtype):
         return False
     problem = (
-        "cannot be used in this run, because only adapters are sent"
+        ", but this run sends only adapters"
         if adapters
         else None
         if api.takes_differences
-        else f"is not supported by the servers of rollout.engine={config.rollout.engine}"
+        else f", but the servers of rollout.engine={config.rollout.engine} accept only whole weights"
     )
     if problem is not None and config.rollout.weight_sync == "difference":
         raise UserError(

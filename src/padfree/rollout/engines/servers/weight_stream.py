@@ -1,21 +1,15 @@
-"""The weights of a model as the servers receive them: whole, or as differences from the weights of the last sync.
+"""Divide the weights of a model into buckets (groups of tensors that are sent together) for the servers.
 
-A bucket is a group of tensors that are sent together.
+`WeightStream` yields whole tensors with the names and shapes of HF files. All ranks gather each tensor in turn. Rank 0
+holds one layer and one bucket of about BUCKET bytes at a time.
 
-    WeightStream   q.weight [shards]  k.weight [shards]  ...    all ranks gather each tensor in turn
-      -> layers    names and shapes as in HF files, one tensor per expert; rank 0 holds one layer at a time
-      -> buckets   of about BUCKET bytes; rank 0 holds one bucket at a time
-
-    SentWeights    rank 0  q.weight[0:3]   kept bits 3 3 7    new bits 3 4 7    -> position 1, value 4
-                   rank 1  q.weight[3:6]   kept bits 5 5 5    new bits 5 5 5    -> no difference, a checksum only
-      -> buckets   rank 0 gathers the differences of all ranks, for tensors of about BUCKET bytes at a time
-
-Each rank keeps the bits that it last sent in host memory, and compares them with the new bits on the device. The kept
-bits take as many bytes as the rank's shard in `model.dtype`.
+`SentWeights` yields only the elements that have changed since the last weight sync: their positions and new values, and
+a checksum. Each rank compares its shard on the device with a copy in host memory of what was sent last. The copy has
+the size of the shard in `model.dtype`. Rank 0 gathers the changed elements of all ranks.
 
 Some tensors cannot be compared shard by shard: HF files store them in another layout than the model (e.g. one tensor
-per expert), or adapters must be merged into whole weights. These tensors are gathered. The layers that hold them are
-divided over the ranks: the tensors of layer i are compared on rank i modulo the number of ranks.
+per expert), or adapters must be merged into them. These tensors are gathered, and the tensors of layer i are compared
+on rank i modulo the number of ranks.
 """
 
 from __future__ import annotations
@@ -105,7 +99,7 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The part of the tensor `name` that this rank compares and sends. `start`: the index of its first element."""
+    """A part of the tensor `name` that this rank compares with what it sent last. `start`: first index of the part."""
 
     name: str
     start: Sequence[int]
@@ -171,9 +165,9 @@ class SentWeights:
         self.version = version
 
     def _layers(self, model: PreTrainedModel) -> Iterator[tuple[int, list[_Region]]]:
-        """Yield for each layer the size of its tensors, and the parts of tensors that this rank compares and sends.
+        """Yield for each layer its size in bytes, and the parts of its tensors that this rank compares with `_bits`.
 
-        The size is the number of bytes of the whole, unsharded tensors, so it is equal on all ranks.
+        The size is that of the whole, unsharded tensors, so it is equal on all ranks.
         """
         tensors = named_tensors(model)
         gatherers = {} if tensors.keys() == self._names.keys() else tensor_gatherers(model)
@@ -213,9 +207,9 @@ class SentWeights:
         )
 
     def _on_first(self, encoded: list[_Encoded]) -> Bucket:
-        """Gather the changed elements of all ranks on rank 0, and return them there as one bucket.
+        """Gather the changed weight elements from all ranks, and return them on rank 0 as one bucket. Collective.
 
-        Ranks other than 0 return an empty bucket. All ranks must call this method.
+        The other ranks return an empty bucket.
         """
         by_rank: Any = [encoded]
         if self.group.size() > 1:

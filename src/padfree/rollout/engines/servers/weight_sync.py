@@ -226,8 +226,8 @@ class SyncOutcome:
 class WeightSync:
     """Sends the weights of a model to servers. Every rank has one, and its calls are collective.
 
-    `first`: whether this is rank 0. `sent`: if given, servers receive only the elements that have changed since the
-    last weight sync.
+    `first`: whether this is rank 0. `sent`: a copy of the weights sent last, so that only elements that have changed
+    since then are sent. None: whole tensors are sent.
     """
 
     servers: Sequence[ServerApi]
@@ -282,7 +282,11 @@ class WeightSync:
             waiting = [s for s in waiting if s.url in self._behind and s.url not in outcome.failed]
             for server in waiting:
                 reason = self._behind[server.url]
-                warnings.warn(f"weight sync {version}: {server.url} receives all weights: {reason}", PadfreeWarning, 2)
+                warnings.warn(
+                    f"weight sync {version}: {server.url} receives all weights, not only the changes ({reason})",
+                    PadfreeWarning,
+                    2,
+                )
         if self._agreed(bool(waiting)):
             self._send_buckets(self.stream.buckets(trained, keep=self.first), waiting, outcome)
             if self.sent is not None and self.sent.version != version:
