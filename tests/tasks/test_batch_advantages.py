@@ -88,9 +88,9 @@ def test_groups_without_signal_are_those_whose_advantages_are_0(kind: Advantage)
         advantages = with_advantages(found, kind)
         silent = {sample.group for sample in advantages if sample.advantages is not None and sample.advantages.any()}
         assert silent == {0, 4}
+    effect = "do not change the weights" if kind != "reinforce++_baseline" else "get advantages from whitening only"
     assert check_signal(found, kind, "a.jsonl") == (
-        "data.path: 3 of 5 groups without a learning signal (1 of one sample, 2 with equal rewards) do not change the "
-        "weights"
+        f"data.path: 3 of 5 groups without a learning signal (1 of one sample, 2 with equal rewards) {effect}"
     )
     assert check_signal(rewarded([1, 0], [0.5, 0]), kind, "a.jsonl") is None
 
@@ -111,13 +111,17 @@ def test_all_samples_are_compared_or_none() -> None:
         (
             rewarded([1, 1], [0, 0]),
             "rloo",
-            r"groups without a learning signal \(0 of one sample, 2 with equal rewards\); ",
+            r"no group has a learning signal \(0 of one sample, 2 with equal rewards\); ",
         ),
         (rewarded([1, 1], [1]), "dr_grpo", r"\(1 of one sample, 1 with equal .*; give rollouts whose rewards differ$"),
         (rewarded([1, 1]), "reinforce++", r"; give rollouts whose rewards differ$"),
-        ([replace(sample, advantages=[0.0] * 3) for sample in rewarded([1, 0])], "given", r"advantages are all 0; "),
+        (
+            [replace(sample, advantages=[0.0] * 3) for sample in rewarded([1, 0])],
+            "given",
+            r"the advantages of all samples are 0; ",
+        ),
     ],
 )
 def test_rollouts_of_no_signal_at_all_are_refused(samples: list[Sample], kind: Advantage, message: str) -> None:
-    with refused("data.path", rf"from a\.jsonl: the file has only .*{message}"):
+    with refused("data.path", rf"from a\.jsonl, because .*{message}"):
         check_signal(samples, kind, "a.jsonl")

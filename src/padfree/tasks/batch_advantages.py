@@ -160,6 +160,7 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
     if signal.without < signal.groups:
         effect = "get advantages from whitening only" if kind == "reinforce++_baseline" else "do not change the weights"
         return f"data.path: {signal.without:,} of {signal.groups:,} {name} {why} {effect}"
+    none = "the advantages of all samples are 0" if kind == "given" else f"no group has a learning signal ({counts})"
     differ = len({sample.reward for sample in samples}) > 1
     if kind == "given":
         cure = "give other rollouts, or set another loss.advantage"
@@ -167,7 +168,7 @@ def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str |
         cure = "give groups whose rewards differ, or set loss.advantage=reinforce++, which compares all samples"
     else:
         cure = "give rollouts whose rewards differ"
-    raise UserError("data.path", f"nothing can be learned from {path}, because all rollouts are {name} {why}", cure)
+    raise UserError("data.path", f"nothing can be learned from {path}, because {none}", cure)
 
 
 def may_skip(loss: object, *, has_router_term: bool) -> bool:
