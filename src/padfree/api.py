@@ -1,24 +1,17 @@
 """A whole run in one call: `padfree.sft`, `dpo`, `kto`, `reward`, `distill`, `rl`, and `padfree.evaluate`.
 
     run = padfree.sft(
-        model="my-model",                               # [model]      path = "my-model"
-        data={"path": "train.jsonl", "epochs": 2},      # [data]       path = "train.jsonl"    epochs = 2
-        optimizer={"lr": 1e-5},                         # [optimizer]  lr = 1e-5
-        run="runs/first",                               # [run]        folder = "runs/first"
+        model="my-model",  # short for {"path": "my-model"}
+        data={"path": "train.jsonl", "epochs": 2},
+        optimizer={"lr": 1e-5},
+        run="runs/first",  # short for {"folder": "runs/first"}
     )
-    run.metrics[-1]["loss"], run.steps, run.model       # the last loss, the number of steps, the exported folder
+    run.metrics[-1]["loss"], run.model  # the last loss, the exported folder
 
-The keywords are the sections of a recipe, with the same names and values. If `recipe=` names a recipe file, the
-keywords override settings of this file. Instead of a dictionary, a section may be the value of its main setting, e.g.
-`model="my-model"`. The main setting is `folder` for run, and `path` for model, data, reference, teacher, critic and
-eval. Functions (a reward, an environment, a loss) may be passed directly if they are defined at the top level of a
-module or of a notebook.
+The keywords are the sections of a recipe. Under torchrun, every process makes the same call.
 
-A call runs in this process and returns when the run has ended. Under torchrun, every process makes the same call.
-Without `progress=True`, the call prints nothing to stdout. At its end, the call restores signal handlers and random
-state, and leaves no process group behind. Ctrl-C, or the interrupt of a notebook, ends the run after the current step
-with a checkpoint; the same call then resumes the run. A mistake of the user raises `padfree.UserError`. If a bug in
-padfree raises an exception, a note on the exception says so.
+Ctrl-C ends the run after the current step with a checkpoint, and the same call resumes the run. A mistake of the user
+raises `padfree.UserError`.
 """
 
 from __future__ import annotations
@@ -121,9 +114,8 @@ class TrainCall:
     ) -> TrainedRun:
         """Run the task and return when the run has ended.
 
-        `recipe` is the path of a recipe file. `sections` are sections of a recipe, whose settings override those of the
-        file. `on_step` is called with the metrics of each step, and `on_note` with the text of each message of the run.
-        If `progress` is True, the call prints one line for each step and each message.
+        `sections` override the settings of the recipe file `recipe`. `on_step` is called with the metrics of each step,
+        and `on_note` with each message. If `progress` is True, the call prints steps and messages.
         """
         return _trained(self.__name__, recipe, sections, on_step, on_note, progress)
 

@@ -1,30 +1,14 @@
 """Packed batches, and other types that the parts of padfree pass to each other.
 
-A pack holds the T tokens of one micro-batch in S segments. The segments are samples (documents or rollouts), and
-padding at the end if needed. For example, the samples 5 4 3 2 1 and 7 8 9 with three padding tokens give this pack,
-where - stands for the label -100 (no loss):
+A pack holds the T tokens of one micro-batch in S segments: samples, then padding. In this pack of the samples 5 4 3 and
+7 8, - stands for the label -100 (no loss):
 
-    input_ids      [T]      5 4 3 2 1 | 7 8 9 | 0 0 0
-    position_ids   [T]      0 1 2 3 4 | 0 1 2 | 0 1 2
-    labels         [T]      4 3 2 1 - | 8 9 - | - - -
-    sample_index   [T]      0 0 0 0 0 | 1 1 1 | 2 2 2
-    cu_seqlens     [S+1]    0 5 8 11
+    input_ids      [T]      5 4 3 | 7 8 | 0
+    labels         [T]      4 3 - | 8 - | -
+    cu_seqlens     [S+1]    0 3 5 6
 
-The values of a token are stored at the position before it, which predicts the token (`at_predictions`): `labels[t]`,
-`weights[t]` and `rollout.advantages[t]` all describe token t + 1 of the pack. The loss at position t therefore needs
-only the values at index t, and devices can divide the positions in any way.
-
-If samples share prefixes, each shared token is stored once, and its position may predict a token of several samples.
-Labels, weights, sample_index and the rollout arrays then have one element for each of the E tokens with a label,
-ordered by sample. For example, the samples p p p a a and p p p b b b with labels for a and b only give this pack:
-
-    input_ids            [T]    p p p | a a | b b b
-    position_ids         [T]    0 1 2 | 3 4 | 3 4 5
-    labels               [E]    a a | b b b
-    entries.positions    [E]    2 3 | 2 5 6
-
-Here `entries.positions` says which position of the pack predicts each label: position 2 (the last p) predicts the first
-a and the first b.
+The values of a token, such as its label and weight, are stored at the position before the token. That position predicts
+the token.
 
 Arrays that stay on the host are numpy arrays, and arrays for the device are torch tensors.
 """
@@ -60,10 +44,10 @@ def need_tensor(name: str, values: object) -> None:
 
 
 def at_predictions(values: NDArray[Any], offsets: NDArray[np.int64], *, fill: int = 0) -> NDArray[Any]:
-    """Move [T] values of tokens to the positions that predict the tokens; `offsets` [B+1] delimit the samples.
+    """Move [T] values of tokens to the positions that predict the tokens. `offsets` [B+1] delimit the samples.
 
-    tokens      a b c | d e        offsets 0 3 5
-    moved       b c - | e -        the last position of a sample predicts nothing and gets `fill`, shown as -
+    For example, a b c | d e becomes b c - | e -. The last position of a sample predicts nothing and gets `fill`, shown
+    as -.
     """
     moved = np.empty_like(values)
     moved[:-1] = values[1:]
@@ -114,10 +98,10 @@ class SampleInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Copies:
-    """The index arrays of a gather `tensor[index]` that may copy an element of `tensor` [n, ...] several times.
+    """The index arrays of a gather `tensor[index]` that may copy an element several times.
 
-    For example, the elements a b c and the index 0 0 2 1 0 give a a c b a. Element a is at the positions 0 1 4 of the
-    result, b at 3 and c at 2, so `copy_index` is 0 1 4 3 2 and `offsets` is 0 3 4 5.
+    For example, the index 0 0 2 1 0 copies a b c to a a c b a. Then `copy_index` is 0 1 4 3 2: the positions of a, b
+    and c in the result. `offsets` is 0 3 4 5.
     """
 
     index: Tensor  # [m] int64, the element that is copied to each position of the result
@@ -129,9 +113,11 @@ class Copies:
 class Entries:
     """The E labels (tokens with a loss) of a pack whose samples share prefixes, ordered by sample.
 
-    One position of the pack may predict labels of several samples. The arrays stay on the host.
+    For example, the samples p p p a a and p p p b b b, with labels for a and b, share the pack p p p a a b b b. Then
+    `positions` is 2 3 2 5 6: position 2 (the last p) predicts the first a and the first b.
     """
 
+    # Both arrays stay on the host.
     positions: NDArray[np.int64]  # [E] index in the pack of the position that predicts the token
     tokens: NDArray[np.int64]  # [E] index of the predicted token in the concatenated samples
 
@@ -140,15 +126,13 @@ class Entries:
 class PackedImages:
     """The distinct images of a pack, and which image feature belongs to each placeholder token.
 
-    pack       7 * * * 9 | 4 * * * 2 | 8 * * 1        images a, a, b
-    features   a0 a1 a2 b0 b1                         F = 5 features: the tower encodes a and b once
-    tokens     1 2 3 6 7 8 11 12                      the indices of the M = 8 placeholders * in the pack
-    index      0 1 2 0 1 2 3 4                        for each placeholder, the index of its feature
+    For example, three images have 3, 3 and 2 placeholders (M = 8), and the first two images are equal. The vision tower
+    encodes F = 5 features, and `index` is 0 1 2 0 1 2 3 4.
     """
 
     inputs: Mapping[str, Tensor]  # the tower's inputs of all distinct images, concatenated along the first axis
-    tokens: NDArray[np.int64]  # [M] host only, ascending
-    index: NDArray[np.int64]  # [M] host only
+    tokens: NDArray[np.int64]  # [M] ascending indices of the placeholders in the pack; host only
+    index: NDArray[np.int64]  # [M] for each placeholder, the index of its feature; host only
     counts: tuple[int, ...]  # number of features of each distinct image; they sum to F
     rows: Mapping[str, tuple[int, ...]]  # number of rows of each distinct image in each input
     placeholder: int  # the id of the placeholder token
@@ -314,10 +298,10 @@ class PackedBatch:
         return self.padded_to(-(-real // multiple) * multiple)
 
     def unpack(self, values: Tensor) -> list[Tensor]:
-        """Split a [T, ...] tensor into one view per sample, without the pad.
+        """Split values [T, ...] into one view per sample, without padding.
 
-        If samples share prefixes, `values` is [E, ...] with one value per scored token (`entries`). Each result then
-        has one value per position of its sample, which is 0 at positions that predict no scored token.
+        If samples share prefixes, give one value per label, [E, ...]. Each result then has one value per position of
+        its sample, which is 0 at positions without a label.
         """
         if not isinstance(values, Tensor):
             raise UserError(
@@ -365,16 +349,16 @@ def pack_inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Layout:
-    """How `world` context ranks divide the T tokens of a pack. Made on the host by `padfree.cp.make_layout`.
+    """How `world` context ranks divide the T tokens of a pack. Made by `padfree.cp.make_layout`.
 
-    Rank r holds the token ranges `[starts[r][i], ends[r][i])`, T / world tokens in total. Each range lies within one
-    segment of the pack. The ranges of one segment on a rank have adjacent indices i.
+    Rank r holds the token ranges `[starts[r][i], ends[r][i])`, which have T / world tokens in total. Each range lies
+    within one segment of the pack.
     """
 
     kind: LayoutKind
     world: int
     num_tokens: int  # T
-    starts: tuple[NDArray[np.int64], ...]  # per rank
+    starts: tuple[NDArray[np.int64], ...]  # per rank; the ranges of one segment have adjacent indices
     ends: tuple[NDArray[np.int64], ...]  # per rank
 
 
@@ -382,8 +366,8 @@ class Layout:
 class PrefixKeys:
     """Index arrays that say which keys each node of a pack with shared prefixes attends to.
 
-    Made and read by `padfree.attention.prefix_attention`. The arrays are concatenated in one tensor, `numbers`: if they
-    were separate tensors that happened to have equal sizes, the compiler would assume that the sizes are always equal.
+    All arrays are concatenated in one tensor, `numbers`. If two separate tensors had equal sizes, the compiler would
+    assume that their sizes are always equal.
     """
 
     numbers: Tensor  # [n] int32
@@ -394,9 +378,8 @@ class PrefixKeys:
 class AttnContext:
     """What attention needs to know about a micro-batch. The model's forward takes this object as an argument.
 
-    `segments` describes the whole pack. With context parallelism, `layout` says which tokens each rank holds, and
-    `plan` holds what `padfree.cp` has prepared for this rank. Without context parallelism, `layout` and `plan` are
-    None, and `prefix_keys` is set if samples share prefixes.
+    `segments` describes the whole pack. Without context parallelism, `layout` and `plan` are None, and `prefix_keys` is
+    set if samples share prefixes.
     """
 
     segments: Segments
@@ -458,11 +441,10 @@ class LocalImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LocalBatch:
-    """The tokens of a pack that one context rank holds, and what attention needs for them. Made by `padfree.cp.shard`.
+    """The tokens of a pack that one context rank holds. Made by `padfree.cp.shard`.
 
-    Arrays have shape [T / world]. If samples share prefixes, labels, weights, sample_index and rollout have shape [e],
-    for the e tokens with a label that this rank predicts. `is_filler` marks a pack of one token without a label. A rank
-    with fewer packs than other ranks runs fillers, so that all ranks make the same number of passes.
+    Arrays have shape [T / world]. If samples share prefixes, labels, weights, sample_index and rollout have shape [e]:
+    one element for each label that this rank predicts.
     """
 
     input_ids: Tensor  # [T/world]
@@ -475,7 +457,7 @@ class LocalBatch:
     samples: tuple[SampleInfo, ...] = ()
     entries: LocalEntries | None = None
     num_labels: int | None = None  # labelled positions on this rank, if the host has counted them
-    is_filler: bool = False
+    is_filler: bool = False  # a pack of one token without a label, so that all ranks make the same number of passes
     batch_samples: int = 1  # samples in the global batch, for losses that weight whole samples
     images: LocalImages | None = None
     rotary_positions: Tensor | None = None  # [P, T/world]

@@ -1,14 +1,11 @@
 """`UserError`: a mistake that a user can fix. Every other exception is a bug in padfree.
 
-The message of a `UserError` has three parts: a setting, what is wrong, and the fix. For example, the message
-`batch.samples: 0; give 1 or more` says that the value 0 is wrong.
+The message of a `UserError` names the setting, the problem and the fix, as in `batch.samples: 0; give 1 or more`.
+Commands print a `UserError` as one line and exit with code 1. They print any other exception with its traceback, and
+exit with code 70.
 
-The commands print a `UserError` as one line and exit with code 1. Any other exception is printed with its traceback and
-a note that it is a bug, and the exit code is 70.
-
-Code outside padfree (a reward function, a chat template, json, transformers) and the operating system (a full disk,
-missing permission) raise other exceptions. padfree catches these exceptions where it knows the setting to blame, and
-raises a `UserError` instead.
+Where padfree knows which setting is wrong, it converts exceptions of user code, libraries and the operating system to a
+`UserError`.
 """
 
 from __future__ import annotations
@@ -32,10 +29,8 @@ EXIT_BUG = 70
 class UserError(ValueError):
     """A mistake that the user can fix.
 
-    `setting` is the name of a setting, flag, argument, column or variable. `fix` says what to do. `value`, if given, is
-    shown before the `problem`, which may then be empty.
-
-    The class is a subclass of `ValueError`, so that code that catches `ValueError` also works.
+    `setting`: the name of a setting, flag, argument, column or variable. `fix`: what to do. `value`, if given, is shown
+    before `problem`, which may then be empty.
     """
 
     def __init__(self, setting: str, problem: str, fix: str, value: object = ...) -> None:

@@ -1,13 +1,8 @@
 """The free memory of this host, within the limits of the container or job that this process belongs to.
 
-    /proc/meminfo                 MemAvailable: 90 GiB of the whole machine
-    /proc/self/cgroup             0::/job/step          control groups, version 2; or 4:memory:/job/step (version 1)
-    /sys/fs/cgroup/job/step       limit max,    use 40 GiB
-    /sys/fs/cgroup/job            limit 64 GiB, use 40 GiB, of which 6 GiB are an inactive cache of files
-                                  -> 64 - 40 + 6 = 30 GiB are free for this process
-
-A control group counts the pages of files that its processes have read or written. The kernel drops the inactive ones
-before it refuses memory, so they count as free.
+Linux limits the memory of a job by control groups (cgroups), which can be nested. For example, a group with a limit of
+64 GiB uses 40 GiB, of which 6 GiB are an inactive cache of files. The kernel drops this cache before it refuses memory,
+so 64 - 40 + 6 = 30 GiB are free.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ def _control_groups(root: Path) -> Iterator[tuple[int, Path]]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    for line in lines:
+    for line in lines:  # such as "0::/job/step" (version 2) or "4:memory:/job/step" (version 1)
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):

@@ -1,16 +1,9 @@
 """The images of a sample: the indices of their placeholder tokens, and a function that loads their pixel inputs.
 
-In this example, * is the model's placeholder token, and the sample has two images, a and b:
+For example, the tokens 7 8 * * * * 9 * * 5 have the placeholder token * at the indices 2 to 5 for one image, and at 7
+and 8 for another image.
 
-    tokens        7 8 * * * * 9 * * 5
-    image a       placeholders at the indices 2 3 4 5
-    image b       placeholders at the indices 7 8
-
-Images with the same `digest` have the same pixel inputs. Samples that are computed together share the features of such
-an image: the model's vision tower encodes the image once.
-
-All images have the same placeholder token, so token ids do not tell images apart. `prefix_keys` therefore replaces the
-placeholders of each image by a negative number that identifies the image.
+Images with the same `digest` have the same pixel inputs. The vision tower encodes such images once per pack.
 """
 
 from __future__ import annotations
@@ -28,10 +21,10 @@ from padfree.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Image:
-    """One image of a sample. `load` is called when a pack needs the image, and the arrays that it returns are not kept.
+    """One image of a sample.
 
-    `load()` returns the inputs of the vision tower by name. The first axis of each array counts patches, tiles or
-    images: a pack concatenates its images along this axis.
+    `load()` returns the inputs of the vision tower by name. A pack concatenates its images along the first axis of each
+    array, which counts patches, tiles or images.
     """
 
     digest: str  # identifies the tower's inputs
@@ -55,11 +48,10 @@ class Image:
 def check_images(
     images: Sequence[Image], tokens: NDArray[Any], sampled: NDArray[np.bool_], name: str
 ) -> tuple[Image, ...]:
-    """Return the images as a tuple. Raise `UserError` unless their positions are, in ascending order, exactly the
-    indices of the placeholder tokens in `tokens` [n].
+    """Return the images as a tuple. Raise `UserError` unless they cover exactly the placeholder tokens in `tokens` [n],
+    in ascending order.
 
-    The id of the placeholder token is read at the first position of the first image. Tokens that a policy sampled (True
-    in `sampled` [n]) may have this id without belonging to an image. `name` names the sample in messages.
+    Tokens that a policy sampled (True in `sampled` [n]) need no image. `name` names the sample in messages.
     """
     images = tuple(images)
     if not images:
@@ -80,7 +72,7 @@ def check_images(
             f"an image of {name} has a placeholder at index {positions[-1]}, but there are only {len(tokens)} tokens",
             "remove images whose placeholders were cut off",
         )
-    placeholder = tokens[positions[0]]
+    placeholder = tokens[positions[0]]  # all images have the same placeholder token
     if (tokens[positions] != placeholder).any() or without_image(images, tokens, sampled, placeholder).any():
         raise UserError(
             "images",

@@ -1,15 +1,12 @@
-"""The token ids among which each token of a sample was sampled, for samplers that truncate the softmax.
+"""The token ids among which each token of a sample was sampled, for samplers with top-p, top-k or min-p.
 
-    tokens     7   9   5   6   0         a prompt of two tokens, and a response of three tokens (-: no set is stored)
-    sets       -   -  {5}  -  {0 3 6}    5 was certain; 6 was sampled from the whole vocabulary; 0 from three ids
-    counts     0   0   1   0   3
-    ids                5       0 3 6
+The trainer computes its softmax over the same ids. If it chose ids by its own logits, rounding could change the choice
+near the threshold.
 
-Top-p, top-k and min-p set the probability of every id outside the kept set to 0 and rescale the others. The trainer
-needs this set. If it computed the set from its own logits, rounding could change which ids near the threshold are kept.
+For example, three tokens have the `counts` 1 0 3 and the `ids` 5 0 3 6. The first token was sampled from the id 5 only,
+the second from the whole vocabulary, and the third from 0, 3 and 6.
 
-An empty list stands for the whole vocabulary. A set of more than half of the vocabulary is stored as its excluded ids,
-each as -1 - id: the list -1 -4 stands for all ids except 0 and 3.
+A set of more than half of the vocabulary is stored as the excluded ids, each id i as -1 - i.
 """
 
 from __future__ import annotations
@@ -59,10 +56,9 @@ class KeptSets:
 
     @staticmethod
     def of_lists(lists: Sequence[Any], name: str) -> KeptSets:
-        """Make `KeptSets` from lists of a user or a file. None and an empty list stand for the whole vocabulary.
+        """Make `KeptSets` from one list per token. None and an empty list stand for the whole vocabulary.
 
-        `lists[j]` has the ids that token j was sampled from, or the excluded ids, with each excluded id i as -1 - i.
-        `name` is for error messages.
+        A list has the ids that the token was sampled from, or each excluded id i as -1 - i.
         """
         rows = [integer_array([] if one is None else one, f"{name}[{index}]") for index, one in enumerate(lists)]
         for index, row in enumerate(rows):

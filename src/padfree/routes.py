@@ -1,15 +1,10 @@
 """Routes: the experts that the sampler's routers chose for each token, in each layer with experts.
 
-    routes  [n, R, k]     n tokens of a sample, R routers (one for each layer with experts), k chosen experts
-    uint8                 up to 255 experts; 255 marks an unknown route
-    int16                 more experts; -1 marks an unknown route
+Routes have the shape [n, R, k]: n tokens of a sample, R layers with experts, and k chosen experts. The dtype is uint8
+for up to 255 experts, and 255 marks an unknown route. For more experts it is int16, and -1 marks an unknown route.
 
-`routes[j]` are the experts that processed token j when it was an input of the model. The last token of a response was
-sampled but never an input, so its route is unknown. The routes of a token are known in all layers or in none. If they
-are unknown, the trainer's own routers choose the experts.
-
-    prompt 7 8, response 5 6 0        tokens    7  8  5  6  0
-                                      routes    r  r  r  r  -       one input gives the route of one token
+`routes[j]` are the experts that processed token j as an input of the model. The last token of a response was never an
+input, so its route is unknown. If a route is unknown, the trainer's own routers choose the experts.
 """
 
 from __future__ import annotations
@@ -58,10 +53,11 @@ def is_unknown(routes: Routes) -> NDArray[np.bool_]:
 
 
 def checked_routes(values: Any, length: int, name: str) -> Routes:
-    """Check the routes of a sample (k experts per token in each of R layers), and return them as an array [n, R, k].
+    """Check the routes of a sample (the experts chosen for each token). Return them as an array [n, R, k], uint8 or
+    int16.
 
-    If `values` are uint8, the result is uint8, and 255 marks an unknown route. Values of any other integer dtype become
-    int16, and -1 marks an unknown route. `length`: the number n of tokens. `name`: name of the sample, for messages.
+    n is the number of tokens (`length`), R of layers with experts, and k of experts per token. `name`: the sample's
+    name in messages.
     """
     array = host_array(values, f"routes of {name}")
     if array.ndim != 3 or array.dtype.kind not in "iu" or len(array) != length or not array[:1].size:
@@ -114,10 +110,9 @@ def as_int16(routes: Routes) -> Routes:
 
 
 def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Routes | None:
-    """Return the routes (experts chosen for each token) of `length` tokens, from `first` or else from `later`.
+    """Merge two arrays of routes (experts chosen for each token): use `later` where the route in `first` is unknown.
 
-    A route is taken from `later` if it is unknown in `first`. Both arguments may cover fewer tokens. A token that is
-    an input in several turns of a conversation keeps its first route.
+    The result has routes for `length` tokens. `first` and `later` may have fewer.
     """
     known, other = (
         None if part is None else joined_routes([part, None], [0, length - len(part)]) for part in (first, later)
@@ -130,10 +125,10 @@ def merged_routes(first: Routes | None, later: Routes | None, length: int) -> Ro
 
 
 def route_keys(tokens: Sequence[NDArray[Any]], routes: Sequence[Routes | None]) -> list[NDArray[Any]]:
-    """Return a number for each token of each sample. Two tokens have the same number if their ids and routes are equal.
+    """Number the tokens of all samples. Tokens get the same number if their ids and their routes (chosen experts) are
+    equal.
 
-    The route of a token is the experts chosen for it. Samples share a prefix only as far as their numbers are equal,
-    because the same token has other hidden states if other experts process it.
+    Samples can share a prefix only as far as these numbers are equal, because hidden states depend on the experts.
     """
     numbers: dict[tuple[int, bytes], int] = {}
     keys: list[NDArray[Any]] = []

@@ -1,13 +1,13 @@
 """Where each sequence of a pack begins and ends.
 
-In this example, a pack has B = 2 samples of 5 and 3 tokens, and a pad (padding tokens at the end) of 3 tokens. The pad
-is the last of S = 3 segments. Without a pad, S = B.
+In this example, a pack has two samples of 5 and 3 tokens, and a pad (padding tokens at the end) of 3 tokens. The pad is
+the last of S = 3 segments.
 
     segment      0 0 0 0 0 | 1 1 1 | 2 2 2            index of the segment of each token
     cu_seqlens   0          5       8      11         [S+1], on the device and on the host
 
-Numbers that a kernel launch needs, such as `max_seqlen`, are also on the host, so that nothing synchronises with the
-device to read them.
+Values that a kernel launch needs, such as `max_seqlen`, are also on the host. Launches therefore do not synchronise
+with the device.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from padfree.prefix_tree import check_parents, first_positions
 class Segments:
     """Where each sequence of a pack begins and ends: `cu_seqlens` on the device, `offsets` on the host.
 
-    Segment i has the tokens from index `offsets[i]` up to, but not including, `offsets[i + 1]`. It may be empty. With
-    `pad_length > 0`, the last segment is the pad (padding tokens). All other segments are samples or, if samples share
-    prefixes, nodes of a prefix tree (`padfree.prefix_tree`). `num_samples` counts these other segments, so in a
-    prefix tree it counts nodes.
+    Segment i has the tokens `offsets[i]:offsets[i + 1]` and may be empty. If `pad_length` is above 0, the last segment
+    is the pad (padding tokens). The other `num_samples` segments are samples or, if samples share prefixes, nodes of a
+    prefix tree.
     """
 
     cu_seqlens: Tensor  # [S+1] int32
@@ -59,8 +58,7 @@ class Segments:
     ) -> Segments:
         """Make segments of these lengths, followed by a pad: lengths `[5, 3]` and pad 3 give cu_seqlens `0 5 8 11`.
 
-        If `parents` [B] is given, the segments are nodes of a prefix tree. With parents `-1 0 0`, the first node is the
-        parent of the other two.
+        `parents` [B]: if the segments are nodes of a prefix tree, the index of each node's parent, or -1 for a root.
         """
         array = integer_array(lengths, "lengths")
         if (array < 0).any():

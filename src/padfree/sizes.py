@@ -1,15 +1,12 @@
-"""Sizes of a Hugging Face causal language model, read from the modules that transformers builds from the model's
-config.
+"""Sizes of a Hugging Face causal language model, from which padfree estimates FLOPs and memory.
 
     Qwen3-0.6B   hidden 1024   heads 16 of 128   query 2048   key, value 1024   mlp 3072   layers 28   vocabulary 151936
 
-All estimates (FLOPs, memory, calibration) read sizes here. The model is built on the meta device, without storage; for
-80 layers this takes one second, once per config. Sizes come from the modules, so that a new architecture needs no entry
-here. The config supplies only what modules do not show: heads, windows, and the number of experts per token.
+transformers builds the model on the meta device, and the sizes are read from its modules. A new architecture therefore
+needs no code here. Only heads, windows, and the number of experts per token are read from the config.
 
-A config is a transformers config, another object with the same fields, or a dict. An object or a dict must have a
-`model_type` and the sizes of a decoder (`NEEDED`); other fields default as in transformers. For a multimodal model,
-only the language model is measured.
+A config may also be a dict, or another object with the fields in `NEEDED`. For a multimodal model, only the language
+model is measured.
 """
 
 from __future__ import annotations

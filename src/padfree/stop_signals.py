@@ -1,26 +1,12 @@
 """Signals that end a command: the first one requests a stop, a second one ends the process at once.
 
     with StopSignals() as signals:              contains the whole command
-        ...                                     here, a signal raises `StopRequested`, e.g. during imports
+        ...                                     here, a signal raises `StopRequested`
         with signals.deferred("saves ..."):     here, e.g. in a training step, a signal is only recorded
             if signals.received: save and leave
         with signals.lent(SIGINT, handler):     here, `handler` handles SIGINT (Ctrl-C), and the command goes on
 
-- SIGINT, SIGTERM and SIGHUP request a stop. A second signal of this kind ends the process with exit code 128 + the
-  number of the signal. Within `SAME_REQUEST_SECONDS` of the first, however, it is ignored, because a launcher may
-  forward a signal that the process has already received.
-- SIGUSR1, SIGUSR2 and SIGXCPU, which schedulers send before a time limit, also request a stop. They do not end the
-  process at once, even if they are repeated.
-- SIGQUIT is not handled. It ends the process at once.
-
-A signal that the process ignored before (`nohup`, background jobs of a shell script) stays ignored. If other code has
-installed a handler, the handler stays in place, except for SIGINT and SIGTERM.
-
-A thread reads the signals from a pipe and prints a message at once, even if the main thread waits for a GPU.
-
-Some packages catch all exceptions while they are imported, so `StopRequested` can be lost. The next `deferred` block
-then raises it again. If a signal arrives outside of `deferred` and the command still runs `PATIENCE` seconds later, the
-thread ends the process.
+Signals that schedulers send before a time limit (`WARNINGS`) request a stop. They never end the process at once.
 """
 
 from __future__ import annotations

@@ -183,9 +183,9 @@ def test_routes_of_another_model_are_refused() -> None:
     model = build("qwen3_moe")
     routes = np.zeros((3, len(routers_of(model)), 2), np.int16)
     check_routes([None, routes, unknown_routes(3, routes)], routers_of(model))
-    with pytest.raises(UserError, match=r"routes: come from a model that has 2 layers with at least 5 experts each"):
+    with pytest.raises(UserError, match=r"routes: are for 2 layers with at least 5 experts each"):
         check_routes([routes + 4], routers_of(model))
-    with pytest.raises(UserError, match=r"routes: come from a model that has 1 layers"):
+    with pytest.raises(UserError, match=r"routes: are for 1 layers"):
         check_routes([routes[:, :1]], routers_of(model))
     attach(model, "auto")
     RouteReplay(model)

@@ -281,7 +281,7 @@ def test_the_run_ends_with_the_prompts(model_folder: Path, tmp_path: Path) -> No
         ),
         (
             {"data": {"max_length": 10}},
-            "max_length: 10, but prompts.jsonl:3 has 5 tokens",
+            "max_length: 10, but the prompt prompts.jsonl:3 has 5 tokens",
         ),
         (
             {"data": {"columns": {"question": "unused"}}},

@@ -1,20 +1,11 @@
 """The interface of an attention backend. Each backend is one file that defines one object.
 
-    forward     q [Tq, H, d], k [Tk, Hkv, d], v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
-    backward    dout, q, k, v, out, lse                         ->   dq, dk, dv
-
-There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
-for values. lse is the log-sum-exp of the scores of each query.
-
 Every backend supports gradients, windows and grouped key heads. `Capabilities` lists the features that differ between
-backends. No backend computes attention sinks (a learned extra score in the softmax of each head):
-`padfree.attention.sinks` adds them afterwards.
+backends. No backend computes attention sinks (learned extra scores in the softmax). `padfree.attention.sinks` adds the
+sinks afterwards.
 
-A backend with a *raw backward* computes the gradients of one block of the keys without the other blocks, given the
-output and the log-sum-exp over all blocks. Ring attention needs this. The other backends use autograd, and their
-`backward` is never called.
-
-Some backends read keys in pages of `PAGE_SIZE` tokens, so that several segments can share pages.
+A backend with a *raw backward* can compute the gradients of one block of keys without the other blocks. Ring attention
+needs this. The other backends use autograd, and their `backward` is never called.
 """
 
 from __future__ import annotations
@@ -149,10 +140,9 @@ class AttentionBackend(Protocol):
         segments_k: Segments,
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients dq, dk and dv, in the shapes and dtypes of q, k and v.
+        """Return the gradients dq, dk and dv, with the shapes and dtypes of q, k and v.
 
-        `out` and `lse` are the results of the forward pass. `k` and `v` may be one block of the forward pass's keys and
-        values, as in ring attention; the sum of dq over all blocks is then the gradient of q.
+        `k` and `v` may be one block of the keys and values. `out` and `lse` are the results over all blocks.
         """
         ...
 

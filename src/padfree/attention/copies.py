@@ -1,13 +1,11 @@
-"""Gather each element of a tensor several times (forward), and sum the gradients of its copies (backward).
+"""Copy elements of a tensor, some of them several times. The backward pass sums the gradients of the copies of each
+element.
 
-    take    [n, ...] -> [m, ...]    a b c            ->  a a c b a        (index 0 0 2 1 0)
-    sum     [m, ...] -> [n, ...]    p q r s t        ->  p+q+t  s  r      in float32, in the order of the copies
+For example, the index 0 0 2 1 0 copies the elements a b c to a a c b a. If p q r s t are the gradients of the five
+copies, the gradients of a, b and c are p+q+t, s and r.
 
-In the two lines above, a b c are the elements, and p q r s t are the gradients of their five copies.
-
-padfree makes such copies if samples of a pack share a prefix: each sample that continues the prefix gets a copy of the
-prefix's keys. The Triton kernel and the CPU sum in a fixed order, so their results are deterministic. The gradient of
-an element without copies is 0.
+The order of the sums is fixed in the Triton kernel and on the CPU. padfree copies the keys of shared prefixes and the
+features of repeated images in this way.
 """
 
 from __future__ import annotations
@@ -65,11 +63,10 @@ def take_copies(tensor: Tensor, copies: Copies) -> Tensor:
 
 
 def sum_copies(gradient: Tensor, index: Tensor, copy_index: Tensor, offsets: Tensor) -> Tensor:
-    """Sum, for each of n elements, the gradients of its copies: [m, ...] -> [n, ...]. All elements together have m
-    copies.
+    """Sum the gradients of the copies of each element: gradient [m, ...] of the m copies -> [n, ...] of the n elements.
 
-    `index`, `copy_index` and `offsets` are the arrays of `Copies`, which say which copies belong to which element. The
-    sum is computed in float32, or in float64 for a float64 gradient.
+    `index`, `copy_index` and `offsets` are the arrays of `Copies`. The sum is computed in float32, or in float64 for a
+    float64 gradient.
     """
     count = len(offsets) - 1
     if gradient.is_cuda and gradient.dtype != torch.float64 and has_module("triton"):

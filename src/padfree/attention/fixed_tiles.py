@@ -1,16 +1,11 @@
 """The `tiles` backend: CPU attention whose bits for a query do not depend on the other queries of the call.
 
-A CPU library may sum a matmul in another order if the shape of the matrix changes. So all matmuls here have the same
-shape: a tile of 16 queries by a block of 128 keys. Tiles and blocks begin at multiples of 16 and 128, counted from the
-start of the segment (usually a sample). Elements of a tile without a query, or of a block without a key, are 0.
+A CPU library may sum a matmul in another order if the shape changes. Every matmul here therefore has the same shape: a
+tile of 16 queries by a block of 128 keys, with zeros where tokens are missing. Tiles and blocks are counted from the
+start of the segment.
 
-For example, a segment of 300 tokens has the key blocks 0..127, 128..255 and 256..383, with zeros in 300..383. A decode
-step with the single query 299 computes the tile 288..303, with zeros in place of the other 15 queries.
-
-For each tile, the results of the key blocks are merged from the first block to the last. A block in which a query sees
-no key does not change a bit of the query's result. A decode step with one query therefore gives the same bits as the
-packed forward pass, which the setting `rollout.exact` needs (sampled log-probabilities equal those in training). The
-decode step does 16 times the necessary arithmetic.
+A decode step with one query thus gives the same bits as the packed forward pass, which the setting `rollout.exact`
+needs. The decode step does 16 times the necessary arithmetic.
 """
 
 from __future__ import annotations
@@ -73,6 +68,7 @@ class TiledAttention(AttentionBackend):
             scores = torch.unflatten(scores, 2, (-1, QUERIES)).masked_fill(~seen, -torch.inf).flatten(2, 3)
             higher = torch.maximum(peak[index], scores.amax(3))
             safe = higher.masked_fill(higher == -torch.inf, 0)  # -inf minus -inf is NaN
+            # If a query sees no key of the block, the bits of its result stay: `faded` is 1 and `shares` are 0.
             faded = torch.exp(peak[index] - safe)
             shares = torch.exp(scores - safe[..., None])
             total[index] = total[index] * faded + shares.sum(3)

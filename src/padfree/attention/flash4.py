@@ -1,13 +1,7 @@
-"""The `fa4` backend: the package `flash-attn-4`, which is pure Python and compiles its kernels on first use.
+"""The `fa4` backend: the package `flash-attn-4`, which compiles its kernels on first use.
 
-The backend needs a Hopper GPU or a newer one. The backend calls internal functions of flash-attn-4, because the public
-functions do not give access to the backward pass.
-
-flash-attn-4 takes some seconds to compile a kernel for each head size and mask, and caches compiled kernels on disk,
-because padfree sets FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED to 1 unless the user has set this variable.
-
-Query heads that share a key head can be packed into one tile, which fills the tiles of short segments. On a Hopper GPU,
-packing makes attention 20% faster for segments of 300 tokens and 6% slower for segments of 9,216 tokens.
+The backend needs a GPU of compute capability 9.0 (Hopper) to 11.x. It calls internal functions of flash-attn-4, because
+the public functions do not give access to the backward pass.
 """
 
 from __future__ import annotations
@@ -28,6 +22,7 @@ from padfree.attention.spec import AttentionSpec
 from padfree.errors import UserError, shown_error
 from padfree.segments import Segments
 
+# Cache compiled kernels on disk, because each head size and mask takes some seconds to compile.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -38,6 +33,7 @@ PAGED_HEAD_DIMS = (64, 96, 128)
 """The head sizes for which the backend reads keys in pages on a Hopper GPU. With these sizes, the kernel reads a page
 with one load.
 """
+# Packing makes attention 20% faster for segments of 300 tokens, and 6% slower for segments of 9,216 tokens.
 UNPACKED_FROM = 1024
 """On Hopper, the query heads that share a key head are packed into one tile only if segments have fewer queries than
 this on average.

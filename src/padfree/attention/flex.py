@@ -133,10 +133,10 @@ def block_mask(segments_q: Segments, segments_k: Segments, spec: AttentionSpec, 
 def block_table(
     first: NDArray[np.int64], end: NDArray[np.int64], num_keys: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return two bool arrays [query blocks, key blocks]: the partial blocks and the full blocks of an attention mask.
+    """Return the partial and the full blocks of an attention mask, as two bool arrays [query blocks, key blocks].
 
-    Query t sees the keys `first[t] <= key < end[t]`. In a full block, every query sees every key. In a partial block,
-    at least one query sees a key, but the block is not full.
+    Query t sees the keys `first[t] <= key < end[t]`. A block is full if every query sees every key. It is partial if it
+    is not full and some query sees a key.
     """
     num_blocks = -(-num_keys // BLOCK)
     touched = _queries_per_block(first // BLOCK, np.where(first < end, -(-end // BLOCK), first // BLOCK), num_blocks)

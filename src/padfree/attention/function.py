@@ -1,15 +1,12 @@
-"""Attention over segments: one signature for every backend, with and without gradients.
+"""Attention over segments, with one signature for every backend.
 
     q [Tq, H, d]     k [Tk, Hkv, d]     v [Tk, Hkv, dv]   ->   out [Tq, H, dv], lse [Tq, H]
 
-There are Tq query tokens with H heads and Tk key tokens with Hkv heads. The head size is d for queries and keys, and dv
-for values. `lse` is the log-sum-exp of the scores of each query, without attention sinks (learned extra scores).
+There are Tq query tokens with H heads, and Tk key tokens with Hkv heads. `lse` is the log-sum-exp of the scores of each
+query, without attention sinks.
 
-Each query segment sees only the key segment with the same index. The last query of a segment is aligned with its last
-key, so a segment may hold only the last queries of a sample. A query that sees no key has output 0 and lse -inf.
-
-Models call `varlen_attention`. `varlen_forward` and `varlen_backward` compute the same without autograd, for ring
-attention: `varlen_backward` computes the gradients of one block of the keys, given the output over all blocks.
+The queries of segment i see only the keys of segment i. The last query is aligned with the last key of the segment. A
+query that sees no key has output 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -76,13 +73,10 @@ def varlen_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], in which each query sees only its own
-    segment.
+    """Compute attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv] within each segment.
 
-    Returns out [Tq, H, dv], or (out, lse) with lse [Tq, H] if `return_lse` is True. `scale` defaults to d ** -0.5.
-    `window` is the number of keys that a query sees, its own included. `softcap` replaces a score s by softcap · tanh(s
-    / softcap). `sinks` [H] are learned extra scores in the softmax of each head. The output is differentiable once; lse
-    is not differentiable.
+    Returns out [Tq, H, dv] or (out, lse), with lse [Tq, H]. `scale` (default d ** -0.5), `window` and `softcap` are
+    those of `AttentionSpec`. `sinks` [H] are learned extra scores. Only `out` is differentiable, once.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     if sinks is not None:
@@ -176,10 +170,10 @@ def varlen_backward(
     softcap: float | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q [Tq, H, d], k [Tk, Hkv, d] and v [Tk, Hkv, dv] for one block of keys and values.
+    """Return the gradients of q [Tq, H, d], k [Tk, Hkv, d] and v [Tk, Hkv, dv], where k and v are one block of the keys
+    and values.
 
-    `k` and `v` are the block. `out` and `lse` are the results of the attention to all blocks. The gradient of q for all
-    blocks is the sum of its gradients for the single blocks.
+    `out` and `lse` are the results over all blocks. Sum the gradients of q over the blocks.
     """
     spec = _checked_spec(q, k, v, segments_q, segments_k, causal, scale, window, softcap)
     for argument, tensor, shape in (("dout", dout, (*q.shape[:2], v.shape[2])), ("lse", lse, q.shape[:2])):

@@ -1,18 +1,14 @@
 """Causal attention in which the tokens of an image also see later keys: the keys of tokens that follow in the image.
 
-The attention is computed in two calls, whose results are merged by their log-sum-exp. The first call is causal
-attention in the whole pack. In the second call, image tokens attend to the later keys of their image. For example, the
-four tokens a b c d of an image see these keys:
+The results of two attention calls are merged by their log-sum-exp. For an image with the tokens a b c d:
 
-    query    in the first call    in the second call
-    a        a                    b c d
-    b        a b                  c d
-    c        a b c                d
-    d        a b c d              none
+    query    keys in the causal call    keys in the second call
+    a        a                          b c d
+    b        a b                        c d
+    c        a b c                      d
+    d        a b c d                    none
 
-The second call gets the queries c b a and the keys d c b: in this reversed order, it needs only a causal mask. A window
-limits only earlier keys, so it affects only the first call. The backend must be able to compute the gradients of one
-block of keys without the other keys (`Capabilities.raw_backward`).
+The second call gets reversed queries (c b a) and keys (d c b), so it needs only a causal mask.
 """
 
 from __future__ import annotations
@@ -54,11 +50,10 @@ def attend_with_later_keys(
     window: int | None,
     **options: Any,
 ) -> Tensor:
-    """Compute causal attention of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], where some queries also see
-    later keys (keys after their own).
+    """Compute causal attention [Tq, H, dv] of q [Tq, H, d] to k [Tk, Hkv, d] and v [Tk, Hkv, dv], where some queries
+    also see later keys (keys after their own).
 
-    `later` says which queries see later keys. `later_k` and `later_v` are these later keys and their values. Returns
-    [Tq, H, dv]; differentiable once.
+    `later` lists these queries. `later_k` and `later_v` are the later keys and their values. Differentiable once.
     """
     calls = ((segments_q, segments_k, {**options, "window": window}), (later.segments_q, later.segments_k, options))
     out: Tensor = _WithLaterKeys.apply(q, k, v, later_k, later_v, later.queries, calls)  # type: ignore[no-untyped-call]

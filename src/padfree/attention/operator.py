@@ -1,12 +1,10 @@
 """Packed self-attention as a custom operator for `torch.compile`, so that a layer stays one graph.
 
-`self_attention` computes the output [T, H, dv] and the log-sum-exp [H, T] from q [T, H, d], k [T, Hkv, d],
-v [T, Hkv, dv], optional attention sinks [H] and cu_seqlens [S+1]. `self_attention_backward` takes the gradient of the
-output, these arguments, the output and the log-sum-exp, and returns the gradients of q, k, v and sinks.
+The operator calls the same kernels as `varlen_attention`. All data about the pack are arguments and not global state.
+Recomputation and a second model in the process therefore get the right data.
 
-The operator calls the same kernels as `varlen_attention`. All data about the pack are arguments of the operator and not
-global state, so that recomputation and a second model in the process get the right data. The length of the longest
-segment is a tensor on the host: the compiler does not see its value, and so does not recompile for another length.
+The length of the longest segment is a tensor on the host. The compiler does not see its value, so another length causes
+no recompilation.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ BACKWARD = "padfree::self_attention_backward"
 
 _OPTIONS = "Tensor cu_seqlens, Tensor max_seqlen, float scale, int? window, float? softcap, str backend"
 
+# `self_attention` returns out [T, H, dv] and lse [H, T]; its backward returns dq, dk, dv and dsinks.
 torch.library.define(SELF_ATTENTION, f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_OPTIONS}) -> (Tensor, Tensor)")
 torch.library.define(
     BACKWARD,

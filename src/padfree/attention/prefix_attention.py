@@ -1,29 +1,15 @@
-"""Attention over a pack whose samples share prefixes.
+"""Attention over a pack whose samples share prefixes. The samples form a tree, whose nodes are ranges of the pack.
 
-The samples form a tree, whose nodes are ranges of the pack. In this example, the node p is a prefix, and the nodes a
-and b continue it:
+In this example, the nodes a and b continue the prefix p. The queries of a node attend to copies of the keys of its
+*path* (its ancestors and the node itself):
 
-    queries    p p p | a a | b b b                      the pack, in which each node occurs once
-    keys       p p p | p p p a a | p p p b b b          for each node, the keys of its path
+    queries    p p p | a a       | b b b
+    keys       p p p | p p p a a | p p p b b b
 
-The *path* of a node is its ancestors and the node itself: the path of b is p, b. Each node attends to a copy of the
-keys of its path, so the usual kernels work unchanged, with windows, soft caps and sinks. The queries of a prefix are
-computed only once. The price is a copy of each key for every descendant of its node, and a sum of the gradients of
-these copies.
+The usual kernels work unchanged. The backward pass sums the gradients of the copies.
 
-If many nodes continue a long node, the copies of its keys are expensive in the backward pass. Such a node becomes a
-*long prefix*: the backward pass does not copy its keys. Instead, a separate call computes the gradients between these
-keys and the queries of all descendants. If p is a long prefix, the queries a a b b b attend to the keys p p p in this
-call. The queries of the descendants are adjacent in the pack, so the call needs no copies and no mask. Long prefixes
-are used only in layers without a window, and only with backends that can compute the gradients of one block of keys
-without the other keys (`Capabilities.raw_backward`).
-
-In layers without a window, some backends read keys in pages in the forward pass. Then all nodes share the full pages
-of a prefix. Only its last page, if partly filled, is copied for each node that continues it
-(`padfree.prefix_tree.PathPages`).
-
-`prefix_attention` is a custom operator, so that a compiled layer stays one graph. The backward pass makes the copies of
-keys again instead of keeping them in memory.
+A long node that many nodes continue is a *long prefix*, whose keys the backward pass does not copy. A separate call
+computes the gradients between these keys and the queries of all descendants.
 """
 
 from __future__ import annotations
@@ -61,8 +47,9 @@ PREFIX_ATTENTION = "padfree::prefix_attention"
 BACKWARD = "padfree::prefix_attention_backward"
 
 COSTS = {"cuda": (1.0, 16_384.0), "cpu": (0.0, 0.0)}
-"""By device type: the cost of a separate attention call for the keys of one shared prefix in the backward pass. The two
-figures are the cost per query that continues the prefix and the fixed cost, in units of the cost of copying one key.
+"""By device type: the cost of a separate attention call for the keys of one shared prefix, in the backward pass.
+
+The first value is the cost per query, and the second the cost per call. The unit is the cost of copying one key.
 """
 MOST_LONG_PREFIXES = 8
 
@@ -97,9 +84,8 @@ def prepare_prefix_keys(
 ) -> PrefixKeys | None:
     """Return arrays that say which keys each node of a prefix tree sees, or None if the samples share no prefix.
 
-    `long_prefixes`: indices of at most 8 nodes. In the backward pass, the keys of each such node get a separate
-    attention call, instead of a copy for each descendant. `paged`: whether to prepare pages of keys for the forward
-    pass. If an argument is None, this function chooses its value.
+    `long_prefixes`: indices of at most 8 nodes whose keys the backward pass does not copy. `paged`: whether to prepare
+    pages (blocks of keys that samples share). None: chosen automatically.
     """
     if segments.parents is None:
         return None
@@ -125,10 +111,9 @@ def prepare_prefix_keys(
 
 
 def choose_long_prefixes(parents: Indices, offsets: Indices, query_cost: float, call_cost: float) -> Indices:
-    """Choose the nodes of a prefix tree for which a separate attention call is cheaper than copying their keys.
+    """Return the nodes of a prefix tree for which a separate attention call is cheaper than copying their keys.
 
-    `parents` [S] and `offsets` [S + 1] describe the S nodes of the tree. A separate call for a node costs `call_cost`,
-    plus `query_cost` for each query below the node. The unit of both is the cost of copying one key.
+    A call costs `call_cost`, plus `query_cost` for each query below the node. The unit is the cost of copying one key.
     """
     ends = subtree_ends(parents)
     copies = np.diff(offsets) * (ends - np.arange(len(parents)) - 1)
@@ -148,8 +133,8 @@ def pages_pay(parents: Indices, offsets: Indices) -> bool:
 def _key_arrays(parents: Indices, offsets: Indices, without: Sequence[int] = ()) -> tuple[list[Indices], int]:
     """Return four arrays that describe the path of each node, and the length of the longest path.
 
-    A path is the tokens of a node and of its ancestors, except the ancestors in `without`. The arrays are the
-    cu_seqlens of the paths, and the index arrays of `Copies` that gather the paths from the pack.
+    A path is a node and its ancestors, without those in `without`. The arrays are the cu_seqlens of the paths, and the
+    arrays of `Copies` that gather the paths.
     """
     ranges = prefix_ranges(parents, offsets, without)
     lengths = ranges.lengths(len(parents))
@@ -196,11 +181,10 @@ def prefix_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute attention in a pack with shared prefixes: each query sees the keys on its path in the prefix tree, up to
-    its own.
+    """Compute causal attention in a pack with shared prefixes: each query sees the keys on its path in the prefix tree.
 
-    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree, and `keys` comes
-    from `prepare_prefix_keys`. Differentiable once.
+    q [T, H, d], k [T, Hkv, d], v [T, Hkv, dv] -> [T, H, dv]. `segments` are the nodes of the tree. `keys` comes from
+    `prepare_prefix_keys`. Differentiable once.
     """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     out, _ = torch.ops.padfree.prefix_attention(
@@ -333,6 +317,7 @@ def _backward(
         taken = pack.take(k, v)
         dq, *gradients = pack.backend.backward(dout, q, *taken, out, lse, pack.queries, pack.keys, pack.spec)
         dk, dv = (pack.sum(gradient) for gradient in gradients)
+        # Descendants directly follow a long prefix in the pack and see all of its keys: no copies and no mask.
         wholly = replace(pack.spec, causal=False, window=None)
         for below, above, segments_q, segments_k in pack.long_prefixes:
             parts = pack.backend.backward(

@@ -1,15 +1,13 @@
-"""The reference implementation: a loop over segments with every step written out.
+"""The reference implementation of attention: a loop over segments with every step written out.
 
-The reference computes in float32, or in float64 if its inputs are float64.
+For a segment of Lq queries and Lk keys, the forward pass computes:
 
     scores [H, Lq, Lk] = scale · q·k, soft-capped, -inf where the key is not visible
-    lse    [H, Lq]     = log Σ exp(scores)                              out [H, Lq, dv] = exp(scores - lse) · v
+    lse    [H, Lq]     = log Σ exp(scores)
+    out    [Lq, H, dv] = exp(scores - lse) · v
 
-A segment has Lq queries and Lk keys, H heads, and head sizes d (q, k) and dv (v). The backward pass computes the
-gradients for one block of the keys, given `out` and `lse` over all blocks. The sum of these gradients of q over all
-blocks is the exact gradient of q.
-
-The reference stores all scores [H, Lq, Lk] of one segment at a time. Use it to check results, not to train.
+The reference computes in float32, or in float64 if its inputs are float64. The scores of a whole segment are in memory
+at once. Use the reference to check results, not to train.
 """
 
 from __future__ import annotations
@@ -100,9 +98,9 @@ def _segment_slices(segments_q: Segments, segments_k: Segments) -> Iterator[tupl
 def block_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Compute attention over one block of keys.
 
-    q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv], visible [Lq, Lk] -> out [Lq, H, dv], lse [Lq, H]
+    q [Lq, H, d], k [Lk, Hkv, d], v [Lk, Hkv, dv] -> out [Lq, H, dv], lse [Lq, H]
 
-    `visible` is True if the query sees the key. `lse` is the log-sum-exp of the scores.
+    `visible` [Lq, Lk] is True if the query sees the key.
     """
     scores = _scores(q, _per_query_head(k, q), visible, spec)
     lse = scores.logsumexp(dim=-1)  # [H, Lq], -inf if no key is visible

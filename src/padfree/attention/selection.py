@@ -47,11 +47,11 @@ def choose_backend(
     raw_backward: bool = False,
     requested: str = "auto",
 ) -> str:
-    """Return the name of the fastest backend that supports the call.
+    """Return the name of the fastest backend that supports the call. A `requested` backend other than `auto` must
+    support the call and is returned.
 
-    `requested` is `auto` or the name of a backend, which must support the call. `head_dim` is the head size of q and k.
-    `value_dim` is the head size of v, if it differs. `softcap` says whether scores are soft-capped, and `raw_backward`
-    whether the caller will use `varlen_backward`.
+    `value_dim` is the head size of v, if it differs from `head_dim`. `raw_backward`: whether the caller will use
+    `varlen_backward`.
     """
     if not isinstance(requested, str):
         raise UserError("backend", "is not a string", f"use 'auto' or one of {', '.join(BACKENDS)}", value=requested)

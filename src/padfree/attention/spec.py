@@ -1,13 +1,12 @@
 """The parameters of one attention call other than its tensors, and the keys that each query sees.
 
-    segments_q     0 1 2 | 3 4          Lq = 3, 2        In a segment of Lq queries and Lk keys, query a is aligned
-    segments_k     0 1 2 | 3 4 5 6      Lk = 3, 4        with key a + Lk - Lq: the causal mask is aligned bottom-right.
+In a segment of Lq queries and Lk keys, query a is aligned with key a + Lk - Lq. The keys that a query sees are always
+one range, as in this example with two segments:
 
-    query            0    1    2  |  3    4
-    causal         0..0 0..1 0..2 | 3..5 3..6           the keys that each query sees
-    window 2       0..0 0..1 1..2 | 4..5 5..6
-
-The keys that a query sees are always one range. This module is pure index arithmetic on the host.
+    all keys             0 1 2            |  3 4 5 6
+    query                0     1     2    |  3     4
+    keys seen            0..0  0..1  0..2 |  3..5  3..6
+    with a window of 2   0..0  0..1  1..2 |  4..5  5..6
 """
 
 from __future__ import annotations

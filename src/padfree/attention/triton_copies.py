@@ -4,8 +4,7 @@
     gradient [m, W], copy_index [m], offsets [n + 1]  ->  out [n, W]
     out[i] = Σ gradient[copy_index[offsets[i]:offsets[i+1]]]
 
-There are m copies of n elements, each W numbers wide. One program computes `BLOCK` columns of one element. It reads
-each copy once, in a fixed order, and accumulates in float32.
+There are m copies of n elements, and each element has W values. The copies are summed in float32, in a fixed order.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The choice of `checkpoint.asynchronous=auto`: whether to write a checkpoint in the background.
 
-Before a background write, each rank copies its tensors to host memory. On every host, the copies of all ranks together
-may take at most half of the free memory. For example, two ranks that copy 1.5 GiB each need 6 GiB of free memory on
-their host. The other half is left for the page cache and for training. If a host has too little free memory, no rank
-writes in the background.
+Before a background write, each rank copies its tensors to host memory. The copies of all ranks on a host may take at
+most half of the free memory. For example, two ranks that copy 1.5 GiB each need 6 GiB of free memory on their host.
 
-If no rank writes 256 MiB or more, the checkpoint is not written in the background, because a synchronous write takes
-less than a second. If the model is in host memory, the checkpoint is not written in the background either, because the
-writing thread would slow down training. docs/experiments/background-checkpoints.md has the measurements.
+Small checkpoints, and models in host memory, are written synchronously. docs/experiments/background-checkpoints.md
+gives the reasons.
 """
 
 from __future__ import annotations

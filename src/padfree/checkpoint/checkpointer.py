@@ -1,29 +1,15 @@
 """Save and load checkpoints. A checkpoint is either complete or absent.
 
-Every rank writes the parts of tensors that it holds ("pieces"):
-
-    <folder>/latest                             the name of the newest checkpoint
+    <folder>/latest                         the name of the newest checkpoint
     <folder>/step-00000010/
-        manifest.json                           step, values that are not tensors, checksums, location of each piece
-        rank-00000.safetensors                  the pieces that rank 0 held, and its random state
+        manifest.json                       step, checksums, and which file holds each part of a tensor
+        rank-00000.safetensors              the parts of tensors that rank 0 held, and its random state
         rank-00001.safetensors
 
-To load a checkpoint, a rank reads the pieces that overlap its own shards, so any number of ranks can resume. For
-example, if 2 ranks saved a weight [5, 2], rank-00000 holds its rows [0:3] and rank-00001 its rows [3:5]. If 3 ranks
-load the weight, they read the rows [0:2], [2:4] (from both files) and [4:5].
+Any number of ranks can load a checkpoint: each rank reads the parts that overlap its own shards. If one rank fails, all
+ranks raise the same error.
 
-A model with adapters is saved without its frozen weights. A reference model is saved if it was updated during the run.
-
-The format is JSON and safetensors, and every file is checked by its checksum before it is loaded.
 torch.distributed.checkpoint is not used, because it reads its `.metadata` with pickle, which can run code.
-
-A checkpoint is written to `step-….partial`, synced to disk and renamed. Then the file `latest` is replaced, so it
-always names a complete checkpoint. A checkpoint is never overwritten: a second one of step 10 is named
-`step-00000010.1`. If one rank fails, all ranks raise the same error.
-
-With `asynchronous=True`, `save` copies the tensors to host memory and returns, and a thread writes them. The next call
-of `save` or `wait` raises the thread's error, if any. With `asynchronous="auto"`, each save chooses whether a thread
-writes the tensors, depending on the free host memory (`padfree.checkpoint.background`).
 """
 
 from __future__ import annotations
@@ -137,14 +123,11 @@ class Checkpointer:
         critic: TrainedModel | None = None,
         last: bool = False,
     ) -> Path:
-        """Write a checkpoint and return its folder.
+        """Write a checkpoint and return its folder. Unless `last` is True, an asynchronous checkpoint is complete only
+        after `wait`.
 
-        An asynchronous checkpoint is complete only after `wait`. With `last=True`, for the last checkpoint of a run,
-        the checkpoint is complete when this method returns.
-
-        `extra` holds values that are the same on every rank, and `rank_state` holds values of this rank. The values are
-        tensors or can be represented in JSON. `reference` holds the tensors of a reference model. `critic` is a second
-        trained model with its optimizer.
+        `extra` holds values that are equal on every rank, and `rank_state` values of this rank (tensors or JSON
+        values). `reference` holds the tensors of a reference model.
         """
         self.wait()
         host_state = {key: value for key, value in rank_state.items() if not isinstance(value, Tensor)}
@@ -269,6 +252,7 @@ class Checkpointer:
                     for path in self.folder.iterdir():
                         if path.suffix in (".partial", ".removing") and NAME.fullmatch(path.stem):
                             shutil.rmtree(path)
+                    # A checkpoint is never overwritten: a second one of step 10 is named step-00000010.1.
                     name = stem = f"step-{step:08d}"
                     number = 0
                     while (self.folder / name).exists():
@@ -347,13 +331,10 @@ class Checkpointer:
         reference: Mapping[str, Tensor] | None = None,
         critic: TrainedModel | None = None,
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load the checkpoint in folder `path` into `model` and `optimizer`.
+        """Check the checkpoint in folder `path`, then load it. Return `extra` and `rank_state` as given to `save`.
 
-        Returns (`extra`, `rank_state`) as given to `save`. `rank_state` is None if another number of ranks saved the
-        checkpoint.
-
-        The tensors of a saved reference model are loaded into `reference`. If a `critic` is given, the checkpoint must
-        hold one. The whole checkpoint is checked before anything is changed.
+        `rank_state` is None if another number of ranks saved the checkpoint. `reference` changes only if the checkpoint
+        holds a reference model. A given `critic` must be in the checkpoint.
         """
         path = Path(path)
         cure = self._fix(path)

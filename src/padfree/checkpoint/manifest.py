@@ -1,15 +1,14 @@
-"""The manifest of a checkpoint: a file that lists the tensors and other values in the checkpoint, and the file of each.
+"""The manifest of a checkpoint: a file that lists the tensors and other values in the checkpoint. Before a checkpoint
+is loaded, its manifest is compared with the model.
 
-Before a checkpoint is loaded, its manifest is compared with the model.
+    "tensors": {"model/norm.weight": {"dtype": "F32", "shape": [5], "pieces": [
+        ["rank-00000.safetensors", [0], [3]],
+        ["rank-00001.safetensors", [3], [2]]]}, ...}
 
-    manifest.json            {"sha256": of the content, "content": {step, world, model, optimizer, extra, rank_state,
-        "tensors": {"model/norm.weight": {"dtype": "F32", "shape": [5], "pieces": [
-            ["rank-00000.safetensors", [0], [3]],           file, offset in the whole tensor, shape of the piece
-            ["rank-00001.safetensors", [3], [2]]]}, ...},
-        "files": {"rank-00000.safetensors": {"bytes": 412, "sha256": ...}, ...}}}
+A piece is the part of a tensor in one file. Each piece has the name of the file, the offset in the whole tensor, and
+the shape of the part.
 
-A model with adapters is saved without its frozen weights. The manifest has a fingerprint of them instead, so that
-adapters are not loaded onto other weights.
+The frozen weights of a model with adapters are not saved. The manifest has a hash of them.
 """
 
 from __future__ import annotations

@@ -50,13 +50,12 @@ Events = SimpleQueue[Event]
 
 
 def next_event(events: Events, *, deadline: float = float("inf")) -> Event:
-    """Wait for the next event (from a host or a signal) and return it. Raise `Empty` after the deadline.
-
-    Python runs signal handlers only in the main thread. If the system delivers a signal to another thread, the main
-    thread does not wake up by itself. It therefore wakes up every `SIGNAL_CHECK_SECONDS` seconds.
+    """Wait for the next event (from a host or a signal) and return it. Raise `Empty` after `deadline`, a time of
+    `time.monotonic`.
     """
     while True:
         left = deadline - time.monotonic()
+        # Wake up regularly: a signal to another thread does not wake the main thread, which runs the signal handlers.
         try:
             return events.get(timeout=max(min(left, SIGNAL_CHECK_SECONDS), 0.0))
         except Empty:

@@ -1,18 +1,13 @@
 """`padfree launch`: runs one command on several hosts, over ssh, with torchrun on each host.
 
-Example, which runs `padfree sft` with the recipe `sft` and two changed settings on the hosts a and b:
+    padfree launch --hosts a,b -- sft recipe.toml
 
-    padfree launch --hosts a,b -- sft sft run.folder=/shared/runs/first parallel.replicate=2
+1. The launcher starts `padfree.cli.on_host` on each host over ssh, and sends the command to it.
+2. Each host checks the command. It answers with its versions and its number of GPUs, or with an error.
+3. If the answers agree, the launcher starts torchrun on each host.
+4. The launcher prints the output of the hosts. If a host fails, or if SIGINT or SIGTERM arrives, it stops all hosts.
 
-1. The launcher starts `python -m padfree.cli.on_host` on each host over ssh, and sends the command, the folder and the
-   environment variables to it.
-2. Each host answers with its versions, a digest of the recipe and the number of its GPUs, or with an error.
-3. If there is no error and the answers agree, the launcher sends the arguments of torchrun to each host. The host a
-   then runs `torchrun --nnodes 2 --node-rank 0 --master-addr a ... -m padfree sft sft ...`.
-4. The launcher prints the output of the hosts, and puts the name of the host before each line. If a host fails, or if
-   the launcher receives SIGINT or SIGTERM, the launcher stops torchrun on all hosts with SIGTERM.
-
-With --slurm, `padfree launch` writes a batch script for Slurm instead (`padfree.cli.slurm`).
+With --slurm, `padfree launch` writes a batch script for Slurm instead.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""The program that `padfree launch` starts on each host: it checks the command, then runs torchrun.
+"""The program that `padfree launch` starts on each host. It exchanges lines with the launcher over standard input and
+output:
 
-The launcher and this program exchange lines over standard input and output:
+1. The launcher sends the command, the folder and the environment variables.
+2. This program checks the command. It answers with its versions and the number of GPUs, or with an error.
+3. The launcher sends the arguments of torchrun, and this program runs torchrun.
+4. If the launcher sends "stop" or standard input ends, this program stops torchrun.
 
-1. The launcher sends the command, the folder and the environment variables, as one line of JSON.
-2. This program answers with one line, `ANSWER` followed by JSON: this host's versions, a digest of the recipe and the
-   number of GPUs, or an error.
-3. The launcher sends the arguments of torchrun, as one line of JSON.
-4. This program runs torchrun, whose processes print to standard output.
-5. This program stops torchrun with SIGTERM if the launcher sends the line "stop", or if standard input ends because the
-   launcher has ended or the connection is lost.
-
-Environment variables may contain secrets. They are sent over standard input, because command-line arguments are visible
-in process lists.
+Environment variables may contain secrets. They are not sent as command-line arguments, because process lists show these
+arguments.
 """
 
 from __future__ import annotations
@@ -62,10 +58,10 @@ def source_digest() -> str:
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Return this host's answer to the first message of the launcher, `order`.
+    """Return this host's answer to `order`, the first message of the launcher.
 
-    The answer has the versions of padfree and torch, the digest of the recipe, and the number of GPUs if `order` asks
-    for it. If the folder or the command is wrong, the answer has an error.
+    The answer has versions, a digest of the recipe, and the number of GPUs if `order` asks for it. If the folder or the
+    command is wrong, the answer has an error.
     """
     os.environ.update(order["environment"])
     found = {"version": padfree.__version__, "source": source_digest(), "torch": version("torch")}

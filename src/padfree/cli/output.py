@@ -2,16 +2,10 @@
 
     run    -> write -> queue (bounded) -> thread -> pipe, file or terminal
 
-A write never blocks and never raises, even if
-- the reader of a pipe ends (`| head`, Ctrl-C on `| tee`) or stops reading,
-- a disk is full,
-- a terminal is closed or stopped (Ctrl-S), or a descriptor is non-blocking,
-- an ASCII stream cannot represent the text.
+A write never blocks and never raises, even if the reader of a pipe ends or a terminal is stopped (Ctrl-S). If stdout
+fails, stderr gets one message that says so. If stderr fails, stdout gets the message.
 
-If output to stdout is lost, stderr gets one message that says so; if output to stderr is lost, stdout gets the message.
-The files in the run's folder still contain all results.
-
-Commands whose result is their output (`plan`, `--dry-run`) use plain streams: they wait for a slow reader, and they end
+Commands whose result is their output (`plan`, `--dry-run`) use plain streams. They wait for a slow reader, and they end
 when the reader ends.
 """
 

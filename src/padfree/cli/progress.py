@@ -1,13 +1,11 @@
 """Progress of a run: one line per step in a log, bars on a terminal, and a status line after a silence.
 
-    note: parallel.checkpointing=none: needs about 3.1 GiB of 7.8 GiB
-    0:10  loading the model
     0:31  step 1/40: sampling 112/256, 12 s
     step 1/40  loss 0.0312  norm 0.412  lr 1.00e-06  reward 0.125  211 tokens/s  0:58 elapsed, 37:05 left
 
-A run that prints nothing for minutes looks as if it hangs. A thread therefore writes a status line with the current
-activity after `SILENCE` seconds without a line. The wait for the next status line doubles each time. If steps take
-longer than `SILENCE` seconds, the first wait is twice the time of a step.
+A run that prints nothing for minutes looks as if it hangs. A thread therefore writes a status line (the first line
+above) after `SILENCE` seconds without output. The wait for the next status line doubles each time. If steps are slow,
+the first wait is twice the time of a step.
 """
 
 from __future__ import annotations

@@ -2,17 +2,12 @@
 
 There are two ways to get a script:
 
-- `padfree launch --slurm FILE ...` writes the script FILE.
-- `padfree sft recipe.toml` writes the script RUN_FOLDER.sbatch if the recipe has the section `[slurm]`. Inside a Slurm
-  job, the same command trains.
+- `padfree launch --slurm FILE --nodes 4 --processes 8 -- sft recipe.toml` writes the script FILE.
+- `padfree sft recipe.toml` writes the script RUN_FOLDER.sbatch if the recipe sets `slurm.nodes`. Inside a Slurm job,
+  the same command trains.
 
-Example, which runs `padfree sft` with the recipe `sft` and one changed setting:
-
-    padfree launch --slurm job.sh --nodes 4 --processes 8 --sbatch time=24:00:00 -- sft sft run.folder=/shared/first
-    sbatch job.sh
-
-The script contains the folder, the path of Python and the whole command. It reads no variables of the shell that
-submits it. The command and its settings are checked before the script is written.
+The settings are checked before the script is written. The script contains the folder, the path of Python and the whole
+command.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
 """Packing for `transformers.Trainer`, TRL and anything else that takes a data collator.
 
-    features  [{"input_ids": [1, 2, 3]}, {"input_ids": [7, 8]}]
-    batch     input_ids    [1, T]   1 2 3 7 8
-              position_ids [1, T]   0 1 2 0 1
-              labels       [1, T]   - 2 3 - 8      not shifted: HF models shift them themselves
-              cu_seq_lens_q/k, max_length_q/k      for HF's flash attention
+The samples 1 2 3 and 7 8 give this batch, where - stands for the label -100:
 
-A `-` stands for -100. The first token of every sample has this label, because HF shifts labels and would predict it
-from the previous sample. HF models separate samples by position ids that restart, or by cumulative lengths. There is no
-attention mask.
+    input_ids    [1, T]   1 2 3 7 8
+    position_ids [1, T]   0 1 2 0 1
+    labels       [1, T]   - 2 3 - 8
 
-Some models ignore the boundaries of samples, among them OPT, Bloom, Falcon and models with convolutions or a recurrent
-state. They would silently train on a wrong loss. The collator therefore tests a small copy of the model. It raises an
-error if the copy's outputs or gradients for a pack differ from those for one sample at a time.
+The labels are not shifted, because HF models shift them. The first token of a sample has no label, because the previous
+sample would predict it.
+
+Some models, such as OPT and Falcon, ignore the boundaries of samples. The collator tests a small copy of the model (few
+layers, random weights), and raises an error for such models.
 """
 
 from __future__ import annotations
@@ -48,10 +46,7 @@ class PackedCollator:
     """Data collator: joins the features of a batch into one pack, padded to `length` or to a multiple of `multiple_of`.
 
     A feature is a dict that has `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with
-    several sequences gives their lengths in `seq_lengths`, as TRL's packing does.
-
-    `model` is the model to train. The collator keeps only the model's config, so that workers of a data loader can
-    unpickle the collator.
+    several sequences gives their lengths in `seq_lengths`. `model` is the model to train.
     """
 
     def __init__(self, model: nn.Module, *, length: int | None = None, multiple_of: int = 1) -> None:
@@ -66,6 +61,7 @@ class PackedCollator:
         unwrapped: Any = model.get_base_model() if isinstance(model, Wrapped) else model
         check_stock_packing(unwrapped)
         self.length, self.multiple_of = length, multiple_of
+        # Keep only the config and not the model, so that workers of a data loader can unpickle the collator.
         self._config = unwrapped.config
         self._implementation = unwrapped.config._attn_implementation
         self._limit = position_limit(unwrapped.config)

@@ -1,25 +1,18 @@
-"""The functions of the former FSDP backend of slime (an RL framework for LLMs), implemented with padfree.
+"""The functions of the former FSDP backend of slime (an RL framework for LLMs), with the signatures and keys of slime.
 
-    from padfree.compat.slime import pack_sequences, unpack_sequences   # instead of slime.backends.fsdp_utils...
+A pack is a dict with these and other keys:
 
-Signatures and keys are those of slime. A pack is a dict. It holds n sequences with T tokens, and R of these tokens are
-response tokens. Among its keys are:
-
-    tokens        [T]     prompt and response of every sequence, one sequence after the other
-    cu_seqlens    [n+1]   boundaries of the sequences, for attention
-    loss_masks    [R]     masks of the response tokens, one response after the other
+    tokens        [T]     the T tokens of all sequences
+    cu_seqlens    [n+1]   boundaries of the n sequences
+    loss_masks    [R]     masks of the R response tokens
     log_probs     [T-1]   entry j-1 is the log-probability of token j
 
 The functions differ from slime's in these points:
 
-- The pack stores the number of padding tokens as `pad_length`. slime inferred this number from trailing zeros, but 0 is
-  a valid token id.
-- Padding is removed only from the last sequence.
+- The pack stores the number of padding tokens as `pad_length`. slime counted trailing zeros, but 0 is a valid token id.
 - `pad_packed_sequence_with_cp` does not change the caller's dict.
 - No pack has more than `max_tokens_per_gpu` tokens.
-- There are never more packs than sequences. The key `indices` has the index of each sequence in the input.
-- Inconsistent lengths raise an error that shows the lengths.
-- No function needs CUDA.
+- Inconsistent lengths raise an error.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """The scores and losses of the former FSDP backend of slime (an RL framework). `padfree.compat.slime` exports them.
 
-For T tokens and a vocabulary of V tokens, the shapes are:
+Logits have shape [T-1, V] and log-probabilities [T-1]. Entry j-1 belongs to token j. The functions differ from slime's
+in these points:
 
-    logits        [T-1, V]   entry j-1 predicts token j
-    log_probs     [T-1]      entry j-1 is the log-probability of token j
-
-The functions differ from slime's in these points:
-
-- Forward needs no tensor as large as the logits, besides the logits.
+- Forward needs no second tensor as large as the logits.
 - Log-probabilities are float32 even if the logits are bfloat16 or float16.
-- The logits are divided by the temperature for the entropy as well, not only for the log-probabilities.
+- The logits are divided by the temperature for the entropy as well.
 - With context parallelism, the entropy of the last entry is computed. slime sets it to 0.
-- `sum_of_sample_mean` raises an error for inconsistent lengths.
 - Log-ratios are limited to ±20, so that no loss is infinite.
 - `allow_compile` has no effect.
 """
@@ -50,8 +45,8 @@ def gather_log_probs_packed(
 ) -> Tensor:
     """Return the log-probabilities [T-1] of the tokens `input_ids[1:]` under the logits [T-1, V] or [1, T-1, V].
 
-    The function ignores where sequences begin, so `cu_seqlens` is not needed. The result for the first token of a
-    sequence is meaningless, because it uses the last logits of the previous sequence. `unpack_sequences` drops it.
+    The result for the first token of a sequence is meaningless, and `unpack_sequences` drops it. `cu_seqlens` is
+    ignored.
     """
     logits, tokens = _without_batch_dim(shifted_logits, input_ids)
     if len(tokens) != len(logits) + 1:
@@ -73,13 +68,10 @@ def get_logprob_and_entropy_with_cp(
     allow_compile: bool,
     temperature: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log_probs [T-1], entropy [T-1]) of the whole sequence on every rank, from this rank's logits.
+    """Return (log_probs [T-1], entropy [T-1]) of all tokens `target_tokens` [T], on every rank. Collective.
 
-    `logits` [chunk, V]: this rank's chunk of the sequence. `target_tokens` [T]: all tokens of the sequence.
-    `model_input_ids` is ignored.
-
-    Every rank must compute the same loss from the result. The gradients of a rank cover only its chunk: *sum* the
-    parameter gradients over the context ranks.
+    `logits` [chunk, V] belong to this rank's chunk of the tokens. `model_input_ids` is ignored. Compute the same loss
+    on every rank, and *sum* the parameter gradients over the context ranks.
     """
     logits, tokens = _without_batch_dim(logits, target_tokens)
     chunk = len(logits)

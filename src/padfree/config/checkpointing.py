@@ -66,10 +66,10 @@ def levels_of(value: str, num_layers: int) -> tuple[LayerLevel, ...]:
 
 
 def stretched(value: str, num_layers: int) -> str:
-    """Adapt the numbers of layers in a value such as `6 host, 30 none` to a model with `num_layers` layers.
+    """Adapt a value such as `6 host, 30 none` (a level of checkpointing for each layer) to a model with `num_layers`
+    layers.
 
-    With 12 layers, this value becomes `2 host, 10 none`: each layer gets the checkpointing level (here `host` or
-    `none`) of the layer at the same relative depth. A value without numbers of layers is returned unchanged.
+    With 12 layers, this value becomes `2 host, 10 none`. A value without numbers of layers is returned unchanged.
     """
     if not is_by_layer(value):
         return value

@@ -307,11 +307,9 @@ READ_BY: dict[str, Reason | None] = {
     "slurm.setup": None,
     "slurm.python": None,
 }
-"""The rules of the settings, by name. A rule is a function that returns why a run does not read the setting. If every
-run reads the setting, its rule is None.
+"""For each setting, a function that returns why a run does not read it, or None if every run reads the setting.
 
-If the name is that of a table, such as "loss.clip", the rule applies to all settings of the table without a rule of
-their own.
+The entry of a table, such as "loss.clip", applies to all settings of this table that have no entry.
 """
 
 

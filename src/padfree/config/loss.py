@@ -60,8 +60,7 @@ EPOCHS_OF_RL = need_of("command", "rl", fix="leave it out: only RL uses a batch 
 class LossConfig:
     """The loss that is minimised. Most of these settings apply only to RL.
 
-    A field of type `Objective` holds the settings of one policy loss, a field of type `Correction` those of one
-    correction, and a field of type `TaskSettings` those of one task (a training command). `low`, `high` and `dual`
+    A table such as `clip` or `icepop` applies only if `kind` or `corrections` names it. `low`, `high` and `dual`
     override the clip bounds of the policy loss that `kind` names.
     """
 
@@ -120,9 +119,9 @@ class LossConfig:
     reinforce: ReinforceSettings = field(default_factory=ReinforceSettings)
     old_policy: OldPolicySetting = setting(
         "auto",
-        about="Where π_old in the ratio π / π_old comes from. trainer: a forward pass before the updates. sampler: the "
-        "sampler. current: the update itself, so the ratio is 1. auto: trainer, or current with one update per batch "
-        "and no corrections of sequences.",
+        about="Where π_old in the ratio π / π_old comes from. trainer: an extra forward pass. sampler: the sampler. "
+        "current: the update itself. auto: current with one update per batch and only token corrections, otherwise "
+        "trainer.",
         needs=OF_RL,
         resume=BETWEEN,
     )

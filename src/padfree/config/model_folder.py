@@ -138,15 +138,14 @@ def _read_json(path: Path) -> Any:
 def check_tokenizer_files(config: Config) -> bool:
     """Return whether the run has a tokenizer. Raise a `UserError` if the run needs a tokenizer and has none.
 
-    A run on rollout files may have no tokenizer, because the files may contain token ids only. If the files contain
-    text, `read_rollouts` raises an error later.
+    A run on rollout files that contain only token ids needs no tokenizer.
     """
     path = Path(config.model.tokenizer or config.model.path)
     if not path.exists() or has_tokenizer(path):
         return True
     given = not config.loss.task.in_rows and config.rollout.source is None
     if given and config.model.tokenizer is None:
-        return False
+        return False  # if the rollout files contain text, `read_rollouts` raises an error later
     raise UserError("model.tokenizer", f"{path} has no tokenizer", "give a folder or Hub id that has one")
 
 

@@ -171,8 +171,8 @@ class CriticConfig:
 
     path: str | None = setting(
         None,
-        about="Folder or Hub id of the critic: a causal language model, which gets a new scalar head, or a reward "
-        "model, which keeps its head. With the default, none, the critic is a copy of model.path with a new head.",
+        about="Folder or Hub id of the critic. A causal language model gets a new scalar head, and a reward model "
+        "keeps its head. If none, the critic is a copy of model.path with a new head.",
         filled=NAMED,
         needs=GAE,
         resume=STAYS,

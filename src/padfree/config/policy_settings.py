@@ -216,15 +216,8 @@ TOKEN_CORRECTIONS = (TokenTISSettings, IcePopSettings)
 class PolicySettings(TaskSettings):
     """A policy loss: an objective, its corrections, and the KL and entropy terms.
 
-    `old_policy` says where π_old in the ratio π / π_old comes from:
-
-    - "trainer": the trainer computes `old_logprobs` in a forward pass before the update.
-    - "sampler": the sampler reports `rollout_logprobs`.
-    - "current": π_old is the π of the update itself, without gradient. The ratio is then 1, and the gradient of the
-      ratio is that of log π.
-
-    With `kl_weighting` "ratio", the KL estimate of a token is multiplied by π / π_old. The gradient also flows through
-    this factor.
+    `old_policy` says where π_old in the ratio π / π_old comes from: a forward pass of the trainer before the update,
+    the sampler, or the update itself. In the last case, the ratio is 1.
     """
 
     command: ClassVar[str] = "rl"
@@ -241,7 +234,7 @@ class PolicySettings(TaskSettings):
     corrections: tuple[Correction, ...] = ()
     kl_coefficient: float = setting(0.0, least=0, fix="give 0 or more")
     kl_estimator: KLEstimator = "k3"
-    kl_weighting: KLWeighting = "none"
+    kl_weighting: KLWeighting = "none"  # ratio: the KL estimate is multiplied by π / π_old, with gradient
     entropy_coefficient: float = setting(0.0, least=-math.inf, fix="give a finite number")
 
     def __post_init__(self) -> None:

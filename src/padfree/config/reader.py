@@ -91,10 +91,10 @@ def _merged(before: Any, changes: Any) -> Any:
 def _check_bounds_are_meant(
     values: Mapping[str, Any], kind: Any, said: Collection[str], path: str | PathLike[str]
 ) -> None:
-    """Raise a `UserError` if the file sets `loss.low`, `loss.high` or `loss.dual` but an override changes `loss.kind`.
+    """Raise a `UserError` if an override changes `loss.kind`, but the file sets a clip bound for the former kind.
 
-    Such a bound was chosen for the kind of loss in the file. `values`: the settings after the overrides. `kind`: the
-    `loss.kind` in the file `path`. `said`: the names of the settings in the overrides.
+    `values`: the settings after the overrides. `kind`: the `loss.kind` in the file. `said`: the names of the overridden
+    settings.
     """
     loss = _loss_of(values)
     for name in BOUNDS:

@@ -245,9 +245,8 @@ class RolloutConfig:
     )
     transfer_folder: str | None = setting(
         None,
-        about="Folder for the files of a weight sync. It must have the same path for the run and for the servers. The "
-        "default, none, stands for /dev/shm (memory) with colocated servers and servers that the run starts, and for "
-        "the run folder with other servers.",
+        about="Folder for the files of a weight sync, with the same path for the run and the servers. If none: "
+        "/dev/shm (memory) for colocated servers and servers that the run starts, otherwise the run folder.",
         filled="give a folder, or leave rollout.transfer_folder out",
     )
     timeout: float = setting(600.0, **SECONDS, about="The run ends if no server responds for this many seconds.")
@@ -298,13 +297,12 @@ class RolloutConfig:
         return bool(self.servers or self.launch.command)
 
     def keeps_sent_weights(self, dtype: str) -> bool:
-        """Return whether the trainer and the servers keep a copy of the weights that were last sent, so that the next
-        weight sync sends only the changed elements.
+        """Return whether the trainer and the servers keep a copy of the weights that were last sent. The next weight
+        sync then sends only the changed elements.
 
-        With `weight_sync="auto"`, they do so if `dtype` is bfloat16 and the servers are not colocated. In float32,
-        nearly every element changes in a training step, so nothing would be saved. A colocated server would have to
-        keep its weights in host memory while it sleeps.
+        `dtype`: the dtype of the weights.
         """
+        # In float32, a training step changes nearly every element. A sleeping server would keep the copy on the host.
         automatic = dtype == "bfloat16" and not self.colocated
         return self.has_servers and self.weight_sync in (("auto", "difference") if automatic else ("difference",))
 

@@ -292,9 +292,8 @@ class BatchConfig:
 class ParallelConfig:
     """How a run divides its processes: replicate x shard x context.
 
-    For example, 16 processes with replicate = 2 and context = 2 are 2 x 4 x 2. The size of `shard`, here 4, follows
-    from the number of processes and is not a setting. `expert` divides the shard x context processes of a replica, here
-    8, in another way, which applies only to the weights of experts.
+    For example, 16 processes with replicate = 2 and context = 2 are 2 x 4 x 2, with 4 shards. `expert` divides the 8
+    processes of each replica in another way, for the weights of experts only.
     """
 
     context: Literal["auto"] | int = setting(
@@ -314,9 +313,9 @@ class ParallelConfig:
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
     checkpointing: str = setting(
         "auto",
-        about="What a layer recomputes in backward. none: nothing. host (if compiled): all but attention and "
-        "its projections, kept in host memory. selective: all but attention; if not compiled, all but matmuls. full: "
-        "everything. auto: as little as memory allows.",
+        about="What a layer recomputes in backward. none: nothing. host: all but attention and its projections, kept "
+        "in host memory. selective: all but attention, or all but matmuls if not compiled. full: everything. auto: as "
+        "little as memory allows.",
         allowed="auto, none, host, selective, full, or a list such as '6 host, 30 none' (6 layers, then 30 layers)",
     )
     compile: CompilerOrAuto | bool = setting(
@@ -344,7 +343,7 @@ class ParallelConfig:
         None,
         above=0.0,
         about="A layer stays in bfloat16 if float8 in this layer alone changes the gradient of any layer by more than "
-        "this fraction of its norm, measured on the first micro-batch. With the default, none, all layers use float8.",
+        "this fraction of the gradient's norm. If none, all layers use float8.",
         needs=FLOAT8,
     )
     head_memory: HeadMemory | float = setting(
@@ -356,8 +355,8 @@ class ParallelConfig:
     )
     reshard: Literal["auto"] | bool = setting(
         "auto",
-        about="Whether to free the gathered weights of a layer after its forward pass, and gather them again for its "
-        "backward pass. auto: false if the gathered weights of all layers fit into memory, otherwise true.",
+        about="Free the gathered weights of a layer after its forward pass, and gather them again for its backward "
+        "pass. auto: only if the gathered weights of all layers do not fit into memory.",
     )
     offload: bool = setting(False, about="Keep weights, gradients and optimizer state in CPU memory.")
 
@@ -404,8 +403,8 @@ class CheckpointConfig:
     keep: int = setting(2, least=1, about="Number of checkpoints to keep; older ones are deleted.")
     asynchronous: Asynchronous = setting(
         "auto",
-        about="Copy checkpoints to host memory and write them in the background while training continues. auto: if the "
-        "model is on a GPU, a rank writes 256 MiB or more, and the copies need at most half of the free host memory.",
+        about="Write checkpoints in the background, from a copy in host memory. auto: if the model is on a GPU, a rank "
+        "writes 256 MiB or more, and half of the free host memory is enough for the copies.",
     )
     resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")

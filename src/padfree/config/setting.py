@@ -4,17 +4,15 @@
 
 The arguments of `setting`, apart from the default value, are:
 
-    about                        what the setting means, for `padfree settings` and docs/reference/settings.md
-    least, above, most, below    the bounds of a number, which are checked when the dataclass is constructed
-    allowed                      the accepted values in words, for the documentation; without this argument, the words
-                                 are made from the bounds, such as "0 or more"
-    needs                        other settings that must have certain values if this setting differs from its
-                                 default, as in `needs=need_of("filter", "equal")`
-    formerly                     the former name of the setting; it is refused with a message that gives the new name
-    resume                       whether the setting may change when a run resumes from a checkpoint
+    about           the meaning, for `padfree settings` and docs/reference/settings.md
+    least, most     the smallest and the largest allowed number
+    above, below    bounds of a number that are not allowed values themselves
+    allowed         the allowed values in words, for the documentation
+    needs           requirements on other settings, if the value is not the default
+    formerly        the former name of the setting
+    resume          whether the setting may change when a run resumes
 
-A field without rules accepts every value of its type and may change on resume. Other rules are in the `__post_init__`
-of a dataclass of settings, such as `RolloutConfig` or `Config`.
+All other rules are in the `__post_init__` of the dataclasses.
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ class Bounds:
 class Needs:
     """A requirement of a setting: another setting, `name`, must have one of `values`.
 
-    If `values` is empty, it is enough that the other setting is set (not none, empty or false). A name without a dot
-    belongs to the same table as the setting. A name with a dot, such as `loss.kind`, is looked up from the `Config`.
+    If `values` is empty, `name` must only be set (not none, empty or false). A name without a dot belongs to the same
+    table as the setting. A name with a dot is complete, such as `loss.kind`.
     """
 
     name: str
@@ -106,17 +104,17 @@ def setting(
     resume: Resume = "may change",
     formerly: str | None = None,
 ) -> Any:
-    """Return the dataclass field of a setting, with the arguments that the docstring of this module explains.
+    """Return the dataclass field of a setting. The docstring of this module explains most arguments.
 
-    If a number has bounds, NaN is refused, and infinity too unless `most` is infinity. None is accepted if the field's
-    type includes it. `fix` and `filled` are the advice in error messages: `fix` for a value out of bounds,
-    `filled` for an empty string. Without `filled`, an empty string is accepted.
+    `fix` is the advice in the error message for a value out of bounds, and `filled` that for an empty string. Without
+    `filled`, an empty string is accepted.
     """
     bounds = None
     if (least, above, most, below) != (None, None, None, None):
         low = least if least is not None else -math.inf if above is None else math.nextafter(above, math.inf)
         high = most if most is not None else _LARGEST if below is None else math.nextafter(below, -math.inf)
         words = _range_words(least, above, most, below)
+        # NaN is refused, and infinity too unless `most` is infinity.
         bounds, allowed = Bounds(max(low, -_LARGEST), high, fix or f"give {words}"), allowed or words
     several = needs if isinstance(needs, tuple) else (needs,)
     rules = Rules(about, bounds, allowed, filled, several, resume, formerly)
@@ -143,11 +141,10 @@ def _range_words(least: float | None, above: float | None, most: float | None, b
 
 
 def need_of(name: str, *values: Any, fix: str | None = None, about: str | None = None) -> Needs:
-    """Return the requirement that the setting `name` has one of `values`.
+    """Return the requirement that the setting or property `name` has one of `values`.
 
-    Without `values`, the setting must only be set (not none, false or empty). `name` may also be a property of a
-    dataclass of settings, such as `has_servers`; `about` then describes the requirement in words. `fix`: the advice in
-    the error message.
+    Without `values`, `name` must only be set (not none, false or empty). `fix`: the advice in the error message.
+    `about`: the requirement in words, if `name` is a property.
     """
     wanted = f"{name}={str(values[0]).lower()}" if values else name
     return Needs(name, values, fix or f"leave it out, or set {wanted}", about)

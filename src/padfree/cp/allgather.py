@@ -1,15 +1,10 @@
 """Context parallelism by gathering keys: each rank receives all keys and values that its queries see.
 
-A pack of T tokens is divided over `world` ranks, with T/world tokens on each. A rank calls the attention kernel once,
-on all keys that its queries see, so no partial results are merged.
-
-A rank receives keys only for documents (segments of the pack) that are divided over ranks. If all documents are short,
-almost nothing is sent. If one document fills the pack, nearly all keys are sent.
+A rank calls the attention kernel once, so no partial results are merged. A rank receives keys only for documents
+(segments of the pack) that are divided over ranks.
 
 In the backward pass, the gradients of received keys and values return to the rank that owns the keys. This rank sums
 the gradients in float32 and in rank order, so the sums are deterministic.
-
-`local_attention` computes without communication, so that one process can simulate the ranks one after the other.
 """
 
 from __future__ import annotations
@@ -71,10 +66,10 @@ def local_attention(
     window: int | None = None,
     **options: Any,
 ) -> Tensor:
-    """Compute attention of one rank's queries q [T/world, H, d] to its pool of N keys; differentiable.
+    """Compute attention of one rank's queries q [T/world, H, d] to N keys, without communication; differentiable.
 
-    The pool is the rank's own keys followed by the keys received from other ranks: `k_pool` [N, Hkv, d] and `v_pool`
-    [N, Hkv, dv]. Each pool may also be a tuple (own, received) of tensors. Returns [T/world, H, dv].
+    `k_pool` [N, Hkv, d] and `v_pool` [N, Hkv, dv] hold the rank's own keys and values, then the received ones. Each may
+    also be a tuple (own, received). Returns [T/world, H, dv].
     """
     keys = _keys_of(plan, causal, window, options)
     k, v = (_selected(keys, pool) for pool in (k_pool, v_pool))
@@ -116,10 +111,10 @@ class _SelectKeys(torch.autograd.Function):
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Exchange keys and values with the other ranks, and return those that this rank's queries see.
+    """Exchange keys and values between ranks: [T/world, ...] -> [K, ...].
 
-    The inputs [T/world, ...] are the keys and values of this rank's tokens. The outputs [K, ...] are the K keys and
-    values that the queries of this rank see.
+    The inputs are the keys and values of this rank's tokens. The outputs are the K keys and values that this rank's
+    queries see.
     """
 
     @staticmethod
@@ -150,12 +145,11 @@ class _GatherKeys(torch.autograd.Function):
 def _exchanged(
     leaving: Sequence[Tensor], like: Sequence[Tensor], send: Sequence[int], receive: Sequence[int], group: ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Exchange slices of several tensors, such as keys and values, with all ranks in one all-to-all.
+    """Exchange slices of several tensors with all ranks in one all-to-all. Return, for each tensor, the slices received
+    from rank 0, rank 1, and so on.
 
-    `leaving` holds the slices to send, sorted by the rank that receives them and then by tensor. `send[r]` and
-    `receive[r]` are the numbers of tokens of each tensor that are sent to rank r and received from it. `like` has one
-    tensor for each exchanged tensor, of the same dtype and, apart from the number of tokens, the same shape. Returns,
-    for each exchanged tensor, the slices received from rank 0, rank 1, and so on.
+    `leaving` holds the slices to send, sorted by receiving rank and then by tensor. `send` and `receive` [world] are
+    the numbers of tokens per rank.
     """
     shapes = [tensor.shape[1:] for tensor in like]
     width = sum(shape.numel() for shape in shapes)

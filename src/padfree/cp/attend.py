@@ -1,18 +1,9 @@
 """Attention of this rank's queries to all keys that they see, some of which may be on other ranks.
 
-The T tokens of a pack are divided over `world` ranks:
+The T tokens of a pack are divided over `world` ranks, so q, k and v are [T/world, ...] on each rank. With world = 1,
+nothing is sent. Otherwise, the ranks exchange tensors by the context-parallel method: allgather, ring or ulysses.
 
-    world = 1    q, k, v [T, ...]          no communication
-    world > 1    q, k, v [T/world, ...]    the context-parallel method `context.method`: allgather, ring or ulysses
-
-`communication_bytes` counts what each rank sends for one layer, in the forward and in the backward pass:
-
-    allgather    forward     the keys and values of this rank that queries on other ranks see
-                 backward    the gradients of the keys and values that this rank received
-    ring         forward     the keys and values of T/world tokens, in each of world - 1 steps
-                 backward    the same, and the float32 gradients of keys and values of T/world tokens in each of world
-                             steps
-    ulysses      both        (world - 1)/world of this rank's q, k, v and output, or of their gradients
+`communication_bytes` counts what each rank sends for one layer.
 """
 
 from __future__ import annotations
@@ -62,9 +53,8 @@ def attend(
 ) -> Tensor:
     """Compute attention of this rank's tokens, each of which sees only its own sample; differentiable.
 
-    q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]. The gradient of `sinks` [H] is
-    this rank's contribution: sum it over the ranks. If `image_blocks` is True, the tokens of an image attend to each
-    other.
+    q [T/world, H, d], k [T/world, Hkv, d], v [T/world, Hkv, dv] -> [T/world, H, dv]. Sum the gradient of `sinks` [H]
+    over the ranks. With `image_blocks`, the tokens of an image attend to each other.
     """
     segments = context.segments
     expected = segments.num_tokens // context.world
@@ -152,18 +142,21 @@ def communication_bytes(
     value_dim = head_dim if value_dim is None else value_dim
     key_bytes = num_key_heads * (head_dim + value_dim) * element_size
     if method == "allgather":
+        # Forward: keys and values go to their readers. Backward: gradients return to the owners.
         moved = key_traffic(Pieces(layout, segments), window=window)  # [reader, owner]
         return Communication(forward_links=moved.T * key_bytes, backward_links=moved * key_bytes)
     if method == "ring":
         block = share * key_bytes
         gradient = share * num_key_heads * (head_dim + value_dim) * max(4, element_size)
         to_next = np.roll(np.eye(world, dtype=np.int64), 1, axis=1)
+        # In both passes, a block in each of world - 1 steps. In backward also its gradient, in each of world steps.
         return Communication(
             forward_links=(world - 1) * block * to_next,
             backward_links=((world - 1) * block + world * gradient) * to_next,
         )
     if method == "ulysses":
         check_heads(num_heads, num_key_heads, world)
+        # A rank keeps 1/world of its q, k, v and output (backward: of their gradients) and sends the rest.
         copied = max(num_key_heads, world)
         token_bytes = (
             num_heads // world * (head_dim + value_dim) + copied // world * (head_dim + value_dim)

@@ -1,18 +1,10 @@
 """The layout `balanced`: the same number of tokens and nearly the same attention cost on every context-parallel rank.
 
-The ranks are divided into two halves, and the tokens of the pack between the halves. Each half is divided again in the
-same way, until every rank has its tokens.
+The tokens of the pack form a circle. One half of the ranks gets a window (a contiguous range of the circle), and the
+other half gets the tokens outside the window. Each half is divided again in the same way.
 
-The tokens of a group of ranks form a *circle*: *pieces* (ranges of tokens of one document) in cyclic order. One half of
-the ranks gets a *window*, a contiguous range of the circle's tokens, and the other half gets the tokens outside of it.
-The S documents of a pack become at most S + 2 (world - 1) pieces.
-
-A window with half of the tokens and half of the *work* (the number of (query, key) pairs) always exists: its work
-changes continuously as the window slides around the circle, and the mean over all positions is half of the total.
-
-The cost of attention also depends on other things, such as partly filled tiles (`tile_cost`). The search therefore
-accepts all windows for which the work per rank, in both halves, is at most 1 + TOLERANCE times the mean of all ranks.
-Of these windows, it takes the one with the lowest cost per rank in the more expensive half.
+A window with half of the tokens and half of the (query, key) pairs always exists. Of the windows with about half of the
+pairs, the search takes the one with the most equal costs.
 """
 
 from __future__ import annotations
@@ -37,9 +29,8 @@ key) pairs. The unit is the cost of one pair.
 """
 
 EARLIER_KEY_PAIRS = 240
-"""The fixed attention cost of each key that a piece (a range of a document) reads but does not contain, in addition to
-the cost of the (query, key) pairs. The unit is the cost of one pair. A rank may have to fetch such a key from another
-rank, and to send the key's gradient back.
+"""The fixed attention cost of each key that a piece (a range of a document) reads but does not contain. The unit is the
+cost of one (query, key) pair. A rank may have to fetch such a key and return its gradient.
 """
 
 TOLERANCE = 0.019
@@ -48,9 +39,8 @@ part of the attention cost (`tile_cost`), so the costs of the ranks can be more 
 """
 
 GOOD = 1.015
-"""If a quick search finds a way to divide tokens between two groups of ranks with about this imbalance or less, the
-longer search is left out. The imbalance is the higher of the two groups' costs per rank, divided by the mean cost per
-rank.
+"""The longer search is left out if a quick search divides the tokens with about this imbalance or less. The imbalance
+is the higher of two groups' costs per rank, divided by the mean cost per rank.
 """
 
 REFUSED = 2.0**40
@@ -67,8 +57,7 @@ def causal_work(first: Indices, end: Indices) -> Indices:
 def tile_cost(first: Indices, end: Indices) -> Indices:
     """Return the attention cost of the queries at positions [first, end) of a document.
 
-    The unit is the cost of one (query, key) pair. The cost is the number of pairs in the tiles that the kernel computes
-    (partly filled tiles count as full), plus a fixed cost for each key.
+    The cost is the number of (query, key) pairs in the tiles that the kernel computes, plus a fixed cost for each key.
     """
     # Numbers of tiles, rounded up. Bit shifts are several times as fast as divisions.
     queries, before = (x + (QUERY_TILE - 1) >> TILE_BITS - 1 for x in (end - first, first))
@@ -101,6 +90,7 @@ def balanced_pieces(segments: Segments, world: int) -> tuple[Indices, Indices]:
     for level in range(1, depth + 1):
         most_work = (1 + TOLERANCE * level / depth) * mean_work
         circles = _divided(circles, share, mean_work, most_work, last=level == depth)
+    # A division cuts at most 2 pieces, so S documents become at most S + 2 (world - 1) pieces.
     order = np.argsort(circles.start)
     return circles.start[order], np.repeat(np.arange(world), circles.counts)[order]
 
@@ -134,8 +124,8 @@ class _Circles(NamedTuple):
 def _divided(circles: _Circles, share: int, mean_work: float, most_work: float, *, last: bool) -> _Circles:
     """Divide each circle (the tokens of a group of ranks) into two circles, one for each half of the group.
 
-    `share`: the number of tokens per rank. `mean_work`: the mean number of (query, key) pairs per rank. `most_work`:
-    the maximum number of pairs per rank. `last`: whether every new circle belongs to a single rank.
+    `share`: the tokens per rank. `mean_work` and `most_work`: the mean and the maximum (query, key) pairs per rank.
+    `last`: whether each new circle belongs to one rank.
     """
     circle = np.repeat(np.arange(len(circles.counts)), circles.counts)  # [P]
     search = _Search(circles, circle, share, mean_work, most_work, last)
@@ -183,10 +173,10 @@ class _WindowEnds(NamedTuple):
 
 
 class _Search:
-    """Finds, for each circle (the tokens of a group of ranks), how to divide it at nearly the same cost per rank.
+    """Finds how to divide each circle (the tokens of a group of ranks) at nearly the same cost per rank.
 
-    One half of the ranks gets a window (a contiguous range of the circle's tokens), and the other half gets the tokens
-    outside of the window.
+    One half of the ranks gets a window (a contiguous range of the circle). The other half gets the tokens outside the
+    window.
     """
 
     def __init__(
@@ -214,6 +204,7 @@ class _Search:
         self.scale = circles.world / (ranks * self.whole_cost)
         self.mean_loads = ranks * mean_work
         self.total, self.size = circles.world * share, inside * share
+        # A window with the target work exists: work changes continuously as it slides, and its mean is the target.
         self.target = self.whole * self.size / self.total
         self.low = np.minimum(self.whole - outside * most_work, self.target)
         self.high = np.maximum(inside * most_work, self.target)
@@ -233,11 +224,10 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Return the expected cost of later cuts through the positions [first, end) of a document.
-
-        Positions with more work than one rank can take will be cut. At each cut, one more rank must read all keys of
-        the document before the cut. The unit is the cost of one (query, key) pair.
+        """Return the expected cost of later cuts through the positions [first, end) of a document, in (query, key)
+        pairs.
         """
+        # Positions with too much work for a rank will be cut. Each cut makes one more rank read all earlier keys.
         ends = end + first
         # The integral of (position)^2 / mean_work over the part, minus the part's mean position.
         keys = (end - first) * (ends * ends - end * first) / (3 * self.mean_work) - ends / 2
@@ -260,11 +250,10 @@ class _Search:
         return load
 
     def costs(self, window_ends: _WindowEnds) -> Reals:
-        """Return the attention costs per rank for each of N windows (ranges of tokens), as an array [2, N].
+        """Return the attention costs per rank for N windows (ranges of tokens), divided by the mean cost, as an array
+        [2, N].
 
-        One group of ranks gets the tokens inside the window, and a second group gets the tokens outside. Row 0 has the
-        cost per rank of the first group, row 1 that of the second group. Each cost is divided by the mean cost per rank
-        of both groups.
+        Row 0 is for the tokens inside a window, and row 1 for the tokens outside.
         """
         piece, first, position, wrapped, circle = window_ends
         head, tail = self.cost_of(np.array([first, position]), np.array([position, self.end[piece]]))
@@ -282,9 +271,8 @@ class _Search:
     def score(self, begin: Indices, circle: Indices) -> Reals:
         """Return the score of each window (a range of tokens). A lower score is better.
 
-        One group of ranks gets the tokens inside the window, and another group gets the tokens outside. The score
-        grows with the cost per rank of the group that has the higher cost. A window that gives one group too much work
-        has a score of `REFUSED` or more, which is higher than the score of every other window.
+        If one group of ranks gets too much work, the score is at least `REFUSED`. Otherwise, the score grows with the
+        cost of the more expensive group.
         """
         window_ends = self.window_ends(begin, circle)
         load = self.load(window_ends)
@@ -305,9 +293,9 @@ class _Search:
     def at_borders(self) -> tuple[Indices, Reals]:
         """Find, for each circle, the best window (range of tokens) that begins at the start of a piece.
 
-        Return the index of the window's first token on the circle, and the window's score (lower is better). If a
-        circle has many pieces, only some of the pieces are tried.
+        Return the index of the window's first token on the circle, and the window's score.
         """
+        # Of many pieces, only every `stride`-th is tried.
         ordinal = np.arange(len(self.circle)) - self.starts[self.circle]
         chosen = (ordinal % self.stride[self.circle] == 0).nonzero()[0]
         circle = self.circle[chosen]
@@ -315,10 +303,10 @@ class _Search:
         return self.best(begin, circle, self.score(begin, circle))
 
     def everywhere(self, which: NDArray[np.bool_], least: Indices) -> tuple[Indices, Reals]:
-        """Find the window (range of tokens) with the lowest score on each circle that the mask `which` [C] selects.
+        """Find the best window (range of tokens), also inside pieces, on each circle that the mask `which` [C] selects.
 
-        The window may begin and end inside pieces. `least` [C] is the resolution of the search in tokens. Return the
-        index of the window's first token on the circle, and the window's score.
+        `least` [C] is the resolution in tokens. Return the index of the window's first token on the circle, and the
+        window's score.
         """
         # Windows that begin or end at a boundary of pieces. If a window is half of its circle, its complement is also a
         # window, so half of the boundaries are enough.

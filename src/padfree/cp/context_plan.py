@@ -1,14 +1,12 @@
 """What one context-parallel rank needs to know about a micro-batch, computed once on the host.
 
-A pack of T tokens is divided over `world` ranks. A *piece* is a range of tokens of one document on one rank. The tokens
-have two orders:
+The T tokens of a pack are divided over `world` ranks. The tokens have two orders, and `ContextPlan` converts between
+them:
 
     pack order    document after document, as in the pack
     rank order    rank 0's tokens, then rank 1's, and so on: the result of an all-gather
 
-`to_pack_order` and `to_rank_order` convert between them. `ContextPlan.own` holds the pack indices of this rank's
-T/world tokens, one piece after the other, and each piece is a segment of queries. `ContextPlan` also caches what the
-first attention layer of a model computes for all layers, such as which rank sends which keys.
+`ContextPlan` also caches what the first attention layer computes for all layers, such as which rank sends which keys.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ Prepared = TypeVar("Prepared")
 class Pieces:
     """The P pieces of a layout. A piece is a range of tokens of one document on one rank.
 
-    Arrays [P] hold the rank, the start and the end of each piece. The pieces of rank 0 come first, then those of rank
-    1, and so on.
+    Arrays [P] hold the rank, the start and the end of each piece. The pieces are sorted by rank.
     """
 
     def __init__(self, layout: Layout, segments: Segments) -> None:
@@ -87,12 +84,9 @@ class ContextPlan:
         return values if order is None else values.index_select(0, order[0])
 
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """Return the permutation between rank order and pack order, as two index arrays [T], or None if the orders are
-        equal.
+        """Return two index arrays [T], or None if rank order (rank 0's tokens first) equals pack order.
 
-        Rank order is rank 0's tokens, then rank 1's, and so on. The first array has, for each token in rank order, the
-        index of the token in the pack. The second array is the inverse: it has, for each token of the pack, its index
-        in rank order.
+        The first array has the pack index of each token in rank order. The second array is the inverse of the first.
         """
         tokens = concatenated_ranges(self.pieces.start, self.pieces.length)
         if (tokens == np.arange(len(tokens))).all():

@@ -1,18 +1,13 @@
 """Attention in models in which the tokens of an image attend to each other (Gemma 3).
 
-A token of an image sees the earlier tokens of the sample, and also the later tokens of its image
-(`padfree.attention.later_keys`). With the context-parallel method `allgather`, a rank receives the keys of the later
-tokens in a separate exchange. With `ulysses`, each rank has all tokens.
+A token of an image also sees the later tokens of its image. With the context-parallel method `allgather`, a rank
+receives the keys of these later tokens in a separate exchange. With `ulysses`, each rank has all tokens.
 
-In this example, two samples with one image each are divided over two ranks (a star is a placeholder token, which stands
-for a part of the image):
+In this example, a star is a token of an image. Rank 0 receives the key of the third star from rank 1, because
+the other two stars see it:
 
-    index    0 1 2 3 4   5 6 7 8 9    the index in the pack
-    token    7 * * * 9 | 4 * * * 2    the token id
-    rank     0 0 0 1 1   1 1 1 0 0    the rank that holds the token
-
-The tokens that see later keys are 1 and 2 on rank 0, and 6 and 7 on rank 1. Rank 0 receives the key of token 3 from
-rank 1, and rank 1 receives the key of token 8 from rank 0.
+    token    7 * * * 9
+    rank     0 0 0 1 1
 """
 
 from __future__ import annotations
@@ -38,11 +33,10 @@ from padfree.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WholePack:
-    """The inputs of attention over a pack with images, if one rank holds the whole pack: later keys, segments and
-    paths.
+    """The inputs of attention over a pack with images, if one rank holds the whole pack.
 
-    Later keys are the keys after a query in the same image. If samples share prefixes, `paths` gathers, for each node
-    of the prefix tree, the keys of the node and its ancestors.
+    Later keys are the keys after a query in the same image. If samples share prefixes, `paths` gathers the keys of each
+    prefix-tree node and of the node's ancestors.
     """
 
     later: LaterKeys
@@ -98,10 +92,10 @@ class ImageBlocks:
         return self._shared_out
 
     def _later(self, own: Indices, starts: Indices) -> tuple[LaterKeys, Indices]:
-        """Find the queries among this rank's tokens `own` that see later keys (keys after their own in the same image).
+        """Return the queries among this rank's tokens `own` that see later keys of their image, and the pack indices of
+        the later keys.
 
-        `starts` are the pack indices at which the rank's pieces (ranges of one document) start. Returns the queries,
-        and the pack indices of the later keys.
+        `starts`: the pack indices at which the rank's pieces (ranges of one document) start.
         """
         after = np.searchsorted(self.segments.offsets, self.tokens, side="right")
         first = np.ones(len(self.tokens), dtype=np.bool_)  # whether a placeholder is the first of its block
@@ -152,10 +146,9 @@ def attend_whole_pack(q: Tensor, k: Tensor, v: Tensor, blocks: ImageBlocks, **op
 def receive_later_keys(
     k: Tensor, v: Tensor, blocks: ImageBlocks, plan: ContextPlan, group: Any
 ) -> tuple[LaterKeys, Tensor, Tensor]:
-    """Receive the keys and values of later tokens that the queries of this rank see.
+    """Return which queries of this rank see later keys of their image, and the later keys and values. Collective.
 
-    Tokens of an image attend to each other, so a query also sees the later tokens of its image. This function is for
-    the context-parallel method `allgather`. Collective: all ranks of the group must call it.
+    This function is for the context-parallel method `allgather`.
     """
     later, exchange, copies = blocks.shared_out(plan, group)
     received = take_copies(receive_rows(torch.cat([k, v], dim=2), exchange), copies)

@@ -1,16 +1,10 @@
 """Which keys each rank reads, and which ranks own these keys: pure index arithmetic.
 
-A piece is a range of positions [a, b) of a document on one rank. With causal attention, it reads the keys [0, b) of the
-document. A rank receives the keys that its pieces read and other ranks own, each key once. The *pool* of a rank is its
-own keys and then the received keys, in the order of ranks. From the pool, the rank selects one segment of keys for each
-piece.
+A piece is a range of positions [a, b) of a document on one rank. With causal attention, a piece reads the keys [0, b)
+of the document. With a window of W, it reads the keys from a - W + 1 on. If samples share prefixes, a piece also reads
+the keys of its node's ancestors in the prefix tree.
 
-With a window of W, a piece reads only the keys from a - W + 1 on. If an attention backend processes keys in blocks of
-`key_block`, the piece reads from the start of the block that holds this key. Blocks are counted from the start of the
-sample, so they are the same as without context parallelism.
-
-If samples share prefixes, documents are nodes of a prefix tree. A piece then also reads all keys of its node's
-ancestors.
+The pool of a rank is its own keys, then the received keys. A rank receives each key once.
 """
 
 from __future__ import annotations
@@ -127,6 +121,7 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
         """
         if window is None:
             return np.zeros_like(position)
+        # Blocks count from the start of the sample, as without context parallelism.
         return np.maximum(position - window + 1, 0) // key_block * key_block
 
     inside = pieces.start - pieces.document_start
@@ -147,10 +142,10 @@ def _key_ranges(pieces: Pieces, causal: bool, window: int | None, key_block: int
 
 
 def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices, Indices, Indices]:
-    """Cut ranges [begin, end) of keys at the borders of pieces, so that each part belongs to one rank.
+    """Cut ranges [begin, end) of keys at the borders of pieces (ranges of tokens on one rank).
 
-    A piece is a range of tokens that one rank holds. Returns four arrays with an element for each part: the index of
-    the range that was cut, the piece, and the begin and the end of the part.
+    Return four arrays with an element for each part: the index of the cut range, the index of the piece, the begin and
+    the end.
     """
     ordered = pieces.in_pack_order
     starts = pieces.start[ordered]
@@ -164,8 +159,7 @@ def _cut(pieces: Pieces, begin: Indices, end: Indices) -> tuple[Indices, Indices
 class _Needs(NamedTuple):
     """The keys that ranks need from each other, as n ranges of tokens in the pack. All arrays have the shape [n].
 
-    Range i holds the keys of the tokens with pack indices `begin[i]` to `end[i]` (exclusive). Rank `owner[i]` has these
-    keys, and rank `reader[i]` needs them.
+    Rank `reader[i]` needs the keys of the tokens `begin[i]` to `end[i]` (exclusive). Rank `owner[i]` has these keys.
     """
 
     reader: Indices

@@ -3,21 +3,11 @@
 In this example, 4 ranks divide a pack of 16 tokens: three documents (segments of the pack) and 3 padding tokens, p.
 
     document      0 0 0 0 0 1 1 1 2 2 2 2 2 p p p    the document of each token
-    contiguous    0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    the rank of each token in this layout: one chunk per rank
-    headtail      0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0    the rank of each token in this layout: two chunks per rank
+    contiguous    0 0 0 0 1 1 1 1 2 2 2 2 3 3 3 3    the rank of each token: one chunk per rank
+    headtail      0 0 1 1 2 2 3 3 3 3 2 2 1 1 0 0    the rank of each token: two chunks per rank
 
-The layout `balanced` gives all ranks nearly the same attention cost. It leaves most documents whole, and divides the
-other documents over several ranks (see `balanced_layout`).
-
-A *piece* is a range of tokens of one document on one rank. The query at position p of its document reads p + 1 keys.
-The piece [a, b) therefore has b(b+1)/2 - a(a+1)/2 pairs of a query and a key. This number is the *work* of the piece.
-The padding tokens count as a document, because kernels compute them too.
-
-If samples share prefixes, a document is a node of the prefix tree. Its queries also read the keys of the node's
-ancestors, so the position of the node's first token is the number of tokens of the ancestors.
-
-A rank holds its pieces in pack order, except in the layout `balanced`: there, short documents come last, because
-kernels process segments in order and the last segments should be short.
+The layout `balanced` gives all ranks nearly the same attention cost (see `balanced_layout`). The padding tokens count
+as a document, because kernels compute them too.
 """
 
 from __future__ import annotations
@@ -96,6 +86,7 @@ def document_index(tokens: Indices, offsets: Indices) -> Indices:
 
 def _positions(layout: Layout, segments: Segments, rank: int) -> tuple[Indices, Indices]:
     """Return the bounds [a, b) of each piece (range of a document) of rank `rank`, as positions in the document."""
+    # In a prefix tree, the positions of a node start after the tokens of its ancestors.
     origins = segments.offsets[:-1] - segments.first_positions
     origin = origins[document_index(layout.starts[rank], segments.offsets)]
     return layout.starts[rank] - origin, layout.ends[rank] - origin
@@ -125,7 +116,7 @@ def _layout(
     starts, owners, document = starts[first], owners[first], document[first]
     ends = np.append(starts[1:], num_tokens)[: len(starts)]
     sort_keys = owners
-    if kind == "balanced":
+    if kind == "balanced":  # kernels process segments in order, and the last segments should be short
         sort_keys = _sort_keys(owners, document, starts - offsets[document], ends - offsets[document])
     order = np.argsort(sort_keys, kind="stable")
     splits = np.searchsorted(owners[order], np.arange(world + 1)).tolist()
@@ -142,8 +133,8 @@ def _layout(
 def _sort_keys(owners: Indices, document: Indices, first: Indices, end: Indices) -> Indices:
     """Return the sort key of each piece (the positions [first, end) of a document) in the layout `balanced`.
 
-    Three criteria decide, in this order: the lower rank comes first; a document with a piece that begins after position
-    0 comes first; the document whose last piece ends at the larger position comes first.
+    Pieces are sorted by rank. On each rank, documents with a piece that begins after position 0 come first. Ties are
+    sorted by the end of the document's last piece, largest first.
     """
     number = owners * (document.max(initial=0) + 1) + document  # a number for each (owner, document) pair
     cut, furthest = np.zeros((2, number.max(initial=0) + 1), dtype=np.int64)

@@ -1,11 +1,13 @@
 """Select ranges of tokens (forward), and sum the gradients of tokens that are in several ranges (backward).
 
-For example, the ranges [0, 3) and [0, 5) of the tokens a b c d e select the tokens a b c a b c d e (`Selection.take`).
-If p q r s t u v w are the gradients of these eight selected tokens, the gradients of the five tokens are
-p+s q+t r+u v w (`Selection.summed`).
+In this example, `take` selects the ranges [0, 3) and [0, 5) of the tokens a to e. `summed` adds the gradients p to w of
+the eight selected tokens:
 
-Under context parallelism, ranges overlap if a rank holds two parts of one document, because the queries of both parts
-attend to the start of the document. Gradients are added in a fixed order, so that the sums are deterministic.
+    take      a b c d e          ->  a b c a b c d e
+    summed    p q r s t u v w    ->  p+s q+t r+u v w
+
+Ranges overlap if a rank holds two parts of one document. Gradients are added in a fixed order, so the sums are
+deterministic.
 """
 
 from __future__ import annotations
@@ -43,8 +45,7 @@ def segments_of(lengths: Indices, device: torch.device) -> Segments:
 class Selection:
     """A selection of m of the n tokens of a tensor, in any order and with repetitions: [n, ...] -> [m, ...].
 
-    The n tokens may be given as several tensors (parts). Tokens are then numbered through all parts: if the parts have
-    3 and 2 tokens, token 3 is the first token of the second part.
+    The tensor may be given in parts. If the first part has 3 tokens, token 3 is the first token of the second part.
     """
 
     sizes: tuple[int, ...]  # [n_i]
@@ -153,10 +154,10 @@ def select_ranges(starts: Indices, ends: Indices, sizes: Sequence[int], device: 
     offset = np.cumsum(ends - starts) - ends  # [ranges] plus a token's number: its index in the selection
 
     def stretches(layer: int) -> tuple[Indices, Indices, Indices]:
-        """Return where each token is selected for the last time (`layer` 0), the last time but one (`layer` 1), etc.
+        """Return the last occurrence of each token in the selection (`layer` 0), the last but one (`layer` 1), etc.
 
-        The result is three arrays that describe ranges of tokens: the first token of each range, the index of this
-        token in the selection (the given ranges, one after the other), and the length of the range.
+        The result describes ranges of tokens: the first token, the index of this token in the selection, and the
+        length.
         """
         stretch, number = np.nonzero((held & (later == layer)).T)
         return token[stretch], token[stretch] + offset[number], length[stretch]

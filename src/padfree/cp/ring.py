@@ -1,26 +1,10 @@
 """Ring context parallelism: keys and values travel from rank to rank, and no rank ever holds all of them.
 
-    step     0          1          2          3
-    block    1 (own)    0          3          2           rank 1 of 4 computes with the keys of this rank
+For example, rank 1 of 4 computes with the keys of ranks 1, 0, 3 and 2, in this order. It skips a step in which its
+queries see no keys. The results of the steps are merged in float32.
 
-A rank's *block* is the keys and values of its T/world tokens. In each step a rank computes with one block while the
-next block is in flight. In step 0 each rank uses its own block.
-
-Each rank holds pieces of documents. The queries of a piece see all keys of an earlier piece of the same document, and
-no key of a later piece. The pieces of a document are adjacent in a block, so the queries of a piece see one range of
-the block. A step without visible keys is skipped.
-
-If samples share prefixes, documents are nodes of a prefix tree. A piece then also sees the pieces of its node's
-ancestors.
-
-Each block gives an output and the log-sum-exp lse of its scores. Two results are merged in float32:
-
-    lse = logaddexp(lse_1, lse_2)        out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
-
-In the backward pass the blocks go round once more, together with their gradients in float32. Each rank adds its
-contribution. After `world` steps, the gradient of each block is back on the rank that owns the block.
-
-`PlayedRing` replaces the communication, so that one process can simulate the ranks one after the other.
+In the backward pass, keys and values go round once more, together with their gradients in float32. Each rank adds its
+contribution. After `world` steps, the gradients are back on the rank that owns the keys.
 """
 
 from __future__ import annotations
@@ -75,6 +59,7 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
     if pieces.ancestors is not None:
         assert causal
         return _path_step(plan, distance, border, in_pack_order)
+    # The queries of a piece see all earlier pieces of their document, which are adjacent in a block.
     first = np.searchsorted(documents, document, side="left")
     if not causal:
         behind = np.searchsorted(documents, document, side="right")
@@ -97,10 +82,10 @@ def _ring_step(plan: ContextPlan, distance: int, causal: bool) -> RingStep | Non
 
 
 def _path_step(plan: ContextPlan, distance: int, border: Indices, in_pack_order: Indices) -> RingStep | None:
-    """Return which queries of this rank see which keys in one ring step, for a pack in which samples share prefixes.
+    """Return the result of `_ring_step` for a pack in which samples share prefixes.
 
-    Return None if no query sees a key. The keys are those of the rank `distance` ranks before this rank, piece by piece
-    (ranges of one document). Piece i begins at key `border[i]`. `in_pack_order` sorts the pieces by pack index.
+    `border[i]` is the index in the block at which its i-th piece (a range of one document) begins. `in_pack_order`
+    sorts the pieces by pack index.
     """
     pieces, share = plan.pieces, plan.pieces.share
     mine, theirs = pieces.of(plan.rank), pieces.of((plan.rank - distance) % plan.world)
@@ -149,11 +134,8 @@ class RingLike(Protocol):
 class PlayedRing:
     """Simulates a ring for one rank, without a process group. The list `posted` keeps what the rank posts.
 
-    - With `blocks` (the keys and values of all ranks), `collect` returns the blocks in the order in which they would
-      arrive.
-    - Without `blocks`, `collect` returns zeros in place of the gradients that other ranks would send in the backward
-      pass. `posted[i]` is then what this rank alone adds to the gradients of the keys and values of rank `rank - i`
-      (modulo the number of ranks).
+    `collect` returns the `blocks` (the keys and values of each rank) in the order in which they would arrive. Without
+    `blocks`, it returns zeros in place of other ranks' gradients.
     """
 
     def __init__(self, rank: int, blocks: Sequence[tuple[Tensor, ...]] | None = None) -> None:
@@ -165,6 +147,7 @@ class PlayedRing:
 
     def collect(self) -> tuple[Tensor, ...]:
         if self.blocks is None:
+            # `posted[i]` is then what this rank alone adds to the gradients of the keys of rank `rank - i`.
             return tuple(torch.zeros_like(tensor) for tensor in self.posted[-1])
         return self.blocks[(self.rank - len(self.posted)) % len(self.blocks)]
 
@@ -202,10 +185,10 @@ def ring_forward(
 
 
 def _merged(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, queries: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge the result of one block (keys and values of one rank) into `out` and `lse`, the result of earlier blocks.
+    """Merge attention to one more block (the keys and values of one rank) into `out` and `lse`.
 
-    `part` and `part_lse` are the output and the log-sum-exp of attention to one block. They cover only the queries with
-    the indices `queries`; None means all queries.
+    `part` and `part_lse` are the output and the log-sum-exp for this block. They cover only the queries with the
+    indices `queries`; None means all queries.
     """
     old, old_lse = (out, lse) if queries is None else (out.index_select(0, queries), lse.index_select(0, queries))
     new_lse = torch.logaddexp(old_lse, part_lse)
@@ -229,9 +212,8 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's q, k and v in float32.
 
-    `ring` passes keys and values from rank to rank, and `gradient_ring` their gradients. `dout` is the gradient of the
-    output. `out` and `lse` are the output and the log-sum-exp of attention to the keys of all ranks, with the attention
-    sinks included.
+    `ring` passes keys and values from rank to rank, and `gradient_ring` their gradients. `dout` is the gradient of
+    `out`. `out` and the log-sum-exp `lse` include the attention sinks.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     dq: Tensor | None = None

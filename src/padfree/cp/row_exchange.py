@@ -1,11 +1,9 @@
 """Exchange rows of a tensor between context ranks, with gradients.
 
-The rows of all ranks are numbered globally. A rank may need any rows, in any order and repeatedly. It receives each
-needed row once, in the order of the ranks that own the rows, and then repeats and reorders the rows itself. For
-example, if rank 0 owns row 0 and rank 1 owns row 4, a rank that needs the rows 4, 0, 4 receives the rows 0, 4.
+The rows of all ranks are numbered globally. A rank may need any rows, in any order and repeatedly, and receives each
+row once. For example, a rank that needs the rows 4, 0, 4 receives the rows 0, 4. It then repeats and reorders them.
 
-All ranks compute the same plan of who needs which rows. In the backward pass, the gradients of received rows return to
-the owners of the rows, which sum them.
+In the backward pass, the gradients of received rows return to the owners of the rows, which sum them.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ def plan_rows(
 ) -> tuple[RowExchange, Copies]:
     """Return the rows that rank `rank` sends and receives, and the order in which it uses the received rows.
 
-    The n rows of all ranks have global indices: global row i is row `row[i]` of the tensor on rank `owner[i]`.
-    `wanted[r]` are the global indices of the rows that rank r needs.
+    Global row i is row `row[i]` of the tensor on rank `owner[i]`. `wanted[r]` are the global rows that rank r needs.
     """
     world = len(wanted)
     order = np.lexsort((row, owner))

@@ -1,12 +1,11 @@
-"""Divide one pack over the ranks of a context group (ranks that share a pack), and gather it again.
+"""Divide one pack over context ranks (ranks that share a pack), and gather values from the ranks again.
 
-    batch      [T]         A A A A A | B B B | C C C C C | p p p
-    shard      [T/world]   A A A A                              rank 0 of 4, contiguous
-    gather     [T]         A A A A A | B B B | C C C C C | p p p    on every rank, in pack order
+In this example, 4 ranks share the samples A, B and C and the padding tokens p:
 
-The pack has the samples A, B and C and padding tokens p. T is the number of tokens of the pack, and `world` the number
-of ranks. The label of each token (the next token of the
-sample) was set when the pack was built, so a rank can score its tokens without tokens of other ranks.
+    the whole pack                         A A A A A B B B C C C C C p p p
+    the shard of rank 0 ("contiguous")     A A A A
+
+Labels (the next tokens) are set before a pack is divided. A rank can therefore score its tokens alone.
 """
 
 from __future__ import annotations
@@ -52,10 +51,8 @@ def shard(
 ) -> LocalBatch:
     """Return the part of a pack that belongs to context rank `rank`.
 
-    The part includes the `AttnContext`, which tells attention how the pack is divided.
-
-    `group` is the process group of the context ranks. Without a group, one process can create the shards of all ranks,
-    but cannot compute attention on them. If `world` is 1, the pack stays whole. `kind` is the layout of the tokens.
+    `group`: the process group of the context ranks. Attention needs it if `world` is more than 1. `kind`: the layout,
+    which assigns tokens to ranks.
     """
     if method not in METHODS:
         raise UserError("method", "is unknown", f"choose one of {', '.join(METHODS)}", value=method)
@@ -162,15 +159,10 @@ def _local_entries(batch: PackedBatch, context: AttnContext) -> LocalEntries:
 def gather_tokens(
     values: Tensor, context: AttnContext, *, loss: Literal["replicated", "partial"] = "replicated"
 ) -> Tensor:
-    """Gather the values [T/world, ...] of all ranks to [T, ...] in pack order, on every rank; differentiable.
+    """Gather values [T/world, ...] of all ranks to [T, ...] in pack order. Collective and differentiable.
 
-    `loss` says how the ranks use the result:
-
-    - "replicated": every rank computes the same loss. Each rank keeps the part of its own gradient for its tokens.
-    - "partial": each rank computes one term of the loss. The gradients of all ranks are summed, and each rank keeps the
-      part of the sum for its tokens.
-
-    In both cases, the parameter gradients, summed over the ranks, equal those of a single process.
+    `loss`: "replicated" if every rank computes the same loss, "partial" if each rank computes one term of the loss.
+    In both cases, the caller must sum the parameter gradients over the ranks.
     """
     if loss not in ("replicated", "partial"):
         raise UserError("loss", "is unknown", "choose 'replicated' or 'partial'", value=loss)
@@ -222,7 +214,8 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         plan: ContextPlan = ctx.plan
-        if not ctx.partial:
+        if not ctx.partial:  # all ranks have the same gradient
             return gradient.index_select(0, plan.own), None, None, None
+        # Each rank has the gradient of one term of the loss. Sum the gradients over the ranks.
         wide = plan.to_rank_order(gradient).to(torch.promote_types(gradient.dtype, torch.float32))
         return reduce_scatter_rows(wide, ctx.group).to(gradient.dtype), None, None, None

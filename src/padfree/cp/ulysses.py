@@ -1,14 +1,12 @@
-"""Ulysses context parallelism: one all-to-all exchange before attention, and one after it.
+"""Ulysses context parallelism: exchange tokens for heads before attention, and heads for tokens after it.
 
-    q  [T/world, H, d]      some tokens, all heads     ->  [T, H/world, d]      all tokens, some heads
-    k  [T/world, Hkv, d]                               ->  [T, Hkv/world, d]    at least one head per rank
+For a pack of T tokens on `world` ranks, queries with H heads of size d are exchanged like this:
 
-T tokens, H query heads and Hkv key heads of size d are divided over the ranks. Before attention, each rank receives all
-tokens of some heads. The rank then computes attention as on one device, so every mask, window and length is supported.
-A second exchange returns the output of each token to the rank that holds the token.
+    [T/world, H, d] (some tokens, all heads)  ->  [T, H/world, d] (all tokens, some heads)
 
-If there are fewer key heads than ranks, a key head is sent to every rank whose query heads use it. The layout
-`contiguous` is slightly faster than the other layouts, because it needs no permutation.
+Each rank then computes attention as a single device does, so every mask and window is supported.
+
+The layout `contiguous` is slightly faster than other layouts, because tokens need no permutation.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def attend_ulysses(
     """
     world = plan.world
     check_heads(q.shape[1], k.shape[1], world)
-    copies = max(1, world // k.shape[1])
+    copies = max(1, world // k.shape[1])  # with fewer key heads than ranks, several ranks get the same key head
     if copies > 1:
         k, v = (_RepeatHeads.apply(tensor, copies) for tensor in (k, v))  # type: ignore[no-untyped-call]
     q, k, v = _ToHeads.apply(plan, group, q, k, v)  # type: ignore[no-untyped-call]

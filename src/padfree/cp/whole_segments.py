@@ -1,20 +1,11 @@
-"""Bring all tokens of a segment (sample) to one rank, for layers that need whole segments, and bring the results back.
+"""Move all tokens of a segment (sample) to one rank for a recurrent layer, and move the results back.
 
-In this example, two ranks divide a pack of T = 16 tokens. A digit is a token of the segment with this number, and p is
-a padding token:
+In this example, two ranks share a pack. A digit is a token of the segment with this number:
 
-    the pack                       0 0 0 0 0 1 1 1 2 2 2 2 3 3 p p
-    before and after the layer     rank 0: 0 0 0 2 2 2 2 p     rank 1: 0 0 1 1 1 3 3 p
-    inside the layer               rank 0: 0 0 0 0 0 3 3       rank 1: 1 1 1 2 2 2 2
+    before and after the layer     rank 0: 0 0 0 2 2 2 2     rank 1: 0 0 1 1 1 3 3
+    inside the layer               rank 0: 0 0 0 0 0 3 3     rank 1: 1 1 1 2 2 2 2
 
-Segments are assigned from the longest to the shortest, each to the rank that has the fewest tokens so far. Among
-several such ranks, the one that already holds most of the segment gets it. Padding tokens do not move. A segment of
-more than T/world tokens raises an error.
-
-Before the layer, a rank sends its tokens of segments that other ranks get. After the layer, it sends back the results
-for the tokens that it received. In the forward pass, it sends (tokens sent + tokens received) · width · element size
-bytes in total, where `width` is the number of values per token. In the backward pass, it sends the same number of
-bytes.
+A segment must not be longer than the number of tokens per rank.
 """
 
 from __future__ import annotations
@@ -48,9 +39,8 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
     if lengths.max(initial=0) > share:
         raise UserError(
             "parallel.context",
-            f"a sample of {lengths.max()} tokens is longer than a rank's share of {share} ({layout.num_tokens} tokens "
-            f"over {layout.world} ranks), and layers that carry a state from token to token "
-            "need whole samples",
+            f"a recurrent layer needs each sample on one rank, but a sample has {lengths.max()} tokens, more than "
+            f"the {share} of a rank ({layout.num_tokens} tokens over {layout.world} ranks)",
             "use fewer context ranks, more tokens per micro-batch, or shorter samples",
         )
     held = np.zeros((len(lengths), layout.world), dtype=np.int64)
@@ -60,6 +50,8 @@ def assign_segments(layout: Layout, segments: Segments) -> Indices:
         np.add.at(held[:, rank], document[real], (layout.ends[rank] - layout.starts[rank])[real])
     ranks = np.zeros(len(lengths), dtype=np.int64)
     loads = np.zeros(layout.world, dtype=np.int64)
+    # The longest sample comes first. It goes to the rank with the fewest tokens or, among several such ranks, to the
+    # rank that holds most of the sample.
     for sample in np.argsort(-lengths, kind="stable"):
         fewest = np.flatnonzero(loads == loads.min())
         ranks[sample] = fewest[np.argmax(held[sample, fewest])]
@@ -99,11 +91,9 @@ def plan_moves(layout: Layout, segments: Segments, rank: int) -> Moves:
 
 
 def mixer_bytes(layout: Layout, segments: Segments, *, width: int, element_size: int = 2) -> Indices:
-    """Return the bytes [world] that each rank sends in the forward pass of one layer that needs whole samples.
+    """Return the bytes [world] that each rank sends in the forward pass of one recurrent layer.
 
-    The tokens of a sample are divided over ranks. Before the layer, the ranks send each sample's rows of the layer's
-    input [T, width] to one rank. After the layer, that rank sends the rows of the layer's output [T, width] back. In
-    the backward pass, each rank sends the same number of bytes again.
+    The backward pass sends the same number of bytes. `width`: the number of values per token.
     """
     sent = np.zeros(layout.world, dtype=np.int64)
     for rank in range(layout.world):

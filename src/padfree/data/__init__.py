@@ -1,25 +1,15 @@
-"""Read data files, and turn text and rollouts into samples.
+"""Read data files, and turn their rows into samples.
 
-records        one row: parsing, checking fields, errors about bad rows
-data_settings  the settings that decide how rows become tokens
-fields         which columns hold which fields
-formats        the formats of data files, and the usual names of their columns
-sources        reads rows from JSON Lines, JSON, Parquet, folders and the Hub
-conversation   reads messages in several formats into one format
-rows           reads a row as a conversation or as a plain prompt
-chat_renderer  renders conversations as text, and finds the characters that the assistant wrote
-encode         turns text into tokens and loss masks
-tokenize       turns chunks of rows into tokens and loss masks
-image_*        images of rows: references in rows, files, the model's processor, images in the token cache
-row_images     puts the images of a row into the messages of its conversation
-store          tokens on disk, in folders named by a hash of everything that the tokens depend on
-dataset        TokenizedDataset: the samples of a store; MixedDataset: the samples of several sources
-prepare        load_sft and load_pairs: turn files into data sets, with all of the above
-rollouts       read_rollouts: reads rollout files into samples
-rewards        built-in and user-defined reward functions
+`load_sft` and `load_pairs` load text, and `read_rollouts` loads rollout files. The main modules:
 
-Names are imported on first use, so that a process that only computes rewards does not import torch. Such a process
-starts ten times faster.
+    sources          read rows from files, folders and the Hub
+    fields           find the columns of prompt, response and so on
+    chat_renderer    render conversations with the chat template
+    tokenize         turn rows into tokens and loss masks
+    store            write tokens to disk
+    dataset          read samples from disk
+
+Names are imported on first use, so that a process that only computes rewards does not import torch.
 """
 
 from __future__ import annotations

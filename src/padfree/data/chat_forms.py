@@ -31,10 +31,9 @@ class Form:
 
 
 def forms_of(conversation: Conversation) -> Iterator[Form]:
-    """Yield the forms (variants of a conversation's messages and tools) to try until the chat template accepts one.
+    """Yield the forms of a conversation to try until the chat template accepts one.
 
-    The first form is the one that `read_conversation` produces. Variants that cannot matter for this conversation are
-    left out: `arguments_as_text`, for example, is only tried if the conversation has tool calls.
+    The form that `read_conversation` produces comes first. Forms that do not change the conversation are left out.
     """
     calls = [message for message in conversation.messages if message.get("tool_calls")]
     either, usual = (False, True), (False,)

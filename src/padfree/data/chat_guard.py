@@ -1,20 +1,13 @@
 """Check that a chat template neither drops nor garbles parts of a conversation.
 
-1. Every message and every field of a message must appear in the rendered text. A template that does not know a role, a
-   field or tools drops them silently, and the model would be trained on something other than the data.
-2. A field must be rendered as its text or as JSON. Python's repr (`[{'type': 'text'}]`, `None`) is an error, and so is
-   JSON that is encoded twice.
+Templates silently drop fields, roles and tools that they do not know. The model would then be trained on incomplete
+conversations.
 
-The checks run once for all conversations that differ only in their texts and numbers. They run on a copy of such a
-conversation, in which every text and number is replaced by a marker (the twin, see `chat_shape`). A row is checked on
-its own if its rendered text is not the rendered twin with the row's texts and numbers in place of the markers.
+Every field must appear in the rendered text, unchanged or as JSON. Three parts may be missing:
 
-The following parts of a conversation may be missing from the rendered text:
-
-- the reasoning of an earlier turn, if the template shows it as long as the turn is the last one and strips it
-  afterwards (but not with `data.loss_on=all`)
+- the reasoning of earlier turns, if the template shows the reasoning of the last turn
 - the ids of tool calls, if the tool results come in the order of the calls
-- keywords of tool schemas, if the template writes tools in its own words (names and descriptions must appear)
+- the keywords of tool schemas, if names and descriptions appear
 """
 
 from __future__ import annotations
@@ -37,27 +30,21 @@ SCHEMA_TEXTS = ("name", "description")
 class Shown:
     """The rendered text of the first `stop` messages of a conversation, and functions that render other messages.
 
-    - `prompt`: whether `text` is a prompt for sampling, which ends with the generation prompt. If not, it is a training
-      sample.
-    - `again(other)`: a function that renders another conversation in the same way.
-    - `alone(i)`: a function that renders only the messages up to and including message i.
-
-    Both functions return None if the template raises an error.
+    The functions return None if the template raises an error.
     """
 
     text: str
     stop: int
-    prompt: bool
-    again: Callable[[Conversation], str | None]
-    alone: Callable[[int], str | None]
+    prompt: bool  # whether the text is a prompt for sampling, and not a training sample
+    again: Callable[[Conversation], str | None]  # renders another conversation in the same way
+    alone: Callable[[int], str | None]  # renders the messages up to and including this index
 
 
 def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -> None:
     """Raise a `RowError` if the chat template drops or garbles a part of a conversation.
 
-    The check is made on the conversation's twin: a copy in which a marker replaces each text and number. `shape` holds
-    the twin and the replaced texts and numbers. `shown` is the twin as the template renders it. `keep_thoughts`:
-    whether the reasoning of all turns must appear in the rendered text.
+    `shown`: the rendered twin (the conversation with markers in place of texts and numbers). `keep_thoughts`: whether
+    the reasoning of all turns must appear.
     """
 
     def found(text: str) -> set[int]:
@@ -71,10 +58,9 @@ def check_twin(shape: ConversationShape, shown: Shown, *, keep_thoughts: bool) -
 
 
 def check_row(shape: ConversationShape, conversation: Conversation, shown: Shown, *, keep_thoughts: bool) -> None:
-    """Raise a `RowError` if the chat template drops or garbles a part of the conversation of one row.
+    """Raise a `RowError` if the chat template drops or garbles a part of one row's conversation.
 
-    For rows that differ only in their texts and numbers, `check_twin` checks one copy with other texts and numbers.
-    This check is for a row that the template renders differently from that copy. `shown` is the rendered row.
+    Use it for a row that the template renders differently from its twin (see `check_twin`). `shown`: the rendered row.
     """
 
     def found(text: str) -> set[int]:
@@ -193,11 +179,10 @@ def _check_arguments(conversation: Conversation, shown: Shown) -> None:
 
 
 def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: int, arguments: dict[str, Any]) -> None:
-    """Check a tool call whose arguments the template renders one by one and not as one JSON object.
+    """Check a tool call whose arguments are not rendered as one JSON object, e.g. as `<arg_key>city</arg_key>...`.
 
-    An example is `<arg_key>city</arg_key><arg_value>Paris</arg_value>`. Raise a `RowError` if the rendered text lacks a
-    key, or if a boolean, null, list or object is not rendered as JSON (but as Python's `True`, for example). `_check`
-    checks the strings and numbers. `index`: the index of the message. `at`: the index of the tool call in the message.
+    Every key must appear. Booleans, nulls, lists and objects must appear as JSON. `index`: the message. `at`: the tool
+    call in the message.
     """
 
     def again(changed: dict[str, Any]) -> str | None:
@@ -227,14 +212,13 @@ def _check_one_by_one(conversation: Conversation, shown: Shown, index: int, at: 
 
 
 def _swaps(text: str, value: bool | None, changed: str | None) -> bool:
-    """Return whether the template renders `value` as JSON, i.e. as `true`, `false` or `null`.
+    """Return whether the template renders `value` as JSON: `true`, `false` or `null`.
 
-    The template rendered `text` from a conversation with `value`, and `changed` from the same conversation with `not
-    value` in its place. At the first difference of both texts, `text` must have the JSON of `value`, and `changed` the
-    JSON of `not value`.
+    `text`: the conversation rendered with `value`. `changed`: the conversation rendered with `not value`.
     """
     if changed is None:
         return False
+    # The texts first differ at the value, because true, false and null begin with different letters.
     start = next((index for index, (one, other) in enumerate(zip(text, changed, strict=False)) if one != other), 0)
     return text.startswith(json.dumps(value), start) and changed.startswith(json.dumps(not value), start)
 

@@ -1,23 +1,12 @@
-"""Render a conversation as text, and find the characters that the assistant wrote.
+"""Render a conversation with a chat template, and find the characters that the assistant wrote.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-                                                           [------------)          the span of the assistant's turn
+                                                           ^^^^^^^^^^^^^^^ trained
 
-The template renders the earlier messages with the generation prompt, and then the messages up to and including the
-turn. The turn begins where the first text ends, and ends where the second text ends. White space after the closing
-special token of a turn (`<|im_end|>\\n`) is not part of the turn, because the model stops at the special token. If the
-template has `{% generation %}` markers, they decide which part of a turn is trained.
+A conversation becomes one sample, unless the template changes earlier turns. Qwen3's template, for example, strips the
+reasoning of earlier turns. Each trained turn then becomes a sample, with the earlier messages as context.
 
-A conversation is one sample, unless the template renders a turn differently once other messages follow. For example,
-Qwen3's template strips the reasoning of earlier turns and adds an empty reasoning block to the last turn only. With
-such a template, each trained turn becomes a sample of its own, with the earlier messages as untrained context. Messages
-after the last trained turn are then not in any sample.
-
-For all conversations that differ only in their texts and numbers, padfree renders one copy, which has markers in place
-of the texts and numbers (the *twin*, see `chat_shape`). In the rendered twin, padfree finds the trained spans
-(`chat_turns`) and checks the text (`chat_guard`). To predict the rendered text of a row, it replaces the markers by the
-row's texts and numbers. If the template renders the row differently, padfree finds the spans and checks the text for
-this row alone.
+Conversations that differ only in texts and numbers are checked once (`chat_shape`, `chat_guard`).
 """
 
 from __future__ import annotations
@@ -71,16 +60,11 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RenderedSample:
-    """The rendered text of one training sample.
-
-    - `spans`: the ranges of trained characters, which are sorted, disjoint and not empty.
-    - `messages`: for each message a pair (its index, the range of its text).
-    - `stop`: the text shows the first `stop` messages of the conversation.
-    """
+    """The rendered text of one training sample. It shows the first `stop` messages of a conversation."""
 
     text: str
-    spans: tuple[Span, ...]
-    messages: tuple[tuple[int, Span], ...]
+    spans: tuple[Span, ...]  # the ranges of trained characters: sorted, disjoint and not empty
+    messages: tuple[tuple[int, Span], ...]  # for each message: its index, and the range of its text
     stop: int
 
 
@@ -95,14 +79,11 @@ class _Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """Says how to render conversations that differ only in their texts and numbers.
+    """Says how to render conversations that differ only in their texts and numbers."""
 
-    - `form`: the variant of the messages that the chat template accepts (`chat_forms`).
-    - `cuts`: for each sample, the part of the conversation that it covers, and its rendered text with gaps for the
-      texts and numbers (None if each conversation must be rendered and checked by itself).
-    """
-
-    form: Form
+    form: Form  # the variant of the messages that the chat template accepts
+    # For each sample: the part of the conversation, and its rendered text with gaps for texts and numbers. Without a
+    # rendered text, each conversation is rendered and checked by itself.
     cuts: tuple[tuple[TurnCut, Skeleton | None], ...]
 
 

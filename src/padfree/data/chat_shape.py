@@ -1,20 +1,13 @@
 """Replace the texts and numbers of a conversation by markers, to see what a chat template does with them.
 
-The copy of the conversation with markers is its *twin*. The texts and numbers are the *leaves* of the conversation.
-Everything else is its *shape*: roles, keys, booleans, nulls, the white space at the ends of a text, and the tags around
-reasoning (`<think>a</think>b` has two texts). All conversations of one shape have the same twin. For example:
+The copy with markers is the *twin* of the conversation. The replaced texts and numbers are its *leaves*, and everything
+else is its *shape*. All conversations of one shape have the same twin:
 
-    conversation    {"role": "user", "content": " Hi\\n"}
-    leaves          Hi
-    twin            {"role": "user", "content": " zq0x\\\\\\"éw\\n"}
+    rendered conversation    <|user|>Hi<|end|>
+    rendered twin            <|user|>zq0x\\"éw<|end|>
 
-Unless a template depends on the texts themselves, it renders the twin as it renders every conversation of the shape.
-The marker of a text has a backslash, a quotation mark and a non-ASCII letter. The rendered twin therefore shows how the
-template writes the text:
-
-    zq0x\\"éw         as plain text
-    zq0x\\\\\\"éw       as JSON
-    anything else    as Python's repr, JSON encoded twice, HTML or the like, which is an error
+The marker has a backslash, a quotation mark and a non-ASCII letter. The rendered twin therefore shows whether the
+template writes the text unchanged, as JSON, or garbled.
 """
 
 from __future__ import annotations
@@ -42,34 +35,23 @@ _MARKER = re.compile(
 
 
 class TemplateValue(NamedTuple):
-    """A leaf of a conversation, i.e. a text or a number that the chat template renders.
+    """A leaf of a conversation: a text or a number that the chat template renders."""
 
-    - `thought`: whether the text is reasoning. A template may drop reasoning once other messages follow.
-    - `identifier`: whether the text is the id that connects a tool call with its result.
-    """
-
-    message: int
+    message: int  # the index of the message
     field: str  # the field that holds the value, e.g. "tool_calls[0].function.name"
     value: str | int | float
-    thought: bool = False
-    identifier: bool = False
+    thought: bool = False  # whether the text is reasoning, which a template may drop in earlier turns
+    identifier: bool = False  # whether the text is the id that connects a tool call with its result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConversationShape:
-    """The shape of a conversation (everything but its texts and numbers), and these texts and numbers.
+    """The shape of a conversation (everything but its texts and numbers), its leaves and its twin."""
 
-    - `key` is equal for all conversations of the shape.
-    - `leaves` are the texts and numbers of this conversation.
-    - `twin` is the conversation with a marker in place of each leaf.
-    - `shuffled`: if the tool results are not in the order of the tool calls, the index of the first message whose
-      result is out of order, else None.
-    """
-
-    key: Hashable
-    leaves: tuple[TemplateValue, ...]
-    twin: Conversation
-    shuffled: int | None
+    key: Hashable  # equal for all conversations of the shape
+    leaves: tuple[TemplateValue, ...]  # the texts and numbers of this conversation
+    twin: Conversation  # the conversation with a marker in place of each leaf
+    shuffled: int | None  # index of the first message with a tool result out of order; None if there is none
 
 
 def shape_of(conversation: Conversation) -> ConversationShape:
@@ -118,10 +100,9 @@ class _Dissection:
         return twin
 
     def _answered(self, message: Message, index: int) -> tuple[Message, int] | None:
-        """Return the tool call that the tool result `message` answers, or None if all calls have results.
+        """Return the tool call that a tool result answers, and the index of the leaf that holds the function's name.
 
-        This is the call with the same id as the result, or else the first call without a result. The call is returned
-        with the index of its function's name in `_leaves`, the list of the conversation's texts and numbers.
+        It is the call with the same id, else the first call without a result, else None.
         """
         if not self._waiting:
             return None
@@ -205,10 +186,10 @@ class _Dissection:
 
 
 def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
-    """Split a text at tags such as `<think>` (if `tags` is true), and strip the white space at the ends of the parts.
+    """Split a text at tags such as `<think>`, and strip white space from the parts.
 
-    Yield tuples (tag and white space before the part, the part, whether it is reasoning). Every part before the last
-    closing tag is reasoning.
+    Yield (tag and white space before the part, part, whether it is reasoning). If `tags` is False, the text is not
+    split.
     """
     pieces = _TAGS.split(value) if tags else [value]
     if len(pieces) == 1:
@@ -218,6 +199,7 @@ def _parts(value: str, *, tags: bool) -> Iterator[tuple[str, str, bool]]:
         if start + len(text) < len(value):
             yield value[start + len(text) :], "", False
         return
+    # Every part before the last closing tag is reasoning.
     closing = max((index for index in range(1, len(pieces), 2) if "/" in pieces[index]), default=-1)
     literal = ""
     for index, piece in enumerate(pieces):
@@ -306,10 +288,9 @@ class Skeleton:
         return Skeleton(literals=tuple(literals), slots=tuple(slots), borders=tuple(borders))
 
     def filled(self, leaves: Sequence[TemplateValue]) -> tuple[str, list[Span], list[tuple[int, Span]]]:
-        """Fill the texts and numbers of a conversation (`leaves`) into the gaps of this rendered text.
+        """Fill the leaves of a conversation of the same shape into the slots.
 
-        The conversation may differ from the rendered one only in its texts and numbers. Return the filled text, its
-        trained spans, and a pair (index of the message, span) for each message.
+        Return the filled text, its trained spans, and (index of the message, span) for each message.
         """
         parts = [self.literals[0]]
         starts = [0]

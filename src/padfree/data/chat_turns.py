@@ -1,17 +1,11 @@
-"""Find where the turns of a conversation begin and end in its text, and cut it into samples.
+"""Find where the turns of a conversation begin and end in its rendered text, and cut it into samples.
 
     before the turn, with the generation prompt    <|user|>Hi<|end|>\\n<|assistant|>
     up to and including the turn                   <|user|>Hi<|end|>\\n<|assistant|>Hello<|end|>\\n
-                                                                                   [----------)
 
-The template renders both texts. The text of the turn is what the second text has in addition to the first. The first
-text must therefore be a prefix of the second. All turns are trained in one sample ("together") if the second text of
-every turn is a prefix of the whole rendered conversation. Otherwise each turn is trained in its own sample ("apart").
-
-Some templates render the earlier messages differently once the turn is added. For example, Mistral-Nemo's template
-shows the system message only if the last message is from the user. The sample of a turn then joins two parts: the whole
-first text, which is what the model sees before it answers, and the turn from the second text. The two texts must agree
-on everything from the content of the previous message up to the turn.
+The turn is what the second text adds to the first text. If both texts of every turn are prefixes of the rendered
+conversation, all turns are trained in one sample ("together"). Otherwise each turn is trained in its own sample
+("apart").
 """
 
 from __future__ import annotations
@@ -40,18 +34,13 @@ class UnstableError(RowError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnCut:
-    """The text of one sample and its trained `spans`. The sample has the messages 0 to `stop` (exclusive).
-
-    - `alone`: whether only the last message of the sample is trained.
-    - `joined`: whether the last message was appended to a separate rendering of the earlier messages, because the
-      template renders the earlier messages differently if the last message follows.
-    """
+    """The text of one sample, which shows the first `stop` messages, and its trained spans."""
 
     stop: int
     text: str
     spans: tuple[Span, ...]
-    alone: bool = False
-    joined: bool = False
+    alone: bool = False  # whether only the last message of the sample is trained
+    joined: bool = False  # whether the last message was appended to a separate rendering of the earlier messages
 
 
 class TurnCutter:
@@ -74,7 +63,7 @@ class TurnCutter:
             except UnstableError:
                 if turns == "together":
                     raise
-        return [self.apart(messages, turn) for turn in trained]
+        return [self.apart(messages, turn) for turn in trained]  # messages after the last trained turn are left out
 
     def together(self, messages: Sequence[Message], trained: Sequence[int]) -> TurnCut:
         text, marked = self._render(messages, False, self._marked)
@@ -111,6 +100,8 @@ class TurnCutter:
         return TurnCut(stop=turn + 1, text=shown, spans=merged(spans), alone=True)
 
     def _joined(self, messages: Sequence[Message], turn: int, before: str, shown: str) -> TurnCut:
+        # Mistral-Nemo's template, for example, shows the system message only if the last message is from the user.
+        # Join the text before the turn and the turn, if both renderings agree from the previous message on.
         other = self._text([*messages[:turn], {"role": "assistant", "content": _OTHER_ANSWER}])
         common = _common(shown, other)
         said = messages[turn - 1].get("content")
@@ -154,7 +145,7 @@ class TurnCutter:
         return self._render(messages[:turn], True, False)[0]
 
     def _end(self, through: str, start: int) -> int:
-        body = through[start:].rstrip()
+        body = through[start:].rstrip()  # the model stops at the closing token, so later white space is not trained
         return start + len(body) if body.endswith(self._closing) else len(through)
 
 

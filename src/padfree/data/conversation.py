@@ -1,24 +1,13 @@
-"""Read messages in several common formats into one format.
+"""Read messages in several common formats into OpenAI's format.
 
-    {"from": "human", "value": "Hi"}                                     -> {"role": "user", "content": "Hi"}
-    {"role": "user", "content": [{"type": "text", "text": "Hi"}]}        -> {"role": "user", "content": "Hi"}
-    {"role": "assistant", "content": null, "tool_calls": [{"name": "add", "arguments": "{\\"a\\": 1}"}]}
-        -> {"role": "assistant", "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+    {"from": "human", "value": "Hi"}                                    ->  {"role": "user", "content": "Hi"}
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]}       ->  {"role": "user", "content": "Hi"}
 
-The result is OpenAI's format with JSON values only: content is a string, arguments are an object, and a tool is
-`{"type": "function", "function": ...}`. If a chat template needs another form (arguments as JSON text, null content
-next to tool calls), `ChatRenderer` converts the messages.
+In the result, content is a string, and the arguments of a tool call are an object. Only content with images stays a
+list of parts.
 
-Content with images stays a list of parts. `row_images` then takes the images out of the parts:
-
-    {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Hi"}]}
-        -> {"role": "user", "content": [{"type": "image", "image": ImageReference("a.png")}, {"type": "text", ...}]}
-
-Parquet and Arrow give every message the keys of all messages, with null for the missing ones. A key with null therefore
-counts as missing: in a message, in a tool, and in arguments given as an object. A null in arguments given as JSON text,
-or in a list, is deliberate and is kept. Empty lists, objects and strings are dropped as well, except empty content and
-empty reasoning.
+A key with null counts as missing, because Parquet gives every message the keys of all messages. Nulls in arguments
+given as JSON text are kept.
 """
 
 from __future__ import annotations
@@ -97,15 +86,10 @@ def read_conversation(
     system: str | None = None,
     images: bool = False,
 ) -> Conversation:
-    """Read a list of messages, or such a list as JSON text.
+    """Read a list of messages in OpenAI's or ShareGPT's format, or such a list as JSON text.
 
-    Messages with images are refused unless `images` is True, because a chat template for text would drop them or write
-    them as text.
-
-    A message has the keys of OpenAI's format (`role`, `content`) or of ShareGPT's format (`from`, `value`).
-
-    - `column`, `tools_column`: the names of the columns, for error messages.
-    - `system`: a system prompt from another column or from a setting. It becomes the first message.
+    `column`, `tools_column`: names for error messages. `system`: a system prompt to put first. Raise a `RowError` for
+    messages with images, unless `images` is True.
     """
     listed = _listed(messages, column, "a list of messages")
     if not listed:

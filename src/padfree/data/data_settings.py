@@ -27,41 +27,25 @@ def check_max_length(max_length: int | None) -> None:
 class TextSettings:
     """The settings of `[data]` that decide how rows become tokens, for all tasks.
 
-    An error message names a setting as a recipe does, e.g. `data.columns`.
-
-    - `columns` maps a column of the file to a field: `{"question": "prompt", "answer": "response", "note": "unused"}`.
-      A column mapped to "unused" is ignored.
-    - `prompt_format`: "chat" renders a prompt with the chat template, and "plain" uses it as plain text. "auto" means
-      "chat" if there is a template, else "plain".
-    - `chat_template` replaces the tokenizer's template, and `template_arguments` are passed to the template, such as
-      `{"enable_thinking": False}`. `day` is the date that the template gets as the current date.
-    - `turns`: "together" trains all assistant turns of a conversation in one sample, and "apart" each turn in its own
-      sample. "auto" means "together" if the template does not change earlier turns, else "apart".
-    - `system`: the system prompt of conversations that have none.
-    - `prompt_template`: a text that composes the prompt from several columns.
-    - `append_eos`: append the end-of-sequence token to text that is not rendered with a chat template.
-    - `split`, `subset`: the part of a Hub data set to read.
-    - `overlong`: what happens to a sample of more than `max_length` tokens. "error" raises an error, "truncate" cuts
-      the sample, and "drop" skips it.
-    - `on_bad_row`: what happens to a row that cannot be used. "error" raises an error, and "skip" skips the row.
-    - `images`: the model whose processor turns images into tokens. None refuses rows with images.
+    docs/reference/settings.md has the meaning of each setting. Error messages name a setting as a recipe does, e.g.
+    `data.columns`.
     """
 
-    columns: Mapping[str, str] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)  # column of the file -> field, or "unused"
     prompt_format: PromptFormat = "auto"
-    chat_template: str | None = None
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    day: datetime.date | None = None
+    chat_template: str | None = None  # None: the template of the tokenizer
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # e.g. {"enable_thinking": False}
+    day: datetime.date | None = None  # the date that the template gets as the current date; None: today
     turns: Turns = "auto"
     system: str | None = None
     prompt_template: str | None = None
     append_eos: bool = True
     split: str = "train"
     subset: str | None = None
-    max_length: int | None = None
-    overlong: Overlong = "error"
+    max_length: int | None = None  # in tokens
+    overlong: Overlong = "error"  # what happens to a sample that is longer than `max_length`
     on_bad_row: OnBadRow = "error"
-    images: ImageSettings | None = None
+    images: ImageSettings | None = None  # None: rows with images are bad rows
 
     def __post_init__(self) -> None:
         check_choice("prompt_format", self.prompt_format, PromptFormat)

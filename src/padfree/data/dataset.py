@@ -1,22 +1,12 @@
 """Tokenised samples, read from disk on access.
 
     data = TokenizedDataset(folder, max_length=1024, overlong="truncate")
-    len(data), data.lengths          no token is read
     data[0]                          Sample(tokens=..., loss_mask=..., uid="train.jsonl:1", source="train.jsonl")
 
-A data set consists of a folder and the settings `max_length`, `overlong` and `images`, and only these are pickled. Any
-number of processes can open a data set. They share the memory-mapped tokens.
+A conversation can have one sample per trained turn (`data.turns`). Samples of the same conversation have the same
+`group`, and uids such as `train.jsonl:2 turn 1`.
 
-Consecutive samples of the same file and line belong to one row. A row has several samples if the chat template changes
-earlier turns of a conversation: then each trained turn is one sample.
-
-    samples      0 | 1 2 3 | 4          row_starts  0 1 4 5        three rows, the second one with three samples
-    uid          train.jsonl:1 | train.jsonl:2 turn 1, train.jsonl:2 turn 2, train.jsonl:2 turn 3 | train.jsonl:3
-    group        None | train.jsonl:2 for each of the three samples | None
-
-`max_length` is applied when a data set is opened, not when its files are tokenised, so that changing it does not
-require tokenising again. Truncation keeps the first tokens. A sample that has no trained token after truncation, or
-that would be cut inside an image, is dropped, and the report lists it as dropped.
+`max_length` is applied when a data set is opened. Changing it does not require tokenising again.
 """
 
 from __future__ import annotations
@@ -157,12 +147,7 @@ class TokenizedDataset(StoredSamples):
         )
 
     def _limit(self) -> tuple[list[SkippedRow], list[SkippedRow]]:
-        """Apply `max_length`. Return the rows that were truncated and the rows that were dropped.
-
-        - `overlong="drop"` drops a whole row if one of its samples is too long.
-        - `overlong="truncate"` cuts each sample that is too long. A cut sample is dropped if no trained token is left,
-          or if the cut would be inside an image. The other samples of its row are kept.
-        """
+        """Apply `max_length` and `overlong`. Return the rows that were truncated and the rows that were dropped."""
         if self.max_length is None:
             return [], []
         over = np.flatnonzero(self.lengths > self.max_length)
@@ -177,6 +162,7 @@ class TokenizedDataset(StoredSamples):
         usable = np.ones(len(self.lengths), dtype=np.bool_)
         for stored in over.tolist():
             start = self._starts[stored]
+            # A truncated sample needs a trained token, and must not be cut inside an image.
             usable[stored] = (
                 self.overlong == "truncate"
                 and self._mask[start + 1 : start + self.max_length].any()
@@ -321,10 +307,10 @@ class TokenizedDataset(StoredSamples):
 
 
 class PairDataset(TokenizedDataset):
-    """Preference pairs: sample 2i is the chosen answer of pair i, sample 2i + 1 the rejected one.
+    """Preference pairs: sample 2i is the chosen answer of pair i, and sample 2i + 1 is the rejected answer.
 
-    Both samples of a pair have the same `group`. `reward` is 1 for the chosen answer and 0 for the rejected one.
-    `report` counts pairs. If rows have margins, the chosen sample of a pair has the margin as `terms["margin"]`.
+    Both samples of a pair have the same `group`. The `reward` is 1 for the chosen answer, else 0. A margin is
+    `terms["margin"]` of the chosen sample.
     """
 
     samples_per_row: ClassVar[int | None] = 2
@@ -346,8 +332,7 @@ class PairDataset(TokenizedDataset):
 class MixedDataset(StoredSamples):
     """The samples of several named sources, one source after the other.
 
-    The field `source` of a sample is the name of its source. This name is also put in front of the sample's `uid` and
-    `group`. If a source is named after its file, `uid` and `group` already begin with the name and stay as they are.
+    The name of the source is the `source` of a sample, and the first part of the sample's `uid` and `group`.
     """
 
     def __init__(self, parts: Mapping[str, StoredSamples]) -> None:

@@ -1,21 +1,12 @@
 """Turn text into tokens and exact loss masks.
 
-    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      one text in pieces, e.g. a rendered conversation
-               The whole text is tokenised. The loss mask changes at the borders between pieces.
-    apart      "What is 2+2?" | "4"                             separate texts, e.g. a prompt and its response
-               Each text is tokenised on its own. bos (if the tokenizer adds it) is put before the first text, and
-               eos after the last text.
+A text consists of pieces, each of which is trained or untrained. It is tokenised in one of two ways:
 
-A joined text is tokenised as a whole, as is usual for conversations. A token can then span a border, for example if a
-header ends with a newline and the reply begins with one. Only a part of such a token is trained text, and the model
-never sees this token at inference, because the prompt ends at the border. If a token spans a border, each piece of the
-text is therefore tokenised on its own.
+    joined     "...assistant\\n" | "Hello<|im_end|>" | "\\n"      as a whole
+    apart      "What is 2+2?" | "4"                             bos, each piece on its own, eos
 
-If the tokens of the pieces do not decode to the same text, the row raises an error. This happens with tokenizers that
-add a space in front of every text.
-
-Separate texts are never joined, so that no token can span their border. The mask is exact, and the prompt has the same
-tokens as at inference.
+If a token of a joined text spans the border of two pieces, each piece is tokenised on its own. The model would not see
+such a token at inference, because the prompt ends at the border.
 """
 
 from __future__ import annotations
@@ -48,18 +39,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passage:
-    """The text of one sample, in pieces that are each trained or untrained.
-
-    - `joined`: whether the pieces form one text, which already contains its special tokens.
-    - `begun`: if the pieces are separate texts, whether the first one already begins with the special tokens that the
-      tokenizer would add, such as bos.
-    - `images`: the images whose markers are in the texts, in order.
-    """
+    """The text of one sample, in pieces that are each trained or untrained."""
 
     pieces: tuple[Piece, ...]
-    joined: bool = False
-    begun: bool = False
-    images: tuple[ImageReference, ...] = ()
+    joined: bool = False  # whether the pieces form one text, which already contains its special tokens
+    begun: bool = False  # if not joined: whether the first piece already begins with special tokens such as bos
+    images: tuple[ImageReference, ...] = ()  # the images whose markers are in the pieces, in order
 
     @staticmethod
     def of_spans(text: str, spans: Sequence[tuple[int, int]], images: tuple[ImageReference, ...] = ()) -> Passage:

@@ -1,19 +1,14 @@
-"""Recognise which columns of a file hold which fields, by the names of the columns.
+"""Recognise which columns of a file hold which fields, such as prompt and response.
 
-    file       Instruction, input, output, id
-    format     "pair"                                             its required fields: prompt and response
-    fields     {"prompt": "Instruction", "input": "input", "response": "output", ...}     field -> column of this file
-    unused     ("id",)
+    columns of the file        Instruction, input, output, id
+    field -> column            {"prompt": "Instruction", "input": "input", "response": "output"}
+    unused columns             id
 
-A format is a set of fields that together make a sample. A field is recognised by its own name or by another usual name
-(`question` for `prompt`), ignoring case. `data.columns` maps a column to a field, or to `unused`. If a file can be
-read in several ways, the error message lists a `data.columns` setting for each way.
+A field is recognised by its own name or another usual name, in upper or lower case. The setting `data.columns` maps a
+column to a field or to `unused`.
 
-Some columns change the meaning of a row, for example a `label` that marks the answer as bad. A row with a value in such
-a column raises an error, unless its format uses the column or `data.columns` marks it as unused. Every row is checked,
-because rows of JSON Lines can have different columns.
-
-Rows keep their own column names, so that errors name the columns of the file.
+Some columns change the meaning of a row, such as a `label` for bad answers. If such a column is neither used nor mapped
+to `unused`, a value in it raises an error.
 """
 
 from __future__ import annotations
@@ -53,23 +48,15 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schema:
-    """The formats that a reader accepts, and how columns are recognised. All column names are in lower case.
-
-    - `names` maps a field to other column names that are recognised as this field.
-    - `hints` maps a field to column names that are not recognised, but that an error message suggests for the field.
-    - `guarded` maps a column to the reason why it is refused. Such a column would change what a row means.
-    - `elsewhere` holds pairs (columns, advice). A file with these columns is meant for another command, which the
-      advice names.
-    - `rest` tells users what happens to columns that are not fields.
-    """
+    """The formats that a reader accepts, and how columns are recognised. All column names are in lower case."""
 
     formats: tuple[Format, ...]
-    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    guarded: Mapping[str, str] = field(default_factory=dict)
-    elsewhere: tuple[tuple[frozenset[str], str], ...] = ()
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> other names of its column
+    hints: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # field -> names that error messages suggest
+    guarded: Mapping[str, str] = field(default_factory=dict)  # column that would change a row -> why it is refused
+    elsewhere: tuple[tuple[frozenset[str], str], ...] = ()  # (columns, advice to use another command for such a file)
     preferred: tuple[str, ...] = ()  # kinds of formats that take precedence if a row fits several formats
-    rest: str = "not used"
+    rest: str = "not used"  # what happens to columns that are not fields, for messages
     number: str | None = None  # the field whose number is stored for each row, for example a margin or a label
 
     @property
@@ -158,13 +145,9 @@ def setting(mapping: Mapping[str, str]) -> str:
 
 
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """Return the arguments that add the mapping `more` to a command line that already sets `mapping`.
-
-    An argument like `data.columns.question=prompt` adds one column and keeps the others. A column name with special
-    characters needs the argument `data.columns={...}`. This argument replaces the whole mapping, so it lists the
-    entries of `mapping` as well.
-    """
+    """Return command-line arguments that map the columns `more`, in addition to those of `mapping`."""
     words = setting(more)
+    # `data.columns={...}` replaces the whole mapping, so it must contain `mapping` as well.
     return setting({**mapping, **more}) if words.startswith("data.columns=") else words
 
 
@@ -323,10 +306,9 @@ def _all_names(schema: Schema) -> set[str]:
 
 
 def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
-    """Return the `data.columns` setting that selects `reading`, one of several possible interpretations of a file.
+    """Return the `data.columns` setting that selects `reading`, one of several ways to read a file.
 
-    The setting maps a column to each required field. It maps a column to `unused` if this interpretation ignores the
-    column although the column would change the meaning of a row (`Schema.guarded`).
+    It maps a column to each required field. It maps ignored columns of `Schema.guarded` to `unused`.
     """
     needed = {reading.columns[name]: name for name in reading.format.needs}
     lost = [name for name, value in first.items() if name.lower() in schema.guarded and has_value(value)]

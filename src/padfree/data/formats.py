@@ -1,4 +1,6 @@
-"""The formats of data files, by task, and the usual names of their columns.
+"""The formats of data files by task, and the usual names of their columns.
+
+A format is shown by its required fields, and `|` separates the formats of a task:
 
     SFT       messages | prompt, response | text | input_ids
     pairs     prompt, chosen, rejected | messages, chosen, rejected | chosen, rejected
@@ -6,11 +8,7 @@
     prompts   prompt | messages
     rollouts  tokens | prompt_tokens, response_tokens | prompt, response
 
-`|` separates the formats that a task can read. A format is given here by the fields that it requires.
-
-A field is also recognised by other usual column names (`NAMES`), for example `response` by `output` or `answer`.
-Alpaca, ShareGPT and the formats of TRL, OpenAI and LLaMA-Factory are the formats above with other column names.
-docs/guides/data.md has the list. This module does not import torch, so that wrong columns are reported within a second.
+This module does not import torch, so that wrong columns are reported within a second.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Call the processor of a vision-language model (a transformers class) with one image at a time.
 
-The processor gives the text that stands for the image, and the inputs of the vision tower. For example, Qwen2-VL's chat
-template writes the marker `<|image_pad|>` for an image. For an image with 4 features, the processor gives:
+The processor returns the text that stands for the image, and the inputs of the vision tower. For example, Qwen2-VL's
+processor returns for an image with 4 features:
 
-    the text that replaces the marker           <|image_pad|><|image_pad|><|image_pad|><|image_pad|>
-    shapes of the inputs of the vision tower    {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}
+    text               <|image_pad|><|image_pad|><|image_pad|><|image_pad|>
+    shapes of inputs   {"pixel_values": [16, 1176], "image_grid_thw": [1, 3]}
 
-The text is found by recording what the processor passes to its tokenizer. The processor gets one image at a time,
-because padfree packs the images of many samples itself.
-
-Images are resized with Pillow (the "pil" backend of transformers), even if torchvision is installed. Pillow and
-torchvision give slightly different pixels, and the data of a run must not depend on the packages of a machine.
+Images are always resized with Pillow. The pixels of torchvision differ slightly, and data must not depend on the
+installed packages.
 """
 
 from __future__ import annotations

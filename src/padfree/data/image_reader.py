@@ -37,10 +37,9 @@ class ImageReader:
         self.bad_files: list[BadFile] = []  # the files of images that could not be used
 
     def expanded(self, passage: Passage, folder: str | None) -> tuple[Passage, tuple[ReadImage, ...]]:
-        """Read the images of a passage (a rendered conversation), and replace each marker by the text of its image.
+        """Read the images of a passage, and replace each image marker by the placeholder tokens of its image.
 
-        The text of an image has one placeholder token for each feature of the image. Return the changed passage and its
-        images. `folder`: the folder to which relative paths of images refer.
+        Return the changed passage and its images. `folder`: the folder to which relative paths of images refer.
         """
         processor = self.settings.processor
         marker = processor.marker

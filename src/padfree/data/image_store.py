@@ -1,14 +1,13 @@
-"""The images of a cache folder (`store`): which samples show which images, and where the image files are.
+"""The images of a cache folder whose N samples show K images, of which D are distinct.
 
     image_offsets.npy   int64 [N+1]     sample i shows the images image_index[image_offsets[i] : image_offsets[i+1]]
-    image_index.npy     int64 [K]       indices of distinct images, in the order in which the samples show them
-    image_numbers.npy   int64 [D, 11]   size, height and so on of each distinct image (`_NUMBERS` lists the columns)
-    image_digests.npy   uint8 [D, 32]   SHA-256 of each image file
-    image_contents.bin                  the paths of image files and, for images inside of rows, the files themselves
+    image_index.npy     int64 [K]       the index of the distinct image for each shown image
+    image_numbers.npy   int64 [D, 11]   size, height and so on (`_NUMBERS` lists the columns)
+    image_digests.npy   uint8 [D, 32]   SHA-256 of the image file
+    image_contents.bin                  paths of image files, and the bytes of images inside rows
 
-No pixels are stored or kept in memory: an image file is read and decoded when a step needs the image, and its content
-is compared with the stored hash. A cache folder is rebuilt if the size or the time of change of one of its image files
-differs.
+No pixels are stored: an image file is read and decoded when a step needs the image. If an image file changes, the cache
+folder is rebuilt.
 """
 
 from __future__ import annotations

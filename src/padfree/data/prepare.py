@@ -1,14 +1,9 @@
-"""Turn text files into a `TokenizedDataset`.
+"""Tokenise data files into a `TokenizedDataset`, or open the tokens of an earlier call from the cache.
 
-The files are tokenised once, by several processes. Later calls open the tokens from the cache.
+    sources -> chunks of rows -> tokenising processes -> results in the order of the rows -> store
 
-    sources -> chunk 1, chunk 2, ... -> process i tokenises chunks i, i + k, i + 2k, ... -> results in order -> store
-
-A chunk is a number of consecutive rows. Each of the k processes works on one chunk at a time. A process gets its
-next chunk after the main process has received the result of the previous one. Therefore results arrive in the order of
-the rows for any number of processes, memory stays bounded, and no pipe can block.
-
-`padfree.data.tokenize` turns rows into samples.
+The result does not depend on the number of processes. Memory stays bounded, because each process works on one chunk at
+a time.
 """
 
 from __future__ import annotations
@@ -85,16 +80,12 @@ def load_sft(
     *,
     cache: str | Path | None = None,
     num_workers: int | None = None,
-    progress: bool | Progress = False,
+    progress: bool | Progress = False,  # True: a progress bar, which needs rich
 ) -> TokenizedDataset:
-    """Tokenise files, folders or Hub data sets, or open the result of an earlier call from the cache.
+    """Tokenise files, folders or Hub data sets, or open their tokens from the cache.
 
-    - `cache`: a folder, by default `default_cache_folder()`.
-    - `num_workers`: the number of tokenising processes; 0 tokenises in this process. The default depends on the amount
-      of text and is at most 8 and at most the number of cores.
-    - `progress`: True for a progress bar (needs rich), or a function that gets the bytes read and the total.
-
-    Worker processes import the main script, so put this call under `if __name__ == "__main__":`.
+    `cache`: a folder, by default `default_cache_folder()`. `num_workers`: the number of processes; 0 tokenises in this
+    process. Put the call under `if __name__ == "__main__":`, because worker processes import the main script.
     """
     return load_rows(
         data,

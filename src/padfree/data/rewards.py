@@ -44,8 +44,7 @@ def exact_match(response: str, row: Mapping[str, Any]) -> float:
 def number_after_hashes(response: str, row: Mapping[str, Any]) -> float:
     """Return 1 if the number after the last `####` in the response equals the number in the row's `answer`, else 0.
 
-    `#### 1,234.50`, `####$1234.5` and `#### +1234.5.` are the same number. The number in `answer` is the one after its
-    last `####`. Without `####`, it is the number that `answer` begins with.
+    Without `####`, an `answer` must begin with its number. `1,234.50` and `$1234.5` are the same number.
     """
     answer = str(_answer(row))
     expected = hashed_number(answer) if "####" in answer else leading_number(answer)

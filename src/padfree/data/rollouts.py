@@ -10,34 +10,10 @@ becomes a sample with the arrays
     loss_mask    0     0     1     1     1
     logprobs     0     0  -0.1  -0.2  -0.3
 
-A row gives the prompt and the response in one of three sets of columns. If a row has token ids and text, the token ids
-are used.
+A column such as `logprobs` has one entry per token of the sample, or one per token of the response. docs/guides/data.md
+lists the columns.
 
-- `tokens`, with `response_length`, `loss_mask` or both
-- `prompt_tokens` and `response_tokens`
-- `prompt` and `response` as text. This needs a tokenizer. The prompt is rendered with the chat template and the
-  generation prompt, or used as plain text. The response is tokenised on its own, followed by eos (`append_eos`).
-
-A row must also have a number in `reward`. These columns are optional:
-
-- `loss_mask`: 0 or 1 for each token. In multi-turn rollouts, the output of tools has 0.
-- `logprobs`, `ref_logprobs`, `advantages`, `returns`, `values`: a number for each token, or null for untrained tokens.
-- `routes`: the experts that the sampler chose for each token of the sample, for `rollout.routing = "replay"`. The
-  format is nested lists [tokens, layers with experts, experts per token], in which -1 marks an unknown route, or the
-  format that padfree writes: {"dtype": "uint8", "shape": [...], "base64": "..."}.
-- `kept`: for each token, the list of the token ids among which it was sampled (`padfree.kept_sets`), for samplers with
-  top-p, top-k or min-p. An empty list or null stands for the whole vocabulary.
-- `group`: a string or an integer, in every row or in none. Rows with the same value form a group, even if they are in
-  different files. Without this column, rows with the same prompt form a group.
-- `uid`: a name of the sample (default: file and line)
-- `raw_reward`: any value, such as the reward before a penalty. It is stored with the sample, and not used for training.
-
-`loss_mask`, `kept` and the columns with a number for each token have one entry for each token of the sample, or one for
-each token of the response. The response consists of the last `response_length` tokens. If a row has a loss mask but no
-`response_length`, the response begins with the first trained token.
-
-A rollout without trained tokens is kept, because its reward counts in its group. Truncation at `max_length` keeps the
-first tokens.
+A rollout without trained tokens is kept, because its reward counts in its group.
 """
 
 from __future__ import annotations
@@ -232,7 +208,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
             f"{fields['loss_mask']!r} has no 1, so that the end of the prompt is unknown; add "
             f"{fields['response_length']!r} or {fields['group']!r}"
         )
-    return _Tokens(tokens, _first_trained(mask), mask)
+    return _Tokens(tokens, _first_trained(mask), mask)  # the response begins with the first trained token
 
 
 def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
@@ -305,6 +281,11 @@ def _token_array(
 
 
 def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
+    """Return the experts that the sampler chose for each token, or None if the row has no such column.
+
+    The column holds nested lists [tokens, layers with experts, experts per token], with -1 for unknown, or the object
+    that `encoded_routes` returns.
+    """
     if row.get(column) is None:
         return None
     try:
@@ -316,9 +297,9 @@ def _routes(row: dict[str, Any], column: str, length: int) -> Routes | None:
 def _kept(
     row: dict[str, Any], column: str, response_start: int, tokens: NDArray[np.integer[Any]], mask: NDArray[np.bool_]
 ) -> KeptSets | None:
-    """Return the kept sets [n] of a row, or None if the row does not have the column.
+    """Return the kept sets [n] (the token ids among which the sampler chose), or None if the row has no such column.
 
-    A kept set holds the token ids among which the sampler chose a token.
+    An empty list or null stands for the whole vocabulary.
     """
     if row.get(column) is None:
         return None

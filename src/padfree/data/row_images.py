@@ -1,16 +1,13 @@
 """Put the images of a row into the messages of its conversation.
 
-A row can hold images in the content parts of its messages, in a column `images` (or `image`), or in both. The first of
-these rules that fits decides where the images of the column are shown:
+Messages can contain images. A row can also have a column `images`. The first rule that fits decides where the images of
+the column are shown:
 
-1. If the messages have image parts without an image, `{"type": "image"}`, they are filled in order (TRL, Hugging Face).
-2. If the messages contain the text `<image>`, each `<image>` is replaced by an image, in order (ms-swift, LLaVA).
+1. Image parts without an image, `{"type": "image"}`, are filled in order (TRL, Hugging Face).
+2. Each text `<image>` is replaced by an image, in order (ms-swift, LLaVA).
 3. All images are put at the beginning of the first user message.
 
-In rules 1 and 2, the column must have as many images as there are such parts or texts. An example of rule 2:
-
-    messages and column    user: "<image>Who is older, <image> or he?"     images: ["a.png", "b.png"]
-    result                 user: [image] "Who is older, " [image] " or he?"     Conversation.images: (a.png, b.png)
+In rules 1 and 2, the column must have as many images as there are such parts or texts.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Read a row as a conversation, or as a prompt in plain text.
 
-`RowReader.prompt` and `RowReader.completed` read a row with a prompt and a response. Only the response is trained.
-Assistant turns in the prompt are not trained.
-
-    {"instruction": "Add.", "input": "2+2", "output": "4"}
-        prompt       user: "Add.\\n\\n2+2"
-        completed    user: "Add.\\n\\n2+2"   assistant: "4"
-
-`RowReader.pair` reads a preference pair. If `chosen` and `rejected` are whole conversations, the messages with which
-both conversations begin are the prompt, and the other messages are the answers.
+    row                       {"instruction": "Add.", "input": "2+2", "output": "4"}
+    RowReader.prompt          user: "Add.\\n\\n2+2"
+    RowReader.completed       user: "Add.\\n\\n2+2"   assistant: "4"
 
 A prompt or an answer is a text, a list of messages, or such a list as JSON text. An answer can also be a whole
-conversation. The prompt of the row must then equal the first messages of this conversation, or only its last user
-message. White space around the content of messages is ignored. An assistant message must follow the prompt.
+conversation. The prompt must then be the first messages of this conversation, or the last user message.
+
+Only the answer is trained, and not assistant turns in the prompt.
 """
 
 from __future__ import annotations

@@ -3,18 +3,9 @@
     "data/"                                     every .jsonl, .json and .parquet file below it, sorted by path
     ["a/train.jsonl", "b/train.jsonl"]          two files, named by their paths relative to their common folder
     "openai/gsm8k"                              not a local path: a Hub id, read with the datasets package
-    -> RecordSource ... -> Chunk(rows 1 to 512), Chunk(rows 513 to 1024), ...
 
-A row is named by its file and its number, counted from 1 (`train.jsonl:17`).
-
-- JSON Lines: the number is that of the line. Blank lines are skipped but counted.
-- `.json`: the file holds one list of records. If it begins with `{`, it is read as JSON Lines, because most such files
-  are JSON Lines.
-- Folders: hidden files and folders, and files with other suffixes, are ignored.
-
-A byte order mark at the start of a file is ignored.
-
-Chunks of JSON Lines hold unparsed bytes, so that the tokenising processes also do the parsing.
+A row is named by its file and its number, counted from 1 (`train.jsonl:17`). In JSON Lines, this is the number of the
+line, and blank lines count.
 """
 
 from __future__ import annotations
@@ -110,7 +101,7 @@ class JsonLinesFile(FileSource):
             if line.isspace() or not line:
                 continue
             numbers.append(number)
-            records.append(line)
+            records.append(line)  # the tokenising processes parse the line
             if len(records) == CHUNK_ROWS or size >= CHUNK_BYTES:
                 yield self._chunk(numbers, records, size)
                 numbers, records, size = [], [], 0
@@ -284,7 +275,7 @@ def _file_source(path: Path, name: str) -> FileSource:
     if path.suffix == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if not head.startswith(b"{"):
+        if not head.startswith(b"{"):  # most .json files that begin with a record are JSON Lines
             return JsonFile(path, name)
     return lines
 

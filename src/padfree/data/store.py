@@ -1,24 +1,15 @@
-"""Tokenised samples on disk, memory-mapped by any number of processes.
+"""Tokenised samples on disk, memory-mapped by any number of processes. A folder holds N samples with T tokens:
 
-    <cache>/<key>/  tokens.npy   int32 [T]     all samples end to end
-                    mask.npy     bool  [T]
-                    offsets.npy  int64 [N+1]   sample i is [offsets[i], offsets[i+1])
-                    rows.npy     int64 [N, 2]  file (index in the list of metadata.json) and line of each sample
-                    numbers.npy  float64 [N]   only if rows have a number: a margin or a label
-                    image_*                    only if rows may have images: see `image_store`
-                    skipped.jsonl              rows that could not be used
-                    metadata.json              the values that <key> is a hash of; counts; hashes of tokens and mask
+    tokens.npy   int32 [T]     all samples end to end
+    mask.npy     bool  [T]     which tokens are trained
+    offsets.npy  int64 [N+1]   sample i is [offsets[i], offsets[i+1])
+    rows.npy     int64 [N, 2]  file (index in the list of metadata.json) and line of each sample
+    numbers.npy  float64 [N]   only if rows have a margin or a label
+    image_*                    only if rows may have images: see `image_store`
+    skipped.jsonl              rows that could not be used
+    metadata.json              counts and hashes
 
-The key is a hash of everything that the tokens depend on: the content of the files, the tokenizer, the settings that
-change tokens, the versions of transformers and tokenizers, and the format of this folder.
-
-A folder is built under a temporary name and then renamed, so that other processes only ever see complete folders. One
-process builds the folder and holds a lock; other processes that need the folder wait for this lock. A damaged folder (a
-file is missing or too short) is rebuilt.
-
-Hashing a large file takes a long time, because the whole file must be read. The hash is therefore cached under the
-file's path, size, inode and times of change. The hash of a file that changed in the last two seconds is not cached,
-because another change could have the same time stamp.
+The name of the folder is a hash of everything that the tokens depend on.
 """
 
 from __future__ import annotations
@@ -72,6 +63,7 @@ def content_digest(source: RecordSource, cache: Path) -> str:
         if re.fullmatch("[0-9a-f]{64}", digest):  # else the file is damaged
             return digest
     digest = source.digest()
+    # Another change in the same moment would have the same time stamp.
     if now - max(status.st_mtime_ns, status.st_ctime_ns) > _MINIMUM_AGE:
         with contextlib.suppress(OSError):  # the cache can be read-only
             remembered.parent.mkdir(parents=True, exist_ok=True)
@@ -167,9 +159,8 @@ class Writer(contextlib.ExitStack):
     ) -> None:
         """Append several samples of one file.
 
-        `tokens` and `mask` hold the samples end to end. The other arrays have one entry per sample: its number of
-        tokens (`lengths`), its line in the file (`lines`), a margin or label (`numbers`), and its images. `file`: the
-        index of the file in metadata.json.
+        `tokens` and `mask` hold the samples end to end. The other arrays have one entry per sample. `file`: the index
+        of the file in metadata.json. `lines`: line numbers. `numbers`: margins or labels.
         """
         assert len(tokens) == len(mask) == lengths.sum()
         with writing(self._folder):
@@ -243,7 +234,7 @@ def find_or_build(
             build(temporary)
             with writing(cache):
                 temporary.chmod(0o777 & ~_umask())
-                temporary.rename(folder)
+                temporary.rename(folder)  # other processes never see an incomplete folder
         except (OSError, UserError):
             # On a file system without locks, another process can have built the same folder first.
             if not intact(folder):

@@ -1,19 +1,13 @@
 """Render chat templates with limits on memory and time.
 
 A template comes with a model from the Hub, so it is untrusted code. The sandbox of transformers protects Python's
-internals, but it does not stop `{{ 'a' * 10**10 }}`, ten nested loops over `range(100000)`, or forty nested `[x, x]`.
-Here every Jinja operation that can make a large value from small ones has a limit:
+internals, but it does not stop `{{ 'a' * 10**10 }}`. Here every operation that can make a large value from small ones
+has a limit.
 
-    operation                    limited quantity
-    +  ~  rendered blocks        the size of the result
-    *  **  %  methods  filters   the product of the sizes of all operands, if the operation can multiply them
-    [a, b]  (a, b)  {k: v}       the number of values inside; a shared value counts each time it occurs
-    loops, calls                 the CPU time since rendering began
+The rendered text equals that of `apply_chat_template` with two exceptions:
 
-The rendered text equals that of `apply_chat_template` in transformers, with two exceptions:
-- `strftime_now` formats a given day (at 00:00) instead of the current time.
-- Printing a list, an object, null or a boolean raises an error. Jinja would write Python's repr, which is almost
-  certainly a mistake.
+- `strftime_now` formats a given day instead of the current time.
+- Printing a list, an object, null or a boolean raises an error. Jinja would write Python's repr.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
 """Turn chunks of rows into tokens and loss masks.
 
-    columns            sample                                                               trained tokens
-    messages           the conversation rendered with the chat template; one sample, or     the assistant turns
-                       one per turn if the template changes earlier turns (`turns`)
-    prompt, response   a conversation of both, rendered in the same way                     the response
-      (no template)    prompt and response as plain text, each tokenised on its own, eos    response and eos
-    text               the text, eos                                                        all
-    input_ids          the tokens with these ids                                            tokens that `labels` or
-                                                                                            `loss_mask` marks, else all
-    chosen, rejected   two samples: the shared context with either answer                   the answer
+    columns            sample                                               trained tokens
+    messages           the conversation rendered with the chat template     the assistant turns
+    prompt, response   a rendered conversation, or two plain texts          the response
+    text               the text                                             all
+    input_ids          the tokens with these ids                            all, or those of `labels` or `loss_mask`
+    chosen, rejected   two samples: the shared context with either answer   the answer
 
-In conversations with images, the image markers of the rendered text become placeholder tokens (`image_reader`).
-`loss_on="all"` trains on all tokens. A row without a token to train on is a bad row.
+For SFT, `loss_on="all"` trains on all tokens. A row without a token to train on is a bad row.
 """
 
 from __future__ import annotations
@@ -153,8 +149,7 @@ class RowTokenizer:
     def _number(self, row: Mapping[str, Any], fields: Fields) -> float:
         """Return the number that is stored with the samples of a row, or 0 if the task needs no number.
 
-        The number is the margin of a preference pair (`padfree reward`), or the label of an answer, 1 for desirable and
-        0 for undesirable (`padfree kto`).
+        It is the margin of a preference pair (`padfree reward`), or the label of an answer (`padfree kto`).
         """
         return 0.0
 

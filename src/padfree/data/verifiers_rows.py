@@ -94,8 +94,8 @@ def openai_tool(tool: Any) -> dict[str, Any]:
 def load_verifiers(name: str, setting: str = "rollout.environment") -> Any:
     """Load an environment of the verifiers package by its name, such as `verifiers:wordle?mode="hard"`.
 
-    The module of the environment is imported from an installed package or from the current folder. Later calls with
-    the same name return the same object. `setting`: the setting that gave the name, for error messages.
+    The environment's module may be in the current folder. Later calls return the same object. `setting`: the setting
+    that gave the name, for error messages.
     """
     try:
         return _load(name)
@@ -134,10 +134,9 @@ def _load(name: str) -> Any:
 
 
 def check_verifiers_module(own: str, name: str, setting: str) -> None:
-    """Raise a `UserError` if a verifiers environment has no module, or if its module is in Python's standard library.
+    """Raise a `UserError` if an environment's module is missing, or belongs to Python's standard library.
 
-    `own`: the name of the environment without the prefix `verifiers:`. It gives the name of the module. `name`: the
-    full name, such as `verifiers:wordle`. `setting`: the setting whose value is `name`. The last two are for error
+    `own`: the environment's name without `verifiers:`. `name`, `setting`: its full name and setting, for error
     messages.
     """
     module = own.replace("-", "_").split("/")[-1]

@@ -1,13 +1,7 @@
 """Collectives on the first dimension of tensors, without autograd.
 
-    all_gather_rows      [n, ...]  -> [world * n, ...]   the tensors of all ranks, in rank order
-    reduce_scatter_rows  [world * n, ...]  -> [n, ...]   the sum over ranks of this rank's n elements
-    exchange_rows        [sum(send), ...]  -> [sum(receive), ...]   send[r] elements to rank r, receive[r] from rank r
-    gather_objects       the Python objects of all ranks, on every rank: for small objects
-    Ring                 tensors -> tensors of the same shapes from the previous rank, overlapped with computation
-
-All collectives work with gloo on the CPU and NCCL on CUDA. If a peer is gone or stuck, they raise `PeerLostError`
-within the timeout of the group.
+All collectives work with gloo on the CPU and NCCL on CUDA. If another rank is gone or stuck, a collective raises
+`PeerLostError` within the timeout of the group. `Ring` transfers tensors during computation.
 """
 
 from __future__ import annotations
@@ -70,11 +64,11 @@ def gather_objects(own: Any, group: ProcessGroup, what: str) -> list[Any]:
 class Ring:
     """Sends tensors to the next rank of a group and receives tensors from the previous rank.
 
-        ring.post(block)          # starts both transfers and returns
-        ...                       # compute with `block`, which must not change meanwhile
-        block = ring.collect()    # what the previous rank posted
+        ring.post(*tensors)         # start both transfers
+        ...                         # compute with `tensors`, without changing them
+        tensors = ring.collect()    # what the previous rank posted
 
-    Two rings may be in flight at once if their tags differ and every rank posts in the same order.
+    Two rings can transfer at once if their tags differ and all ranks post in the same order.
     """
 
     def __init__(self, group: ProcessGroup, tag: int = 0) -> None:

@@ -1,20 +1,15 @@
 """Initialise the process group of a run, and make its groups of processes.
 
-All processes form a mesh with the dimensions `replicate`, `shard` and `context`. For example, 8 processes with context
-2 and replicate 2 form a mesh of [2, 2, 2] and these groups of ranks (`Mesh` has an attribute for each of the names):
+For example, 8 processes with context 2 (ranks per pack) and replicate 2 (copies of the weights) form these groups of
+ranks:
 
-- `context`: 0 1, 2 3, 4 5 and 6 7. The ranks of a group share a pack (the samples of a micro-batch).
-- `data`: 0 2 4 6 and 1 3 5 7. The ranks of a group have different samples.
-- `fsdp`: 0 1 2 3 and 4 5 6 7. The ranks of a group share one copy of the weights.
-- `loss`: all ranks. They sum one loss.
+    context   0 1, 2 3, 4 5, 6 7     share a pack (the samples of a micro-batch)
+    data      0 2 4 6, 1 3 5 7       have different samples
+    fsdp      0 1 2 3, 4 5 6 7       shard one copy of the weights
+    loss      all ranks              sum one loss
 
-If experts are divided over 2 ranks (`parallel.expert`), neighbours hold different experts. In the example, ranks 0 and
-2 shard one half of the experts, and ranks 1 and 3 the other half. Ranks 4 to 7 hold a copy.
-
-Neighbouring ranks share a pack, because context parallelism communicates in every layer and neighbours are usually on
-the same machine.
-
-Without a launcher, `init_distributed` makes a group of one process.
+Neighbouring ranks share a pack, because they are usually on one machine and context parallelism communicates in every
+layer.
 """
 
 from __future__ import annotations
@@ -106,8 +101,8 @@ class Mesh:
 def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> torch.device:
     """Initialise the default process group, and return the device of this process.
 
-    `timeout` is the time limit of one collective in seconds; a lost peer may go unnoticed for this long. `device` is
-    "cpu", "cuda" or "auto".
+    Without a launcher, the group has one process. `timeout` is the time limit of one collective in seconds; a lost peer
+    may go unnoticed for this long. `device` is "cpu", "cuda" or "auto".
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UserError("device", "is not a device type", "choose 'auto', 'cpu' or 'cuda'", value=device)
@@ -188,16 +183,12 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
 
 
 def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """Return a view of the rendezvous store that hides the keys of an earlier start. Every rank calls it.
+    """Return a view of the rendezvous store without the keys of an earlier start. Every rank must call it.
 
-    torchrun keeps its store when it restarts the processes (PyTorch issue 135712), so the store may contain addresses
-    of processes that are gone. Each process therefore draws a nonce:
-
-        rank r   publishes its own nonce, waits until rank 0 has replied with the nonce of rank 0, and confirms it
-        rank 0   repeatedly replies to the latest nonce of each rank, until all ranks have confirmed
-
-    All processes use the nonce of rank 0 as the new key prefix.
+    torchrun keeps its store when it restarts the processes (PyTorch issue 135712). The store may therefore contain
+    addresses of processes that are gone.
     """
+    # All ranks use the nonce of rank 0 as key prefix. Rank 0 sends it in reply to the nonce of each other rank.
     nonce = uuid.uuid4().hex
     if rank > 0:
         store.set(f"padfree/nonce/{rank}", nonce)
@@ -210,7 +201,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
             raise PeerLostError(
                 f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s; read their logs"
             )
-        for other in sorted(missing):
+        for other in sorted(missing):  # reply until a rank confirms, because its nonce may be that of an earlier start
             if store.check([f"padfree/confirmed/{nonce}/{other}"]):
                 missing.remove(other)
             elif store.check([f"padfree/nonce/{other}"]):
@@ -288,6 +279,7 @@ class Groups:
         """Return a mesh for the weights of experts, in which groups of `expert` neighbouring ranks divide the
         experts.
         """
+        # 8 ranks, 2 replicas, expert 2: ranks 0 and 2 shard one half of the experts, ranks 1 and 3 the other half.
         table = self.ranks.reshape(len(self.ranks), -1, expert)
         groups = [
             self.among(np.moveaxis(table, dim, -1).reshape(-1, size)).group for dim, size in enumerate(table.shape)
@@ -325,14 +317,13 @@ def make_mesh(
     contexts: Sequence[int] = (),
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Mesh:
-    """Make the process groups of a run.
+    """Make the process groups of a run. Every rank must call it.
 
-    - `context`: the size of a context group, which is a group of ranks that share a pack (a sequence of packed
-      samples).
+    - `context`: the number of ranks that share a pack.
     - `replicate`: the number of copies of the weights.
-    - `expert`: the number of neighbouring ranks over which the experts of a model are divided.
-    - `contexts`: more sizes, for which context groups are also made. Each size must divide the number of processes.
-    - `timeout`: the time limit of one collective in these groups, in seconds.
+    - `expert`: the number of ranks that divide the experts among them.
+    - `contexts`: further sizes of context groups, divisors of the number of processes.
+    - `timeout`: the limit of one collective, in seconds.
     """
     world = dist.get_world_size()
     for name, size in (("context", context), ("replicate", replicate), ("expert", expert)):

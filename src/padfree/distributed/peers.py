@@ -1,17 +1,10 @@
 """End all processes of a run, with a clear message, if one of them fails, exits or stops responding.
 
-- `watching` surrounds one collective: an error of the backend about a lost process becomes a `PeerLostError`.
-- `raise_together` raises an error on all ranks if any rank has found one.
-- `failing_together` is a context manager: an error on one rank inside its block ends all ranks within seconds.
+A rank that fails inside `failing_together` writes its error message to the key-value store that all ranks share. The
+other ranks read the message. When their collective fails, they raise a `PeerLostError` with this message.
 
-A rank that fails inside the block writes its error message to the key-value store that all ranks share, and exits
-after LINGER seconds. The other ranks read the message, and raise a `PeerLostError` with it when their collective fails.
-With NCCL, a collective may hang until its timeout, so a process exits at the latest PATIENCE seconds after it has read
-the message.
-
-A process that is killed or cut off writes no message. So every process also increments a heartbeat counter in the
-store. If a collective fails and there is no message, the error names the ranks whose counters have stood still for
-SILENCE seconds, and their hosts. If the store does not answer, the error names the ranks on the host of the store.
+A killed process writes no message. So every rank also increments a heartbeat counter in the store. Without a message,
+the error names the ranks whose counters stand still, and their hosts.
 """
 
 from __future__ import annotations
@@ -34,12 +27,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from padfree.errors import UserError
 
 POLL, LINGER, PATIENCE, SILENCE = 0.5, 1.5, 10.0, 3.0
-"""Times in seconds:
+"""Times in seconds.
 
-- POLL: the interval at which a rank reads the key-value store that all ranks share.
-- LINGER: how long a failed rank stays alive, so that the other ranks can read its error message.
-- PATIENCE: how long a rank may continue after it has read the error message of another rank.
-- SILENCE: the minimum time without a heartbeat after which a rank counts as lost.
+- POLL: the interval between reads of the shared key-value store.
+- LINGER: how long a failed rank waits before it exits.
+- PATIENCE: how long another rank may continue after it has read the error message.
+- SILENCE: how long a heartbeat must stand still before the rank counts as lost.
 """
 _BLOCKS = itertools.count()  # numbers the blocks; the number is part of store keys, because the store outlives a block
 _LEFT = "left"  # the value that replaces the counter of a rank that has left the block normally
@@ -126,8 +119,8 @@ def failing_together() -> Iterator[None]:
 def _describe_loss(silent: Sequence[int] | None, hosts: Sequence[str]) -> str:
     """Return a text that says which processes are gone.
 
-    `silent`: the ranks whose heartbeat counters stand still. If it is None, the rendezvous store does not answer, and
-    the text names the ranks on the host of the store. `hosts`: the host name of each rank.
+    `silent`: the ranks whose heartbeat stands still, or None if the rendezvous store does not answer. `hosts`: the host
+    name of each rank.
     """
     if silent is None:
         theirs = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
@@ -165,8 +158,8 @@ def sigterm_ignored() -> Iterator[None]:
 class _Listener(threading.Thread):
     """A thread that increments this rank's heartbeat counter and waits for the error message of a failed rank.
 
-    After such a message, the main thread has PATIENCE seconds to leave the `failing_together` block. If the main thread
-    is still inside the block then, this thread ends the process.
+    After such a message, the main thread has PATIENCE seconds to leave the `failing_together` block. Then this thread
+    ends the process.
     """
 
     def __init__(self, store: Any, key: str) -> None:
@@ -209,7 +202,7 @@ class _Listener(threading.Thread):
         except RuntimeError:
             return  # the process that hosts the store is gone
         self.cause_seen.set()
-        if not self.left.wait(PATIENCE):
+        if not self.left.wait(PATIENCE):  # with NCCL, a collective may hang until its timeout
             print(self.cause, file=sys.stderr, flush=True)  # noqa: T201  no other thread can report it
             os._exit(1)
 

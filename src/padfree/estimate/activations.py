@@ -1,23 +1,8 @@
 """Compute the bytes of activations that the forward pass keeps for the backward pass, from the sizes of the model.
 
-The table shows the bytes per token that a typical decoder layer keeps. An element has e bytes (4 or 2). D is the hidden
-size, and I the width of the MLP or of one expert. q, k, v and o are the widths of queries, keys, values and attention
-outputs, summed over the heads. A mixer is a layer that mixes tokens without attention, such as Mamba.
-
-    each norm over w elements    (4 + e) w                   float32 input and scaled result; a LayerNorm keeps e w
-    inputs of projections        2 e D
-    attention with h heads       e (q + k + v + o) + 4 h     4 h is the log-sum-exp
-    output gate of attention     e (g + o)                   for a gate of width g, if there is one
-    MLP, with a gate             4 e I                       gate, activation, up, product
-    MLP, without a gate          2 e I
-    n active experts             n e (2 D + 4 I)             input, output and MLP of each expert
-    adapters of n experts        n e r                       for each adapted weight, if the adapter has rank r
-    mixer                        e s                         s is the number of saved elements of this kind of mixer
-
-A compiled layer without experts and mixers keeps only e (4 D + 2 (q + k + g) + v + o + 3 I) + 4 h bytes in total,
-because its backward pass recomputes cheap operations such as norms.
-
-A vision tower keeps the inputs and results of its matmuls, for each patch of an image (`feature_bytes`).
+A layer keeps the inputs of its matmuls and norms, and the queries, keys, values and output of its attention. A compiled
+layer keeps fewer tensors, because its backward pass recomputes cheap operations such as norms. A vision tower keeps the
+inputs and results of its matmuls.
 """
 
 from __future__ import annotations
@@ -48,8 +33,8 @@ FLOAT32 = 4
 def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compiled: bool = False) -> int:
     """Return the bytes of activations per token that the forward pass keeps on the device for the backward pass.
 
-    The last norm, and the cosines and sines of RoPE are included. Activations that are offloaded to host memory are not
-    counted. `size` is the number of bytes per element, and `checkpointing` the setting `parallel.checkpointing`.
+    Activations in host memory are not counted. `size`: the bytes per element. `checkpointing`: the setting
+    `parallel.checkpointing`.
     """
     return outside_bytes(model, size) + sum(layer_token_bytes(model, size, checkpointing, compiled=compiled))
 
@@ -57,8 +42,7 @@ def token_bytes(model: PreTrainedModel, size: int, checkpointing: str, *, compil
 def feature_bytes(model: PreTrainedModel, size: int, checkpointing: str) -> int:
     """Return the bytes per image feature that the vision tower and the projector keep for the backward pass.
 
-    The result is 0 for a model without images, and if tower and projector are frozen. If blocks of the tower are
-    recomputed, each keeps only its input.
+    The result is 0 for a model without images, or if tower and projector are both frozen.
     """
     family = family_of(model)
     if family is None:
@@ -203,9 +187,10 @@ def layer_bytes(config: PreTrainedConfig, layer: nn.Module, size: int) -> int:
             if isinstance(module, ExpertMatrices) and name.endswith("lora_A")
             for matrix in module.parameters()
         )
+        # of each active expert: input, output, four tensors of the MLP (as below), and adapters
         routed = sizes.experts_per_token * (2 * sizes.hidden + 4 * sizes.expert_mlp + ranks)
         return norms + attention + size * (2 * sizes.hidden + routed + 4 * sizes.shared_mlp)
-    copies = 4 if any("gate" in name for name in modules) else 2
+    copies = 4 if any("gate" in name for name in modules) else 2  # MLP: gate, activation, up and product
     if "gelu_new" in (getattr(text, "hidden_act", None), getattr(text, "activation_function", None)):
         copies += 3  # the activation function consists of elementary operations, each of which keeps its input
     return norms + attention + size * (2 * sizes.hidden + copies * sizes.mlp)
@@ -245,6 +230,7 @@ def _sequence_bytes(sizes: ModelSizes, layer: nn.Module, size: int) -> int:
     if attends(layer):
         heads = attention_of(sizes, layer)
         gated = heads.gate + heads.output if heads.gate else 0
+        # the last term is the log-sum-exp in float32
         kept += size * (heads.query + heads.key + heads.value + heads.output + gated) + FLOAT32 * sizes.heads
     return kept
 
@@ -271,7 +257,7 @@ def _norm_width(heads: AttentionSizes, name: str, width: int) -> int:
 
 
 def _norm_bytes(width: int, size: int) -> int:
-    return (FLOAT32 + size) * width
+    return (FLOAT32 + size) * width  # the input in float32, and the scaled result
 
 
 def _matmul_width(layer: nn.Module) -> int:

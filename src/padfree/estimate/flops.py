@@ -1,15 +1,12 @@
 """Compute how well a step uses the hardware: the FLOP/s of a device, and their fraction of the device's peak (MFU).
 
-    FLOPs of a step      forward and backward pass of all samples (`CostModel.from_config`)
     tflops_per_device    FLOPs of a step / seconds / devices / 1e12
     mfu                  tflops_per_device / peak of the device in TFLOP/s
 
-`mfu` exists only if the peak is known and the model computes in bfloat16.
+Only FLOPs that training requires are counted. Recomputation, padding, and old and reference log-probabilities are not
+counted. The output head is counted only for scored tokens. Shared prefixes and repeated images count once.
 
-Only FLOPs that training requires are counted. The output head counts only for scored tokens. Recomputation (activation
-checkpointing), old and reference log-probabilities, and padding are not counted. A prefix that samples share counts
-once. An image that occurs several times in a pack counts once. A matmul with a frozen weight counts two thirds of the
-FLOPs of a trained one, because it has no weight gradient. With adapters, all of the model's own weights are frozen.
+`mfu` exists only for bfloat16 models on devices whose peak is known.
 """
 
 from __future__ import annotations
@@ -85,7 +82,7 @@ def frozen_flops(flops: float) -> float:
 
     `flops`: the FLOPs of the same matmul if its weight is trained.
     """
-    return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD
+    return flops * (FORWARD_AND_BACKWARD - 1) / FORWARD_AND_BACKWARD  # without the matmul for the weight's gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +90,7 @@ class Shared:
     """The work that a step saves because samples share prefixes.
 
     `tokens`: the number of tokens that are not computed again. `pairs`: the number of (query, key) pairs that attention
-    does not compute again. They are counted without causal masking: a sample of n tokens has n² pairs.
+    does not compute again, counted without causal masking.
     """
 
     tokens: float
@@ -122,10 +119,10 @@ class Flops:
         frozen_head: bool = False,
         image: Callable[[ArrayLike], NDArray[np.float64]] | None = None,
     ) -> Flops:
-        """Make a `Flops` from a Hugging Face config, the number of devices, the kind of device and the dtype.
+        """Make a `Flops` from a Hugging Face config.
 
-        `frozen`: the fraction of the matmul weights outside the output head that are frozen. `frozen_head`: whether
-        the output head is frozen. With `adapters`, all of the model's own weights are frozen.
+        `adapters`: whether only adapters are trained. `frozen`: the fraction of the matmul weights outside the output
+        head that are frozen. `frozen_head`: whether the output head is frozen.
         """
         frozen, frozen_head = (1.0, True) if adapters else (frozen, frozen_head)
         sizes = ModelSizes.of(model_config)

@@ -1,21 +1,10 @@
 """For each layer of a model and each checkpointing level: the bytes kept for the backward pass, and the cost.
 
-`padfree.estimate.levels` uses these figures to choose a level for each layer.
+The cost is the work that the backward pass repeats, in FLOPs per token. Kernels between matmuls, such as norms, are
+limited by memory bandwidth. Their cost is the FLOPs that matmuls would compute in the same time.
 
-The cost of a level is the work that the backward pass repeats, in FLOPs per token. Kernels between matmuls, such as
-norms, are limited by memory bandwidth. Their cost is the FLOPs that matmuls would compute in the same time
-(`FLOPS_PER_BYTE`). The levels `attention` and `host` exist only for compiled layers.
-
-    level        repeated in compiled layers                                repeated in layers that are not compiled
-    none         nothing                                                    nothing
-    attention    the MLP up to its last matmul, norms, RoPE                 -
-    host         the same as with `attention`                               -
-    selective    the same, and the projections around attention             kernels between matmuls, and attention
-    full         everything but the last matmul                             everything
-
-With `host`, the kept tensors are also copied to host memory during the forward pass, at no cost.
-
-The costs are computed and not measured, so that every run with the same settings chooses the same levels.
+Costs are computed and not measured. So every run with the same settings chooses the same levels
+(`padfree.estimate.levels`).
 """
 
 from __future__ import annotations
@@ -85,8 +74,7 @@ def layer_options(
 def limits(model: PreTrainedModel, memory: MemoryEstimate, size: int, *, device: float, host: float) -> Limits:
     """Return how many bytes the activations of the layers may take on the device and in host memory.
 
-    The run as a whole may use `device` bytes on the device and `host` bytes in host memory. The limits are what remains
-    after the other parts of the run, such as weights and optimizer state.
+    `device` and `host`: the bytes that the whole run may use, including weights and optimizer state.
     """
     outside = memory.tokens * outside_bytes(model, size)
     others = memory.device - memory.activations - memory.working + outside
@@ -127,7 +115,7 @@ def level_flops(model: PreTrainedModel, layer: nn.Module, level: LayerLevel, siz
     heads = attention_of(sizes, layer)
     matmuls, attention = matmul_flops(model, layer), 4 * heads.output * ATTENDED_KEYS
     if compiled:
-        last = 0 if _has_experts(layer) else 2 * sizes.hidden * sizes.mlp
+        last = 0 if _has_experts(layer) else 2 * sizes.hidden * sizes.mlp  # backward does not repeat the last matmul
         around = 2 * sizes.hidden * (heads.query + heads.key + heads.value + heads.gate + heads.output)
         repeated = {
             "full": matmuls - last + attention,

@@ -3,17 +3,12 @@
 The levels of compiled layers, from the most device memory to the least, are:
 
     none         keep everything
-    attention    keep attention and the projections around it, recompute the MLP, norms and RoPE
-    selective    keep attention, recompute the projections around it too
+    attention    recompute the MLP, norms and RoPE
+    selective    also recompute the projections around attention
     full         keep only the layer's input
     host         like `attention`, but keep the tensors in host memory
 
-A tensor that is copied to host memory occupies device memory until its copy has ended. The number of copied bytes is
-limited to what can be copied during the forward pass, so that no step waits for copies.
-
-`choose_levels` returns the choice of levels that recomputes the least. Among choices of equal cost, the first layers
-get the levels that keep the least, because the backward pass needs the tensors of these layers last. For 36 equal
-layers, the search takes 0.3 s.
+The copied bytes are limited to what can be copied during the forward pass, so that no step waits for copies.
 """
 
 from __future__ import annotations
@@ -59,10 +54,11 @@ number of different amounts of host memory, only choices with the same amount ar
 
 
 def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[Option, ...] | None:
-    """Choose one option (checkpointing level) per layer: the lowest total cost that fits the memory `limits`.
+    """Choose one option (checkpointing level) per layer, with the lowest total cost within `limits`. Return None if no
+    choice fits.
 
-    Return None if no choice fits. If two layers could exchange their levels at the same cost, the earlier layer gets
-    the level that comes first in its list of options.
+    If two layers could exchange their levels at the same cost, the earlier layer gets the level that comes first in its
+    list.
     """
     host = min(limits.host, limits.copied[-1])
     states = _States.start()
@@ -70,7 +66,7 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
     for options, copied in zip(layers, limits.copied, strict=True):
         found, before, chosen = states.extended(options)
         working = np.tile(np.array([option.working for option in options]), len(states.kept))
-        waiting = np.maximum(found.offloaded - copied, 0)
+        waiting = np.maximum(found.offloaded - copied, 0)  # still on the device, because their copy has not ended
         fits = (found.offloaded <= host) & (found.kept + np.maximum(working, waiting) <= limits.device)
         kept = np.flatnonzero(fits)
         kept = kept[found.at(kept).best()]
@@ -79,6 +75,7 @@ def choose_levels(layers: Sequence[Sequence[Option]], limits: Limits) -> tuple[O
     last = np.flatnonzero(states.kept + limits.at_end <= limits.device)
     if not len(last):
         return None
+    # Of equal choices, the first keeps the least in the first layers, whose tensors the backward pass needs last.
     order = np.lexsort((last, states.kept[last], states.offloaded[last], states.cost[last]))
     state, found_options = int(last[order[0]]), []
     for options, (before, chosen) in zip(reversed(layers), reversed(history), strict=True):
@@ -106,8 +103,8 @@ class _States:
     def extended(self, options: Sequence[Option]) -> tuple[_States, Indices, Indices]:
         """Extend each choice by each of the `options` (checkpointing levels) of the next layer.
 
-        A choice is one option for each layer so far. Returns the new choices and, for each of them, two indices: of the
-        choice that it extends, and of the option that it adds.
+        Return the new choices. For each new choice, also return the index of the extended choice and the index of the
+        added option.
         """
         added = np.array([(option.kept, option.offloaded, option.cost) for option in options], np.int64)
         own = (self.kept, self.offloaded, self.cost)
@@ -121,9 +118,7 @@ class _States:
     def best(self) -> Indices:
         """Return the indices of the choices of checkpointing levels that are worth keeping.
 
-        A choice is dropped if another one needs no more device bytes, no more host bytes and no more recomputation. If
-        the choices have more than FEW_GROUPS different values of host bytes, only choices with the same host bytes are
-        compared.
+        A choice is dropped if another choice needs no more device bytes, no more host bytes and no more recomputation.
         """
         order = np.lexsort((np.arange(len(self.kept)), self.cost, self.kept, self.offloaded))
         sorted_ = self.at(order)
@@ -140,11 +135,10 @@ class _States:
         return np.sort(order)
 
     def _across_groups(self, order: Indices, ends: Indices) -> Indices:
-        """Drop choices of checkpointing levels for which a better choice exists. Return the indices of the other
-        choices.
+        """Drop each choice if a choice with fewer host bytes has no more device bytes and no higher cost. Return the
+        indices of the other choices.
 
-        A choice is better than another if it has fewer host bytes, no more device bytes and no higher cost. `order`:
-        the indices of the choices, sorted by host bytes. `ends`: the positions in `order` where the host bytes change.
+        `order`: indices of choices, sorted by host bytes. `ends`: positions in `order` where the host bytes change.
         """
         remaining = []
         front, costs = np.zeros(0, np.int64), np.zeros(0, np.int64)  # device bytes rise, costs fall

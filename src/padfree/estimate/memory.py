@@ -1,22 +1,8 @@
 """Estimate the memory that a run needs on each device, before any weight is loaded.
 
-The estimate consists of these parts:
-
-- Weights, gradients and optimizer state: the size of the largest shard, in float32. Frozen weights have the dtype in
-  which the run computes. Weights stored as bfloat16 plus the difference from float32 (`padfree.model.split_weight`)
-  take 4 1/8 bytes each. With `parallel.offload`, all of this is in host memory. With `parallel.expert`, experts are
-  divided evenly over all shards.
-- Gathered tensors: the unsharded weights and gradients that exist while FSDP2 computes.
-- Activations: what the forward pass of one micro-batch keeps for its backward pass, also in a vision tower.
-- Working memory: temporary memory of the head or of the backward pass of a layer, whichever needs more.
-- Frozen models: the weights of the reference, teacher and reward model.
-- Sampler: its copy of the weights (0 if it can use the trained weights), its KV cache, and temporary memory to sample
-  one token of every response. On a GPU, cache and temporary memory stay allocated during training.
-- Sent weights: a copy of the weights at the last weight sync, in host memory, if weight syncs send only the differences
-  from the last sync.
-
-Memory fragmentation, buffers of collectives, and the CUDA context are not included. With `parallel.expert`, a rank
-whose experts are chosen more often than the mean needs more memory than estimated.
+`MemoryEstimate` lists the parts of the estimate. Memory fragmentation, buffers of collectives, and the CUDA context are
+not included. With `parallel.expert`, a rank whose experts are chosen more often than the mean needs more memory than
+estimated.
 """
 
 from __future__ import annotations
@@ -78,17 +64,17 @@ class MemoryEstimate:
     optimizer: int
     optimizer_state: str  # description
     offloaded: bool  # whether weights, gradients and optimizer state are on the CPU
-    gathered: int
+    gathered: int  # unsharded weights and gradients, while FSDP2 computes
     tokens: int  # of a micro-batch
-    activations: int
+    activations: int  # that the forward pass of a micro-batch keeps on the device
     offloaded_activations: int  # in host memory
-    working: int
+    working: int  # temporary memory of the head or of a layer's backward pass, whichever needs more
     working_parts: WorkingParts
     compiled: bool  # whether activations are counted as for compiled layers
-    reference: int
+    reference: int  # weights of the frozen models: reference, teacher and reward model
     reference_offloaded: bool
     sampler: int  # weights of the sampler's copy of the model; 0 if it shares the trained weights
-    sent_weights: int  # in host memory
+    sent_weights: int  # a copy of the last sent weights, in host memory
     cache: int  # KV cache
     sampling: int  # temporary memory of a decode step
     cache_stays: bool  # if False, KV cache and temporary memory exist only while the sampler generates
@@ -123,24 +109,18 @@ class MemoryEstimate:
 
 def estimate_memory(
     config: Config,
-    model: PreTrainedModel,
+    model: PreTrainedModel,  # on the meta device
     *,
     processes: int,
     device_type: str,
-    longest: int = 0,
-    prompt_tokens: int = 0,
-    copied_keys: float = 0.0,
-    image_share: float = 0.0,
+    longest: int = 0,  # tokens of the largest micro-batch, if it may exceed `batch.max_tokens`
+    prompt_tokens: int = 0,  # tokens of the longest prompt
+    copied_keys: float = 0.0,  # keys that attention copies per token, if samples of a data row share prefixes
+    image_share: float = 0.0,  # the largest fraction of a sample's tokens that are placeholders of images
 ) -> MemoryEstimate:
     """Estimate the memory of a run with these settings.
 
-    - `model`: the model on the meta device (a `skeleton` of `model.path`). Adapters are added to it if the settings ask
-      for adapters.
-    - `longest`: the largest number of tokens of a micro-batch on a device, needed only if it may exceed
-      `batch.max_tokens`.
-    - `prompt_tokens`: the length of the longest prompt.
-    - `copied_keys`: the number of attention keys that are copied per token, if samples of a data row share prefixes.
-    - `image_share`: the largest fraction of a sample's tokens that are placeholders of images.
+    If the settings ask for adapters, the function adds them to `model`.
     """
     checkpointing, reshard = config.parallel.checkpointing, config.parallel.reshard
     assert checkpointing != "auto", "resolved earlier, see padfree.train.resolve_auto"
@@ -338,8 +318,8 @@ def _counts(model: nn.Module, shards: Shards) -> _Counts:
 def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, *, split: bool) -> int:
     """Return the bytes of unsharded weights and gradients that exist on a device while FSDP2 computes.
 
-    With `split`, a single process stores each weight as bfloat16 plus the difference from float32
-    (`padfree.model.split_weight`). These weights are not gathered, so the result is the bytes of the gradients.
+    With `split`, weights are stored as bfloat16 plus the difference from float32, and are not gathered. Only gradients
+    are then counted.
     """
     divided = shards.divided(model)
 
@@ -368,30 +348,27 @@ def _gathered(model: PreTrainedModel, size: int, reshard: bool, shards: Shards, 
 
 
 def key_copies(config: Config, prompt_tokens: int) -> float:
-    """Return how many keys attention copies per computed token, if samples share prefixes of `prompt_tokens` tokens.
+    """Return how many keys attention copies per computed token, because samples share prefixes of `prompt_tokens`
+    tokens.
 
-    Attention copies the keys of a shared prefix for each sample. For G responses of R tokens to a prompt of P tokens,
-    the result is (P + G (P + R)) / (P + G R). If the run generates no responses, the estimate assumes groups of eight
-    samples that share the first half of each sample.
-
-    The result is 0 with `batch.share_prefixes=false`, and for SFT with `batch.share_prefixes=auto`. Such an SFT run
-    shares prefixes only among samples of one data row. The caller counts the keys that are copied for these samples,
-    and passes the number to `estimate_memory` as `copied_keys`.
+    Return 0 if samples share no prefixes. Also return 0 for SFT with `batch.share_prefixes=auto`, because
+    `estimate_memory` gets these copies as `copied_keys`.
     """
     sharing = config.batch.share_prefixes
     if sharing is False or (sharing == "auto" and config.loss.kind == "sft"):
         return 0.0
-    group, prompt, response = 8, 1, 1
+    group, prompt, response = 8, 1, 1  # if the run generates no responses: eight samples that share their first half
     if config.rollout.source is not None:
         group, prompt, response = config.rollout.samples_per_prompt, prompt_tokens, config.rollout.max_new_tokens
+    # For each sample of a group, attention copies the keys of the prompt.
     return (prompt + group * (prompt + response)) / (prompt + group * response)
 
 
 def _highest(kept: list[int], levels: Sequence[LayerLevel], parts: WorkingParts, offloaded: int) -> int:
     """Return the peak memory of the head and the backward pass of a micro-batch, in bytes, minus the sum of `kept`.
 
-    `kept`: the bytes of activations that each layer keeps on the device for its backward pass. `offloaded`: the bytes
-    of activations that a layer with the checkpointing level "host" copies to host memory.
+    `kept`: the bytes that each layer keeps on the device. `offloaded`: the bytes that a layer with the level "host"
+    copies to host memory.
     """
     found, below, total = parts.head, 0, sum(kept)
     for own, level in zip(kept, levels, strict=True):
@@ -451,14 +428,15 @@ def head_bytes(
     weight_gradient: bool,
     masks: bool = False,
 ) -> int:
-    """Return the bytes that the fused head needs if all tokens are scored. It computes logits and loss tile by tile.
+    """Return the bytes that the fused head needs if all tokens are scored, including the gradients of hidden states and
+    weight.
 
-    The gradients of the hidden states and of the head's weight are included. If `masks` is true, each token has a set
-    of allowed token ids, which takes two more bytes for each logit of a tile.
+    `masks`: whether each token has a set of allowed token ids.
     """
     operand = size if device_type == "cuda" else FLOAT32
     budget = usable_budget(budget, tokens, hidden, sum_bytes=FLOAT32)
     tile = choose_tile(tokens, vocabulary, itemsize=FLOAT32, device_type=device_type, budget=budget)
+    # a mask takes two bytes per logit of a tile
     products = tile.rows * tile.columns * (FLOAT32 + (2 if masks else 0))
     plan = plan_fused(
         tokens,

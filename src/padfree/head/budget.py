@@ -1,20 +1,11 @@
 """Choose the sizes of tiles and chunks of logits for a memory budget.
 
-M is the number of labelled tokens, D the hidden size and V the vocabulary size. `score` computes the gradients of
-`width` vocabulary columns at a time for all M tokens.
+`fused_loss` stores the logits of a chunk of tokens, and float32 sums of the weight gradient. Each chunk reads and
+writes all sums, so fewer and larger chunks are faster.
 
-`fused_loss` processes chunks of C tokens, and stores:
-
-    logits of a chunk [C, V]    16 bits per logit in bfloat16 training
-    weight gradient   [V, D]    float32 sums over the chunks, rounded to the weight's dtype once, at the end
-
-Each chunk reads and writes all sums of the weight gradient, so fewer and larger chunks are faster. If the memory budget
-is too small, logits and sums are stored only for the vocabulary columns [0, kept). The logits of the other columns are
-discarded after the softmax. They are computed a second time after the last chunk, for their gradients. Two plans for
-(M, D, V) = (16384, 4096, 151936) are:
-
-    4 GiB    C = 8192    kept = 151936    2 chunks, no logits computed twice
-    1 GiB    C = 4096    kept =  86016    4 chunks, 43% of the logits computed twice
+With a small budget, logits and sums are stored only for the first vocabulary columns. The logits of the other columns
+are computed twice. For 16,384 tokens, hidden size 4096 and vocabulary size 151,936, 1 GiB computes 43% of the logits
+twice, and 4 GiB none.
 """
 
 from __future__ import annotations
@@ -122,28 +113,16 @@ def plan_fused(
     hidden: int,
     vocabulary: int,
     *,
-    logit_bytes: int,
-    row_bytes: int,
-    sum_bytes: int,
-    gradient_bytes: int,
-    budget: int,
+    logit_bytes: int,  # of a logit that is stored until its gradient is computed
+    row_bytes: int,  # of all other memory per token of a chunk
+    sum_bytes: int,  # of an element of a gradient that is summed over chunks
+    gradient_bytes: int,  # of an element of a gradient that is returned
+    budget: int,  # in bytes
     weight_gradient: bool,
-    twice_bytes: int = TWICE_BYTES,
-    keep_all: bool = False,
+    twice_bytes: int = TWICE_BYTES,  # extra memory traffic of a logit that is computed twice
+    keep_all: bool = False,  # store all logits of a chunk, so that no logit is computed twice
 ) -> FusedPlan:
-    """Return the fastest plan of `fused_loss` within the memory budget. If no plan fits, the chunks have one token.
-
-    Arguments in bytes:
-
-    - `logit_bytes`: the size of a logit that is stored until its gradient is computed.
-    - `row_bytes`: all other memory per token of a chunk.
-    - `sum_bytes`: the size of an element of a gradient that is summed over chunks.
-    - `gradient_bytes`: the size of an element of a gradient that is returned.
-    - `budget`: the memory budget.
-    - `twice_bytes`: the extra memory traffic for a logit that is computed twice.
-
-    If `keep_all` is True, all logits of a chunk are stored and none is computed twice. Chunks are then smaller.
-    """
+    """Return the fastest plan of `fused_loss` within the memory budget. If no plan fits, the chunks have one token."""
     own_sums = weight_gradient and sum_bytes != gradient_bytes
     fitting = vocabulary * gradient_bytes // sum_bytes // 64 * 64
 

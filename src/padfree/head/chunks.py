@@ -1,14 +1,13 @@
-"""The loop of `fused_loss` over chunks of tokens. The loop records no autograd graph.
+"""The loop of `fused_loss` over chunks of tokens. The loop records no autograd graph. The steps for a chunk of C tokens
+are:
 
-C is the number of tokens of a chunk, D the hidden size and V the vocabulary size. Only the logits of the vocabulary
-columns [0, kept) are stored. The steps for a chunk are:
-
-    1. logits of all columns, of which [C, kept] are stored, and their softmax: log-probabilities and entropies [C]
+    1. logits and their softmax: log-probabilities and entropies [C]
     2. gradient of the loss with respect to the log-probabilities and entropies [C]
-    3. gradient of the stored logits [C, kept], in the same memory
-    4. gradient of the hidden states [C, D], and a term of the weight gradient [kept, D]
+    3. gradient of the logits, in the memory of the logits
+    4. gradient of the hidden states, and a term of the weight gradient
 
-After the last chunk, `tiles.tiled_gradients` computes the gradients of the columns [kept, V).
+Logits are stored only for the vocabulary columns [0, kept). `tiles.tiled_gradients` computes the gradients of the other
+columns.
 """
 
 from __future__ import annotations
@@ -171,17 +170,10 @@ class WeightSums:
         self.is_first = False
 
     def finish(self) -> None:
-        """Round the float32 sums of the weight gradient to 16 bits, piece by piece, in the memory of the sums.
-
-            before rounding   | 32-bit sum 0 | 32-bit sum 1 | 32-bit sum 2 ...
-            after rounding    | 16-bit gradients of columns 0 1 2 3 ...          |       the same bytes
-
-        A rounded number takes half the memory of its sum. So the rounded numbers of a piece overwrite only the sums of
-        earlier pieces, which are no longer needed. The first piece would overwrite its own sums, and is therefore
-        rounded into separate memory.
-        """
+        """Round the float32 sums of the weight gradient to 16 bits, and write them into `grad_weight`."""
         for start, end, part in self.parts:
             if part is not self.grad_weight:
+                # Rounded numbers take half the memory of sums, so only the first piece would overwrite its own sums.
                 for first, last in parts_of(end - start, 4096):
                     rounded = part[first:last].to(self.grad_weight.dtype) if start + first == 0 else part[first:last]
                     self.grad_weight[start + first : start + last] = rounded

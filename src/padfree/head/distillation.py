@@ -1,18 +1,9 @@
 """Distillation: the divergence between the student's and the teacher's distribution over the vocabulary.
 
-Tokens are processed in chunks, so that only the logits of one chunk are stored at a time. The steps for a chunk of C
-tokens, with V vocabulary entries, are:
+Tokens are processed in chunks, so that only the logits of one chunk are stored at a time. The gradients are computed
+together with the loss. This takes four matmuls: the logits of each model, and two gradients of the student.
 
-    1. logits [C, V] of the student and of the teacher, in 16 bits in bfloat16 training
-    2. log-sum-exp of each token and log-probability of its label [C], for student and teacher
-    3. divergence of each token [C]
-    4. gradient of the student's logits, in the memory of these logits
-    5. gradients of the student's hidden states and weight
-
-This takes four matmuls, the minimum: the logits of each model, and two gradients of the student. Teacher and student
-may differ in hidden size, but must have the same vocabulary.
-
-The gradients are computed together with the loss. `backward()` only multiplies them by the gradient of the loss.
+Teacher and student may differ in hidden size, but must have the same vocabulary.
 """
 
 from __future__ import annotations
@@ -54,39 +45,31 @@ class DistillationLoss:
 
 
 def distillation_loss(
-    hidden: Tensor,
-    head: Tensor | LmHead,
-    teacher_hidden: Tensor,
-    teacher_head: Tensor | LmHead,
-    labels: Tensor,
+    hidden: Tensor,  # [N, D]
+    head: Tensor | LmHead,  # weight [V, D]
+    teacher_hidden: Tensor,  # [N, E]
+    teacher_head: Tensor | LmHead,  # weight [V, E]
+    labels: Tensor,  # [N]
     *,
     divergence: DivergenceKind = "forward-kl",
     beta: float = 0.5,
     top_k: int | None = None,
-    weights: Tensor | None = None,
+    weights: Tensor | None = None,  # [N]; None: all weights are 1
     temperature: float | Tensor = 1.0,
     num_labels: int | None = None,
     memory: Memory = "speed",
     backend: Backend = "auto",
 ) -> DistillationLoss:
-    """Return the weighted sum over all labelled tokens of the divergence between student and teacher.
+    """Return the sum over labelled tokens of `weights` times divergence, differentiable in `hidden` and `head` (the
+    student's).
 
-    `hidden` [N, D] and `teacher_hidden` [N, E] are the hidden states. The heads have weights [V, D] and [V, E] of the
-    same dtype. Tokens with label -100 do not count. The result also has the log-probability of each label. The loss is
-    differentiable in the student's `hidden` and `head`.
+    - `divergence`: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), and "jsd" is the
+      generalised Jensen-Shannon divergence.
+    - `beta`: the teacher's share of the mixture of "jsd".
+    - `top_k`: compare only the teacher's k most probable entries, and merge all other entries into one.
+    - `temperature`: divides the logits of both models. The loss is not rescaled.
 
-    divergence: "forward-kl" is KL(teacher | student), "reverse-kl" is KL(student | teacher), and "jsd" is the
-    generalised Jensen-Shannon divergence, where `beta` is the teacher's share of the mixture.
-
-    top_k: compare only the k entries that are most probable under the teacher, and merge all others into one outcome.
-    If `top_k` is None, all entries are compared.
-
-    weights [N]: one weight per token. If `weights` is None, all weights are 1.
-
-    temperature: divides the logits of both models. A higher temperature makes gradients smaller, and the loss does not
-    rescale them.
-
-    memory: the budget for chunks, as in `fused_loss`. The other arguments are those of `score`.
+    The other arguments are those of `score`.
     """
     student, teacher = (as_head(one, bias=None, softcap=None, logit_scale=1.0) for one in (head, teacher_head))
     settings = _settings(divergence, beta, top_k)

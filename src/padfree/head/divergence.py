@@ -1,23 +1,12 @@
 """The divergence between the student's and the teacher's softmax for each token, and its gradient, in plain torch.
 
-s = softmax(x) is the student's distribution and t = softmax(y) the teacher's, both [R, V] for R tokens and V vocabulary
-entries. The logits x and y include bias, scale, soft cap and temperature. The sums are over the V entries. The right
-column is the derivative with respect to x_j, the student's logit of entry j.
-
-    divergence                                                   gradient
-    forward-kl   KL(t | s) = Σ t log(t/s)                        s_j − t_j
-    reverse-kl   KL(s | t) = Σ s log(s/t)                        s_j (log(s_j/t_j) − KL(s | t))
-    jsd          β KL(t | m) + (1−β) KL(s | m), m = βt + (1−β)s  (1−β) s_j (log(s_j/m_j) − KL(s | m))
-
-With top-k, the teacher's k most probable entries keep their probabilities, and all other entries are merged into one
-outcome, "the rest". The divergence of these k + 1 outcomes never exceeds the divergence over all entries. For example,
-with k = 2:
+With top-k, the teacher's k most probable entries keep their probabilities. All other entries are merged into one, "the
+rest". For example, with k = 2:
 
     teacher   .5 .3 .1 .1   becomes   .5 .3 .2
     student   .4 .2 .3 .1   becomes   .4 .2 .4
 
-An entry j of the rest has the gradient s_j · c. The factor c is the same for all entries of the rest. If several
-entries tie for rank k, all of them keep their probabilities.
+If several entries tie for rank k, all of them keep their probabilities.
 
 `triton_divergence` implements these functions with Triton kernels.
 """
@@ -71,7 +60,7 @@ class StoredLogits:
         """
         index = start // self.block
         below = self.below[:, start:end].to(self.block_peak.dtype)
-        if self.below.dtype == torch.float16:
+        if self.below.dtype == torch.float16:  # the fused matmuls store lower values as -inf
             below = below.clamp(min=FLOAT16_FLOOR)
         return below + (self.block_peak[:, index] - self.softmax.peak)[:, None]
 
@@ -149,12 +138,12 @@ def divergence_sums(
 ) -> Tensor:
     """Return four sums over the vocabulary for each of R tokens, as [4, R].
 
-    s and t are the distributions of the student and the teacher, and m is the mixture of both for jsd.
+    - Sum 0: the divergence; for jsd KL(student | mixture).
+    - Sum 1: KL(teacher | mixture) for jsd, otherwise 0.
+    - Sums 2 and 3: the total probability of the rest (the entries outside the top k) under student and teacher, 0
+      without top-k.
 
-    - Sum 0: the divergence; for jsd KL(s | m).
-    - Sum 1: KL(t | m) for jsd, otherwise 0.
-    - Sums 2 and 3: with top-k, the total probability under s and under t of all entries outside the teacher's top k,
-      otherwise 0. With top-k, sums 0 and 1 cover only the top k entries.
+    Sums 0 and 1 leave out the rest.
     """
     vocabulary = student.below.shape[1]
     sums = student.block_peak.new_zeros(4, len(student.below))
@@ -188,10 +177,10 @@ def divergence_gradient(
     inverse_temperature: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the divergence of R tokens with respect to the student's raw logits into `out` [R, V].
+    """Write the gradient of the divergence with respect to the student's raw logits into `out` [R, V].
 
-    Raw logits are the V logits before bias, scale, cap and temperature. `factor` [R]: a weight for the gradient of each
-    token. `out` may be the memory of the student's stored logits.
+    Raw logits are the logits before bias, scale, cap and temperature. `factor` [R] multiplies the gradient of each
+    token. `out` may overwrite the student's stored logits.
     """
     vocabulary = student.below.shape[1]
     scale = (factor * inverse_temperature * head.logit_scale)[:, None]

@@ -1,17 +1,12 @@
-"""The elementwise work on a tile of logits (soft cap, softmax sums, gradients), in plain torch. `triton_elementwise`
-implements the same functions with Triton kernels.
+"""The elementwise work on a tile of logits (soft cap, softmax sums, gradients), in plain torch.
 
-    raw_logits [R, W]   hidden[R, D] @ weight[W, D].T    float32: one tile, R tokens by W columns from column `first` on
-    logits     [R, W]   x = cap(scale · (raw_logits + bias)) / temperature,  cap(y) = softcap · tanh(y / softcap)
+The vocabulary is divided into blocks of columns. Before exponentiation, the largest logit of the token and block is
+subtracted. So blocks can be merged without overflow.
 
-The vocabulary is divided into K blocks. Three values per token and block are computed. The values are relative to the
-largest logit of the block, so blocks can be merged without overflow:
+Logits that are stored for the gradient are stored after this subtraction. In bfloat16 training they are stored in
+float16, which is more precise than bfloat16 near 0, where the probable entries are.
 
-    peak [R, K] = max x        total [R, K] = Σ exp(x − peak)        moment [R, K] = Σ exp(x − peak) · (x − peak)
-
-If the gradient needs the logits again, each logit is stored minus the largest logit of its token and block. In bfloat16
-training these differences are stored in float16, which is more precise than bfloat16 near 0, where the probable entries
-are.
+`triton_elementwise` implements the same functions with Triton kernels.
 """
 
 from __future__ import annotations
@@ -79,16 +74,11 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockSums:
-    """The largest logit and the sums of exponentials of R tokens in each of K vocabulary blocks, and the labels'
-    logits.
+    """Softmax statistics of R tokens for each of K vocabulary blocks, and the logits of the labels."""
 
-    `peak` is the largest logit x. `total` is Σ exp(x − peak), and `moment` is Σ exp(x − peak) · (x − peak), from which
-    the entropy is computed.
-    """
-
-    peak: Tensor  # [R, K]
-    total: Tensor  # [R, K]
-    moment: Tensor | None  # [R, K]; None if no entropy is wanted
+    peak: Tensor  # [R, K] the largest logit x
+    total: Tensor  # [R, K] Σ exp(x − peak)
+    moment: Tensor | None  # [R, K] Σ exp(x − peak) · (x − peak), for the entropy; None if no entropy is wanted
     target: Tensor  # [R] logit of the label, NaN until its column is computed; a label outside the vocabulary stays NaN
 
     @staticmethod
@@ -233,11 +223,11 @@ class LogitMatmuls(Protocol):
 def reduce_tile(
     raw_logits: Tensor, first: int, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
 ) -> None:
-    """Compute softmax statistics from a tile of raw logits [R, W] (hidden @ weight.T) and write them into `sums`.
+    """Write the softmax statistics of a tile of raw logits [R, W] (hidden @ weight.T) into `sums`. Overwrite
+    `raw_logits`.
 
-    The statistics are the largest logit and the sums of exponentials, for each token and vocabulary block. The tile
-    begins at column `first` of the vocabulary, a multiple of the block size. If `stored` [R, W] is given, each logit
-    minus the largest logit of its token and block is written into it. Overwrites `raw_logits`.
+    `first`: the first vocabulary column of the tile, a multiple of the block size. `stored` [R, W] receives each logit
+    minus the largest logit of its token and block.
     """
     num_columns = raw_logits.shape[1]
     logits = _logits_(raw_logits, first, head, rows)
@@ -309,8 +299,7 @@ def gradient_from_stored(
 ) -> None:
     """Write the gradient of the loss with respect to the raw logits (hidden @ weight.T) into `out` [R, V].
 
-    `stored` [R, V] and `peak` [R, K] are results of `reduce_tile`: `peak` is the largest logit of each token in each of
-    K vocabulary blocks, and `stored` has the logits minus this peak. `out` may overwrite `stored`.
+    `stored` [R, V] and `peak` [R, K] are results of `reduce_tile`. `out` may overwrite `stored`.
     """
     for index, start in enumerate(range(0, stored.shape[1], head.block)):
         end = min(start + head.block, stored.shape[1])
@@ -335,13 +324,8 @@ def _gradient(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the loss with respect to the raw logits (hidden @ weight.T) into `out`.
-
-    After scale, soft cap and temperature, the logit x_j of vocabulary entry j with probability p_j has the gradient
-    g·[j = label] − p_j·(g + h·(log p_j + entropy)). Here g and h are the gradients of the loss with respect to the
-    label's log-probability and the entropy, and [j = label] is 1 or 0. The chain rule then gives the gradient of the
-    raw logit.
-    """
+    """Write the gradient of the loss with respect to the raw logits (hidden @ weight.T) into `out`."""
+    # Logit j has the gradient g·[j = label] − p_j·(g + h·(log p_j + entropy)), with g and h from `upstream`.
     pull = upstream.logprobs[:, None]
     if upstream.entropy is not None:
         assert softmax.entropy is not None, "the gradient of the entropy needs the values of the entropy"

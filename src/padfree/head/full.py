@@ -30,8 +30,8 @@ def full_scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-probability of the label and the entropy of each labelled token, [M] each.
 
-    Results are float32, or float64 if `hidden` is float64. The entropy is None unless `entropy` is True. `kept` holds
-    the vocabulary ids that the softmax of each token covers; None stands for the whole vocabulary.
+    The entropy is None unless `entropy` is True. `kept`: the vocabulary ids that the softmax of each token covers; None
+    stands for the whole vocabulary.
     """
     logits = full_logits(hidden, head, inverse_temperature)
     if kept is not None:

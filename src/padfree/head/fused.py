@@ -1,21 +1,10 @@
 """A loss and its gradient in one pass over the logits, with three matmuls.
 
-The steps for a chunk of C tokens, with V vocabulary entries, are:
+The loss of a token may depend only on the token's own log-probability and entropy, as in SFT. So the gradient can be
+computed while the logits are in memory. A loss that needs whole sequences, such as GSPO, uses `score`, which computes
+the logits twice.
 
-    1. logits [C, V]
-    2. log-probabilities and entropies [C]
-    3. `token_loss` [C], and its gradient with respect to log-probabilities and entropies [C]
-    4. gradient of the logits, in the memory of the logits
-    5. gradient of the hidden states, and a term of the gradient of the weight
-
-`fused_loss` is for losses in which the term of a token depends only on the token's own log-probability and entropy,
-such as SFT and policy losses with an importance ratio per token. The gradient is computed while the logits of a chunk
-are in memory, so logits are computed only once. A loss that needs whole sequences, such as GSPO, uses `score`, which
-computes the logits twice.
-
-The gradients are ready when `fused_loss` returns. `backward()` only multiplies them by the gradient of the loss. Scale
-the loss inside `token_loss` and not afterwards: a later factor that is not a power of two rounds a bfloat16 gradient a
-second time.
+Scale the loss inside `token_loss`. A later factor that is not a power of two rounds a bfloat16 gradient a second time.
 """
 
 from __future__ import annotations
@@ -70,12 +59,11 @@ def fused_loss(
 ) -> FusedLoss:
     """Return the sum of `token_loss` over all labelled tokens, differentiable in hidden, weight and bias.
 
-    token_loss(logprobs [c], entropy [c] or None, positions [c]) returns the c losses of a chunk of tokens. `positions`
-    are the indices of the tokens in `hidden`, as in advantages[positions]. The loss of a token may depend only on the
-    log-probability and the entropy of this token. Tensors that `token_loss` captures get no gradient.
+    `token_loss(logprobs, entropy, positions)` returns the losses of a chunk of tokens. `positions` are indices into
+    `hidden`, as in `advantages[positions]`. A token's loss may depend only on the log-probability and entropy of this
+    token. Tensors that `token_loss` captures get no gradient.
 
-    memory: the memory budget, as in `score`. With a small budget, some logits are computed twice. The other arguments
-    are those of `score`.
+    The other arguments are those of `score`.
     """
     if not callable(token_loss):
         raise UserError(

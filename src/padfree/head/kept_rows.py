@@ -1,14 +1,12 @@
 """The kept sets of the scored tokens, on the device, and the mask of a tile of logits.
 
-The kept set of a token is the set of vocabulary ids that sampling could choose, for example with top-p. Logits outside
-a token's kept set are set to a number so low that their probability and their gradient are 0.
+The kept set of a token is the set of vocabulary ids that sampling could choose, for example with top-p. All other
+logits are set so low that their probability and gradient are 0.
 
-A mask has 1 byte per logit: True for the ids in the token's kept set. For three tokens and a vocabulary of 6 ids, the
-mask of the four columns from column 2 on, `tile(2, 4)`, is:
+A mask is True for the ids in the kept set. For example, the columns 2 to 5 of the masks of two tokens are:
 
     kept set         column 2    3        4        5
     0 and 3          False       True     False    False
-    all ids          True        True     True     True
     all but 4        True        True     False    True
 """
 

@@ -1,15 +1,9 @@
-"""Matmuls that are fused with the elementwise work on their result.
+"""Matmuls that are fused with the elementwise work on their result, for bfloat16 tensors on Hopper GPUs.
 
-The matmuls compute tiles of the logits from hidden states [R, D] and a weight [V, D], for R tokens, hidden size D and
-vocabulary size V. A tile stays in registers, so that float32 logits are never written to memory.
+A tile of logits stays in registers, so that float32 logits are never written to memory.
 
-- `reduce_rows` writes the logit of each label, and the largest logit and the sums of exponentials of each token in each
-  block of 128 or 256 vocabulary columns. It can also write all logits as float16, minus the largest logit of the block.
-- `gradient_columns` writes the gradient of the raw logits (hidden @ weight.T), 2 bytes per logit.
-
-Each program loads its next tile (TMA) while it finishes the current one. The L2 cache holds the hidden states and the
-columns of the weight that are in use, because tiles are processed in bands of a few rows of tiles, column by column.
-For example, in a band of two rows, the order of the tiles (row, column) is (0, 0), (1, 0), (0, 1), (1, 1), (0, 2).
+Tiles are processed in bands of a few rows of tiles, column by column. So the L2 cache holds the hidden states and
+weights in use. In a band of two rows, the order of the tiles (row, column) is (0, 0), (1, 0), (0, 1), (1, 1), (0, 2).
 """
 
 from __future__ import annotations
@@ -75,12 +69,10 @@ def reduce_rows(
     stored: Tensor | None,
     configuration: MatmulConfiguration | None = None,
 ) -> None:
-    """Compute the logits of `hidden` [R, D], and write softmax statistics into `sums`.
+    """Compute the logits of `hidden` [R, D], and write softmax statistics (`BlockSums`) into `sums`.
 
-    The statistics are the largest logit and the sums of exponentials, for each token and vocabulary block. If `stored`
-    [R, kept] is given, the logits of the vocabulary columns [0, kept) are written into it as float16, each minus the
-    largest logit of its token and block. Values below the range of float16 become -inf. The matrix rows of `stored`
-    must be aligned to 16 bytes.
+    `stored` [R, kept] receives the logits of the columns [0, kept) as float16, each minus the largest logit of its
+    token and block. The matrix rows of `stored` must be aligned to 16 bytes.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -1,16 +1,12 @@
 """Log-probabilities and entropies of labels, computed without storing all logits.
 
-The logits of N tokens with hidden states [N, D] and a head with the weight [V, D] are
-
     logits = cap(logit_scale · (hidden @ weight.T + bias)) / temperature        cap(y) = softcap · tanh(y / softcap)
 
-Plain autograd would store several tensors [N, V]: 37 GiB for N = 16,384 tokens and a vocabulary of V = 151,936. `score`
+For N = 16,384 tokens and V = 151,936 vocabulary entries, autograd would store 37 GiB in several tensors [N, V]. `score`
 computes only a tile of the logits at a time, for some tokens and some of the vocabulary. The backward pass computes
-each tile again. `fused_loss` computes the logits only once, but supports only losses in which the loss of a token
-depends on no log-probability or entropy of another token.
+each tile again.
 
-Scores (log-probabilities and entropies) are float64 for float64 inputs, otherwise float32. The scores of tokens without
-a label (-100) are 0.
+`fused_loss` computes the logits only once, but the loss of a token may not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -49,12 +45,12 @@ class Scores:
 
 
 def score(
-    hidden: Tensor,
-    weight: Tensor | LmHead,
-    labels: Tensor,
+    hidden: Tensor,  # [N, D]
+    weight: Tensor | LmHead,  # [V, D]
+    labels: Tensor,  # [N] integers
     *,
-    temperature: float | Tensor = 1.0,
-    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,  # one number, or [N]; gets no gradient
+    bias: Tensor | None = None,  # [V]
     softcap: float | None = None,
     logit_scale: float = 1.0,
     entropy: bool = False,
@@ -65,31 +61,15 @@ def score(
 ) -> Scores:
     """Return the log-probability of each label, and on request the entropy. Differentiable in hidden, weight and bias.
 
-    hidden [N, D] holds the hidden states of N tokens.
+    - `weight`: the weight [V, D], or the head of a model, `lm_head_of(model)`.
+    - `labels`: -100 for tokens that are not scored.
+    - `num_labels`: the number of labelled tokens. Without it, the host synchronises with the GPU.
+    - `kept`: for each labelled token, the vocabulary ids that its softmax covers. They must include the label.
+    - `memory`: "low" (1 GiB), "speed" (4 GiB) or a number of bytes, in addition to the returned gradients.
+    - `backend`: "reference" stores all logits at once, "chunked" is plain torch, "triton" needs CUDA.
 
-    weight: the weight [V, D] of the head, or the head of a model, `lm_head_of(model)`. hidden, weight and bias [V] have
-    one dtype: bfloat16, float32 or float64.
-
-    labels [N]: integers; -100 for tokens that are not scored. The scores and gradients of such tokens are 0, and they
-    take part in no matmul.
-
-    temperature: one number, or one number per token [N]. The temperature gets no gradient.
-
-    num_labels: the number of labelled tokens, if the host knows it; otherwise the host synchronises with the GPU. On a
-    GPU, a wrong number or a label outside the vocabulary gives NaN. On the CPU, either mistake raises an error.
-
-    kept: for each labelled token, the set of vocabulary ids that its softmax covers (`padfree.kept_sets`). The set must
-    contain the label. If `kept` is None, the softmax covers the whole vocabulary.
-
-    memory: the memory that may be used in addition to the returned gradients: "low" (1 GiB), "speed" (4 GiB) or a
-    number of bytes. The budget is at least the size of a float32 copy of the hidden states of the labelled tokens.
-
-    backend:
-
-    - "reference": store all logits at once.
-    - "chunked": plain torch on any device.
-    - "triton": Triton kernels for CUDA.
-    - "auto": "triton" on CUDA if Triton is installed, else "chunked".
+    On a GPU, a wrong `num_labels` or a label outside the vocabulary gives NaN. On the CPU, either mistake raises a
+    `UserError`.
     """
     head = as_head(weight, bias=bias, softcap=softcap, logit_scale=logit_scale)
     call = prepare(
@@ -338,8 +318,8 @@ def _inverse_temperature(temperature: float | Tensor, hidden: Tensor, dtype: tor
 def _labelled_tokens(labels: Tensor, num_labels: int | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the indices [M] of the labelled tokens, and a scalar "poison" that is added to every score.
 
-    The poison is NaN if `num_labels` is wrong, 0 if it is right, and None if `num_labels` is None. The indices are None
-    if all tokens have a label.
+    The indices are None if all tokens have a label. The poison is None without `num_labels`, 0 if `num_labels` is
+    right, and NaN if it is wrong.
     """
     labelled = labels != IGNORE
     if num_labels is None:
@@ -371,10 +351,9 @@ def _check_labels(labels: Tensor, picked_labels: Tensor, vocabulary: int) -> Non
 
 
 def _with_kept(rows: LabelledRows, kept: KeptSets, vocabulary: int) -> LabelledRows:
-    """Add the kept sets (ids that the softmax covers) to the labelled tokens `rows`. On the CPU, a label outside its
-    kept set raises a `UserError`.
+    """Add the kept sets (ids that the softmax covers) to the labelled tokens `rows`.
 
-    On a GPU, the log-probability of a label outside its kept set is NaN instead, because a check would synchronise.
+    On the CPU, a label outside its kept set raises a `UserError`. On a GPU, the log-probability of such a label is NaN.
     """
     if len(kept) != len(rows.labels):
         raise UserError(

@@ -1,15 +1,10 @@
 """The loops of `score` and `fused_loss` over tiles of logits. The loops record no autograd graph.
 
 A tile is a block of the logits [M, V] of M labelled tokens and V vocabulary entries. `tiled_softmax` computes each
-tile, sums the exponentials of its logits for the softmax, and discards the tile. `tiled_gradients` computes each tile
-again, and from it the gradients.
+tile, adds its exponentials to the softmax sums, and discards the tile. `tiled_gradients` computes each tile again.
 
-`TiledMatmuls` computes the matmul of a tile first, and then the softmax sums or gradients from the result in memory. It
-works on any device. The fused matmuls (`matmuls.py`) never write a tile of logits to memory.
-
-Logits, sums and softmax are float32, or float64 for float64 inputs. In bfloat16 training on CUDA, the gradients of
-logits are bfloat16, and the matmuls that read these gradients accumulate in float32 and round their result once. On
-other devices, bfloat16 operands are converted to float32.
+Logits and softmax are float32, or float64 for float64 inputs. In bfloat16 training, gradients of logits are bfloat16 on
+CUDA. On other devices, operands are converted to float32.
 """
 
 from __future__ import annotations
@@ -119,15 +114,13 @@ class TiledMatmuls:
     def reduce_rows(
         self, hidden: Tensor, head: BlockedHead, rows: LabelledRows, sums: BlockSums, stored: Tensor | None
     ) -> None:
-        """Compute the logits of `hidden` [R, D] tile by tile. For each token and each block of the vocabulary, write
-        the largest logit and the sums of exponentials into `sums`.
+        """Compute the logits of `hidden` [R, D] tile by tile, and write softmax statistics (`BlockSums`) into `sums`.
 
-        If `stored` [R, kept] is given, also write the logits of the vocabulary columns [0, kept) into `stored`, each
-        minus the largest logit of the same token and block. `kept` is a multiple of the block size, or the vocabulary
-        size.
+        `stored` [R, kept] receives the logits of the columns [0, kept), each minus the largest logit of its token and
+        block.
         """
         tile_rows, tile_columns = self.memory.shape
-        kept = 0 if stored is None else stored.shape[1]
+        kept = 0 if stored is None else stored.shape[1]  # a multiple of the block size, or the vocabulary size
         for column, last_column in (*parts_of(kept, tile_columns), *parts_of(len(head.weight), tile_columns, kept)):
             weight = self.task.weight_block(column, last_column)
             for row, last_row in parts_of(len(hidden), tile_rows):
@@ -254,11 +247,8 @@ def matmul(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool = False
 
 
 def _row_invariant_matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Compute out = left @ right. The bits of one matrix row of `out` do not depend on the number of matrix rows.
-
-    On a CPU, a matrix with few rows is padded with zeros. Without padding, the library might use another kernel for
-    it, which sums in another order.
-    """
+    """Compute out = left @ right. The bits of a matrix row of `out` do not depend on the number of matrix rows."""
+    # For few matrix rows, the CPU's library might use another kernel, which sums in another order. So `left` is padded.
     missing = LEAST_ROWS - len(left)
     if missing <= 0 or left.device.type != "cpu":
         matmul(left, right, out)

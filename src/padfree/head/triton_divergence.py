@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Triton kernels for the divergence between the student's and the teacher's softmax, and for its gradient.
 
-The kernels compute the same as the plain torch functions of `divergence.py`. Each Triton program reads the logits of
-both models for one token and a range of the vocabulary. The sums of the programs are added afterwards in a fixed order,
-so that results are reproducible.
+The kernels compute the same as the plain torch functions of `divergence.py`. The sums of the Triton programs are added
+in a fixed order, so that results are reproducible.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The functions of `elementwise.py` as Triton kernels. Each kernel reads a tile of logits once and writes the tile at
-most once.
+"""The functions of `elementwise.py` as Triton kernels. Each kernel reads a tile of logits once and writes it at most
+once.
 
-    grid (R tokens, blocks of the tile): a program holds the `BLOCK` columns of one block of one token in registers
-
-Programs share nothing, so results do not depend on the order of execution. All arithmetic is float32. With
-`TRITON_INTERPRET=1`, set before Triton is imported, the kernels run on the CPU.
+The arithmetic is float32. Every result is computed by one Triton program, so it does not depend on the order of
+execution. With `TRITON_INTERPRET=1`, set before Triton is imported, the kernels run on the CPU.
 """
 
 from __future__ import annotations
@@ -70,10 +68,9 @@ def _logits(
 
 @triton.jit
 def _gradient(log_p, pull_logprob, pull_entropy, entropy, HAS_ENTROPY: tl.constexpr):
-    """Return the gradient of a logit with probability p: -p · (g + h · (log p + entropy)). The caller adds g for the
-    label.
+    """Return the gradient of the loss with respect to a logit. For the label's logit, the caller adds `pull_logprob`.
 
-    g is the gradient of the loss with respect to the token's log-probability, h that with respect to its entropy.
+    `pull_logprob` and `pull_entropy` are the gradients with respect to the token's log-probability and entropy.
     """
     pull = pull_logprob
     if HAS_ENTROPY:
@@ -360,12 +357,10 @@ def gradient_from_stored(
     upstream: Upstream,
     out: Tensor,
 ) -> None:
-    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, W].
+    """Write the gradient of the raw logits (hidden @ weight.T) into `out` [R, W], which may be the memory of `stored`.
 
-    The input `stored` [R, W] has the logits after bias, soft cap and temperature, each minus the largest logit of its
-    token and vocabulary block. `peak` has these largest logits. `out` may be the memory of `stored`.
-
-    This is `elementwise.gradient_from_stored` as a Triton kernel.
+    `stored` [R, W] are the logits after bias, soft cap and temperature, minus `peak`: the largest logit of the token
+    and vocabulary block.
     """
     num_rows, num_columns = stored.shape
     absent = rows.labels

@@ -1,27 +1,10 @@
 """Compile each layer separately with `torch.compile`, once for all sequence lengths.
 
-The compilation of a layer's graph has these steps:
+The numbers of tokens and samples are dynamic sizes; all other sizes are static.
 
-    1. graph passes (`padfree.layers.passes`)
-    2. the choice of the activations that are saved for backward (`padfree.layers.recompute`)
-    3. autograd, which makes a forward and a backward graph
-    4. Inductor, with more graph passes (`padfree.layers.passes`)
-
-Attention is one operator in the graph, or a graph break if the sequence is divided among context-parallel ranks. Wide
-layers on a GPU also use padfree's own operators for RMSNorm, QK-norm with RoPE, and SwiGLU. With `parallel.kernels =
-"none"`, the compiler makes the kernels for these functions. The numbers of tokens and samples are dynamic sizes; all
-other sizes are static.
-
-With the argument `exact` (from the setting `rollout.exact`), the hidden state of a token has the same bits in every
-graph of a layer. The bits do not depend on the number of tokens, nor on which activations are recomputed:
-
-    reductions      On a GPU, RMSNorm and QK-norm are custom operators in layers of all widths. The order of their sums
-                    depends only on the width. Other sums in forward graphs, such as those of routers, are computed by
-                    PyTorch's own kernels.
-    elementwise     The compiler rounds after each operation, as PyTorch without the compiler does. It fuses no
-                    multiplication with an addition. So it does not matter which operations share a kernel.
-    matmuls         Matmuls in forward graphs are not fused with the operation that follows (an epilogue), because
-                    fusion would omit the rounding of the matmul's result.
+With the argument `exact` (the setting `rollout.exact`), a token's hidden state has the same bits in every graph of a
+layer. The bits do not depend on the number of tokens, nor on which activations are recomputed. For this purpose, sums
+have a fixed order, and every operation rounds its result.
 """
 
 from __future__ import annotations
@@ -58,12 +41,9 @@ LONG_PACK = 8192
 REDUCED_TOKENS = 32
 
 RECOMPILE_LIMIT = 64
-"""The number of graphs that torch.compile may make for the layers of a process.
+"""The number of graphs that torch.compile may make for the layers of all models of a process. PyTorch's default is 8.
 
-The limit counts the graphs of all models together (policy, reference, critic, and the sampler's prefill and decode
-steps), because torch.compile compiles the function `nn.Module._call_impl`, which is the same for all layers. When
-torch.compile reaches the limit (8 by default), it runs further layers uncompiled. These layers are slow, and round
-differently.
+Beyond the limit, layers run uncompiled. They are then slow, and round differently.
 """
 
 WIDE_ROW = 2048
@@ -80,11 +60,11 @@ def compile_layers(
 ) -> None:
     """Compile each layer separately, in place.
 
-    `backend` is a backend of `torch.compile`, and `kept` says which activations are saved for backward. If `operators`
-    is True, layers use the operators of `padfree.layers.ops` where these save time. If `exact` is True, all layers on a
-    GPU use these operators, so that a token gets the same bits in every call.
+    `kept` says which activations are saved for backward. `operators` allows the operators of `padfree.layers.ops` where
+    they save time. With `exact`, a token gets the same bits in every call.
     """
     layers = list(layers)
+    # torch.compile compiles `nn.Module._call_impl`, the same function for all layers, so they share one limit.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     offload = None
     if isinstance(kept, str):
@@ -159,8 +139,10 @@ def _compiled(
 ) -> Any:
     hidden = _hidden_states(inputs)
     on_gpu = hidden is not None and hidden.is_cuda
+    # With `exact`, all layers on a GPU use the operators, so that all graphs add in the same order.
     inserted = (exact and on_gpu) or (operators and _operators_pay(hidden))
     if inserted:
+        # With `exact`, replace all norms: the order of the sums of padfree's norms depends only on the width.
         counts = [rms_norm_pass(graph.graph, every=True)] if exact else []
         counts += [each.run(graph.graph) for each in PASSES if each.stage == "before autograd"]
         if any(counts):
@@ -172,6 +154,7 @@ def _compiled(
             patches["post_grad_custom_pre_pass"] = InductorPass("after autograd", epilogues=epilogues, exact=exact)
             patches["post_grad_custom_post_pass"] = InductorPass("after inductor", epilogues=epilogues, exact=exact)
         if exact:
+            # Round after each operation, so that it does not matter which operations share a kernel.
             patches["emulate_precision_casts"] = True
         if hidden is not None and hidden.is_cuda:
             # The compiler must choose reductions without regard to the pack's length. Otherwise it would compile again
@@ -202,6 +185,7 @@ class InductorPass(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         forward = self.exact and not _is_backward(graph)
         for each in self.passes:
+            # In an exact forward graph, a matmul with an epilogue would omit the rounding of the matmul's result.
             if (each.exact_only and not forward) or (each.needs_epilogues and forward):
                 continue
             each.run(graph)

@@ -1,15 +1,10 @@
-"""Activation offload: tensors that layers save for backward are moved to host memory.
+"""Activation offload: tensors that layers save for backward are moved to pinned host memory.
 
-    forward     layer 0 ... layer 1 ... layer 2 ... layer 3 ... head     compute stream
-                       copy 0 -> host ........ copy 1 -> host ......     copy stream, in parallel
-    backward    layer 3 ..... layer 2 ..... layer 1 ..... layer 0
-                              prefetch 1 ....   prefetch 0 ....          one layer before they are needed
+Only the first layers are offloaded, because backward needs their tensors last. The copies run on another stream. The
+device memory of a layer's tensors is freed some layers later, when the copy should have finished. In backward, the
+tensors are copied back one layer before they are needed.
 
-Autograd's saved-tensor hooks see each tensor that backward will need. The tensors of the first layers are copied to
-pinned host memory, because backward needs them last. Their device memory is freed some layers later, when the copy
-should have finished. The other layers keep their tensors on the device.
-
-The host never synchronises with the device: streams wait for each other through events.
+The host never waits for the device: streams wait for each other through events.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Choose which activations a layer saves for backward. Backward recomputes all other activations.
 
-Compiled layers and other layers have different modes. Layers that are not compiled use PyTorch's activation
-checkpointing (`recompute_layers`):
+The modes, and what they save:
 
-    full        saves the layer's input
-    selective   saves the layer's input and the results of matmuls
+    layers that are not compiled (`recompute_layers`)
+        full        the layer's input
+        selective   the layer's input and the results of matmuls
+    compiled layers (`mark_saved`)
+        input       the layer's input
+        selective   the layer's input and the result of attention
+        host        as `selective`, and the results of the projections q, k, v and o
 
-For compiled layers, `mark_saved` marks the nodes of the layer's graph whose results are saved:
-
-    input       saves the layer's input
-    selective   saves the layer's input and the result of attention
-    host        saves what `selective` saves, and the results of the projections q, k, v and o; the saved tensors may
-                be moved to host memory (`padfree.layers.offload`)
+With `host`, the saved tensors may be moved to host memory (`padfree.layers.offload`).
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """Losses: pure functions of the tokens of a pack. Each returns a weighted sum over tokens or over pairs of samples.
 
-segment_sums                           sums, means and scans over samples
-aggregation                            ways of averaging a loss, each given as one weight per token
-types                                  LossInputs, LossOutput
 nll, policy_loss, value, preference    the losses
-chunk_loss                             losses that can be computed together with the output projection
-objectives                             objectives of policy losses: one file per built-in objective (clip, GSPO, ...),
-                                       and one file, `custom`, that calls user-defined objectives
-corrections, kl                        other parts of policy losses
-advantages                             compute advantages from rewards
-logits                                 compute log-probabilities and entropies from existing logits
+objectives, corrections, kl            the parts of policy losses
+chunk_loss                             losses that are computed together with the output projection
+aggregation                            ways of averaging a loss, each given as one weight per token
+advantages                             advantages, computed from rewards
 
-The settings of the losses are plain data in `padfree.config.loss_settings`, which does not import torch.
+The settings of the losses are in `padfree.config.loss_settings` and `policy_settings`, which do not import torch.
 """
 
 from padfree.choices import KLEstimator, WeightMode

@@ -1,24 +1,11 @@
 """Compute advantages from rewards.
 
-    by group, [B] advantages. r: a reward; m, s: mean, standard deviation (divisor n - 1) of the n rewards of its group
-        grpo_advantages              (r - m) / (s + eps); r - m with std=False (Dr. GRPO)
-        rloo_advantages              r - mean of the group's other rewards = (r - m) · n / (n - 1)
-    by token, [T] advantages. rₜ, Vₜ: the reward of token t, and the value that a critic computes for it
-        gae                          δₜ + γλ δₜ₊₁ + (γλ)² δₜ₊₂ + ...    δₜ = rₜ + γ Vₜ₊₁ - Vₜ
-        discounted_returns           rₜ + γ rₜ₊₁ + γ² rₜ₊₂ + ...
-        reinforce_plus_plus          discounted returns of (rₜ minus the KL penalty of token t), whitened
-        reinforce_plus_plus_baseline r - m on every token, minus the KL penalty of the token, whitened
-    whiten                           (x - mean) / standard deviation, over the scored tokens of the whole global batch;
-                                     without `shift_mean` the mean is added again
+B is the number of samples and T the number of tokens of a pack. `mask` [T] marks the scored tokens, which are the
+actions. Other tokens, such as a tool's answer, are skipped and get 0. The scored tokens before and after them count as
+neighbours.
 
-The advantage is exactly 0 in a group of one sample and in a group of equal rewards.
-
-A pack has B samples and T tokens. `mask` marks the scored tokens, which are the actions. Other tokens, such as a tool's
-answer between two turns, are skipped: the scored tokens before and after them are neighbours. The result is 0 outside
-the mask.
-
-All functions run without gradients. They compute in float64 and return the dtype of the rewards or values (float32 for
-integers and bools). `max_length`, the length of the longest sample, is optional and makes scans faster.
+All functions run without gradients, in float64. They return the dtype of the rewards or values (float32 for integers
+and bools). The optional `max_length`, the length of the longest sample, makes them faster.
 """
 
 from __future__ import annotations
@@ -37,10 +24,9 @@ LARGEST = sys.float_info.max
 
 @torch.no_grad()
 def grpo_advantages(rewards: Tensor, groups: Tensor, num_groups: int, *, std: bool = True, eps: float = 1e-6) -> Tensor:
-    """Return the GRPO advantages [B]: (reward - mean of the prompt group) / standard deviation of the group.
+    """Return the GRPO advantages [B]: (reward - mean of the prompt group) / (standard deviation of the group + `eps`).
 
-    `groups` [B] holds the group of each sample, from 0 to num_groups - 1. If `std` is False, the division is omitted
-    (Dr. GRPO). `eps` is added to the standard deviation.
+    `groups` [B] holds the group of each sample, from 0 to num_groups - 1. Without `std`, nothing is divided (Dr. GRPO).
     """
     groups = _checked_groups(rewards, groups, num_groups)
     need_number("eps", eps, 0.0, LARGEST, "give 0 or a small positive number")
@@ -176,8 +162,8 @@ def reinforce_plus_plus_baseline(
 ) -> Tensor:
     """Return the REINFORCE++ advantages with a baseline, [T].
 
-    Every scored token gets the reward of its sample minus the mean reward of the sample's prompt group, minus the KL
-    penalty of the token. The result is whitened over the global batch. Each rank must hold whole groups.
+    Each scored token gets its sample's reward minus the prompt group's mean reward, minus its KL penalty, whitened over
+    the global batch. Each rank must hold whole groups.
     """
     pack = _PackTokens(mask, sample_index, None)
     groups = _checked_groups(rewards, groups, num_groups)
@@ -207,10 +193,10 @@ class _PackTokens:
         return torch.where(self.mask, values, 0.0)
 
     def discounted(self, values: Tensor, factor: float) -> Tensor:
-        """Return, for each action (scored token), the discounted sum of the values up to the end of its sample: [T].
+        """Return, for each action (scored token), the discounted sum of the values from there to the end of its sample:
+        [T].
 
-        The discount from one action to the next is `factor`, however many other tokens lie between the two actions.
-        Tokens that are not actions get 0.
+        `factor` is the discount per action. Other tokens do not discount, and get 0.
         """
         steps = torch.where(self.mask, self.mask.new_full((), factor, dtype=torch.float64), 1.0)
         return torch.where(self.mask, scan_back(values, steps * self.goes_on, self.max_length), 0.0)

@@ -1,29 +1,14 @@
 """Ways of averaging a loss. Each way gives every token a weight, and the loss is `(weights * losses).sum()`.
 
-A *scored* token is a trained token that is not the first token of its sample. The weight of a scored token is stored at
-the position before the token, where the token is predicted. This example takes the mean over the tokens of three
-samples with 4 scored tokens in total:
+This example is the mean over the tokens of three samples:
 
     mask        1 1 1 0 | 0 1 1 | 0 0      1: the token is trained
     weights     ¼ ¼ 0 0 | ¼ ¼ 0 | 0 0
 
-A scored token of sample i in group g has this weight:
+A token's weight is stored at the position before the token, which predicts it. So the first token of a sample has no
+weight. Trained tokens with a weight are called *scored*.
 
-    token-mean            1 / N            every token counts the same
-    sample-mean           1 / (B nᵢ)       mean over samples of each sample's mean
-    sum-of-sample-mean    1 / nᵢ           sum over samples of each sample's mean
-    sample-sum            1 / B            mean over samples of each sample's sum
-    constant              1 / c            Dr. GRPO: for example c = longest response × number of samples
-    group-mean            1 / (G n_g)      mean over groups of each group's token mean
-
-Here nᵢ is the number of scored tokens of sample i, n_g that of group g, and N that of the batch. B and G are the
-numbers of samples and groups with scored tokens. All counts are over the global batch, so the loss is the same however
-the batch is split into packs.
-
-With the argument `units`, several samples, such as the turns of a conversation, count as one sample in these formulas.
-
-A sample without scored tokens has weight 0 and is not counted. To divide by a number that includes such samples, use
-`constant`.
+`docs/concepts/losses.md` lists the weights of all modes.
 """
 
 from __future__ import annotations
@@ -57,11 +42,10 @@ def token_weights(
     constant: float | None = None,
     units: Sequence[Hashable | None] | None = None,
 ) -> list[NDArray[np.float32]]:
-    """Return the weights of all tokens of the global batch: one float32 array [n] per sample of n tokens.
+    """Return the weights of the tokens of the global batch, one float32 array [n] per sample, for the function `pack`.
 
-    Pass the result to `pack(samples, weights=...)`. `masks[i]` [n] says which tokens of sample i are trained. `groups`
-    are needed for the mode `group-mean`, and `constant` is the divisor of the mode `constant`. Samples with the same
-    entry in `units` count as one sample.
+    `masks[i]` [n] says which tokens of sample i are trained. The mode 'group-mean' needs `groups`. Samples with the
+    same entry in `units` count as one sample.
     """
     scored, lengths = _scored(masks)
     scales = _sample_weights(mode, _counts(scored, lengths), groups, constant, units)
@@ -80,11 +64,10 @@ def batch_weights(
     group_counts: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> Tensor:
-    """Return the weights [T] (float32) of the tokens of a packed batch, on the device of the batch.
+    """Return the weights [T] (float32) of the tokens of a packed batch, for code without `Sample` objects.
 
-    This function is for code that has no `Sample` objects. `divisor` is the result of `weight_divisor` for the global
-    batch. The mode 'group-mean' needs `group_counts` [B], the number of scored tokens in each sample's group. `reduce`
-    sums over the ranks that hold parts of the same pack.
+    `divisor` is the result of `weight_divisor`. `group_counts` [B], for 'group-mean', counts the scored tokens of each
+    sample's group. `reduce` sums over the ranks that share the pack.
     """
     _check_mode(mode)
     need_whole("num_samples", num_samples, 0, "give the number of samples")
@@ -114,17 +97,10 @@ def weight_divisor(
     groups: Sequence[Hashable] | None = None,
     constant: float | None = None,
 ) -> float:
-    """Return the number by which all token weights of the global batch are divided.
+    """Return the number by which all token weights of the global batch are divided, such as the number of samples.
 
-    The divisor of each mode (samples and groups without scored tokens are not counted):
-
-        token-mean               the number of scored tokens
-        sample-mean, sample-sum  the number of samples
-        group-mean               the number of groups
-        sum-of-sample-mean       1
-        constant                 `constant`
-
-    `counts` [B] is the number of scored tokens of each sample. A divisor that is a count is at least 1.
+    `counts` [B] is the number of scored tokens of each sample. Samples and groups without scored tokens are not
+    counted.
     """
     _check_mode(mode)
     counts = _checked_counts(counts)

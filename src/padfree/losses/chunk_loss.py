@@ -1,15 +1,9 @@
-"""Losses that are computed together with the head (the output projection): loss and gradient, chunk by chunk.
+"""Losses that are computed together with the head (the output projection), for some tokens at a time.
 
-`head.fused_loss` calls `token_loss(logprobs [c], entropy [c] | None, positions [c])` for each chunk of c labelled
-tokens, and gets c weighted losses. `positions` are the indices of the tokens in the pack. The loss must be elementwise:
-the loss of a token must not depend on the current log-probabilities and entropies of other tokens.
+`head.fused_loss` calls `token_loss` for each chunk of labelled tokens, and gets their weighted losses. The loss must be
+elementwise: the loss of a token must not depend on the log-probability or entropy of another token.
 
-- SFT and the policy objectives clip, CISPO and REINFORCE are elementwise, also with KL and entropy terms.
-- The corrections token TIS and IcePop are elementwise.
-- The corrections sequence TIS and sequence mask are elementwise unless `old_policy` is "current". In that case, their
-  factors depend on the current log-probabilities of the whole sequence.
-- The objective GSPO and the correction OPSM (off-policy sequence masking) are not elementwise. Call `head.score` and
-  then `compute_loss` instead.
+For losses that are not elementwise, such as GSPO, call `head.score` and then `compute_loss`.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Corrections for differences between the log-probabilities of the sampler and of the trainer.
+"""Corrections for differences between the log-probabilities of the sampler (log μ) and of the trainer (log π_old).
 
-For each token, d = log π_old - log μ. The trainer computes log π_old before it updates the weights on the batch, and
-the sampler reports log μ. In OPSM, π is the policy being trained. Sums and means are over the scored tokens of a
-sequence (the tokens that count in the loss).
+With the default settings, and d = log π_old - log μ, each token gets a factor:
 
-    token TIS       clamp(exp(d), low, high)                          truncated importance sampling (Yao et al. 2025)
-    sequence TIS    clamp(exp(Σ d), low, high); with `geometric`, clamp(exp(mean d), low, high)
-    IcePop          exp(d) if low <= exp(d) <= high, else 0           (Ling team 2025)
-    sequence mask   1 if a value is in [low, high], else 0. The setting `statistic` chooses the value: exp(mean d),
-                    exp(Σ d), or exp(d) of every single token (all must be in [low, high])
-    OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1 (off-policy sequence masking)
+    token TIS       clamp(exp(d), low, high)
+    sequence TIS    clamp(exp(Σ d), low, high)
+    IcePop          exp(d) if low <= exp(d) <= high, else 0
+    sequence mask   1 if low <= exp(mean d) <= high, else 0
+    OPSM            0 if advantage < 0 and mean(log π_old - log π) > delta, else 1
 
-A correction is one factor per token. It multiplies the policy objective, but not the KL and entropy terms. The factors
-of several corrections are multiplied. Token weights do not change, so a token with factor 0 still counts when the loss
-is averaged.
+π is the policy being trained. Sums and means are over a sequence's scored tokens. Factors multiply only the policy
+objective.
 """
 
 from __future__ import annotations
@@ -62,11 +58,8 @@ def sequence_factor(
     """Return the product [T] of each token's factors from sequence TIS, sequence mask and OPSM (off-policy sequence
     masking).
 
-    Three arguments are log-probabilities [T] without gradient:
-
-    - `trainer`: computed by the trainer before the update.
-    - `sampler`: reported by the sampler. May be None if OPSM is the only correction.
-    - `current`: under the policy being trained. May be None without OPSM.
+    `trainer`, `sampler` and `current` are log-probabilities [T] without gradient. `current`, of the policy being
+    trained, is only needed for OPSM, and `sampler` only for the other corrections.
     """
     mask, sample_index, num_samples = inputs.mask, inputs.sample_index, inputs.num_samples
     factor = torch.ones_like(trainer)

@@ -2,16 +2,10 @@
 
     loss of a token = objective · corrections + kl_coefficient · KL(π ‖ reference) - entropy_coefficient · entropy
 
-π is the policy being trained. The objective is clip, gspo, cispo, reinforce or a user-defined function (`objectives/`).
-The corrections (`corrections.py`) are factors that compensate for differences between the log-probabilities of sampler
-and trainer. If `kl_weighting` is "ratio", the KL estimate is multiplied by π / π_old.
+π is the policy being trained. The folder `objectives` has the objectives, and `corrections.py` the corrections.
 
 A loss is *elementwise* if the loss of a token depends on no other token's log π or entropy. Such a loss can be computed
-chunk by chunk (`PolicyTerms.token_loss`). The following losses need whole sequences and are not elementwise:
-
-- GSPO, and user-defined objectives that are not declared elementwise,
-- losses with the correction OPSM (off-policy sequence masking),
-- losses with any sequence-level correction if `old_policy` is "current".
+for some tokens at a time. Losses with GSPO or OPSM (off-policy sequence masking) are not elementwise.
 """
 
 from __future__ import annotations
@@ -44,6 +38,7 @@ def is_elementwise(settings: PolicySettings) -> bool:
     for correction in settings.corrections:
         if isinstance(correction, OPSMSettings):
             return False
+        # With "current", factors of a sequence depend on the current log-probabilities of all its tokens.
         if settings.old_policy == "current" and not isinstance(correction, TOKEN_CORRECTIONS):
             return False
     return traits(settings.objective).elementwise

@@ -1,28 +1,11 @@
 """Losses on pairs of answers, one of which is preferred. Both answers must be in the same pack.
 
-    samples    0        1         2        3
-    pairs      [[0, 1], [3, 2]]            [P, 2]: the sample indices of the (chosen, rejected) answer of each pair
-    weights    [½, ½]                      [P]: for example 1 / number of pairs in the global batch
+For example, the pairs [[0, 1], [3, 2]] say that sample 0 is preferred to sample 1, and sample 3 to sample 2.
 
-A loss compares a number x of the chosen answer with that of the rejected answer:
+A loss compares one number per answer, such as the sum of log π - log π_ref. `docs/concepts/losses.md` has the formulas.
 
-    sigmoid, hinge, ipo   x = the sum of log π - log π_ref over the answer's tokens; the mean if `normalise` is true
-    simpo, orpo           x = the mean of log π over the answer's tokens; the sum if `normalise` is false
-    reward model          x = the score at the answer's last token
-
-With Δ = x_chosen - x_rejected, the sigmoid σ, ε = `label_smoothing` and l(d) = -(1 - ε) log σ(d) - ε log σ(-d), the
-loss of a pair is
-
-    sigmoid               l(beta · Δ)
-    hinge                 max(0, 1 - beta · Δ)
-    ipo                   (Δ - 1 / (2 beta))²
-    simpo                 l(beta · Δ - gamma)
-    orpo                  -x_chosen - beta · log σ(odds(x_chosen) - odds(x_rejected)), odds(x) = x - log(1 - exp x)
-    reward model          -log σ(Δ - margin)
-
-A context rank holds some of the tokens of a pair. `reduce` sums each x over the ranks. Each rank then returns its share
-of the pair's loss, in proportion to its number of tokens. For its own tokens, it returns the gradient of the whole
-loss.
+If context ranks share a pack, each returns a share of the loss, in proportion to its number of tokens. It also returns
+the full gradient for its own tokens.
 """
 
 from __future__ import annotations
@@ -47,10 +30,10 @@ from padfree.losses.types import LossInputs, LossOutput
 def dpo_loss(
     inputs: LossInputs, settings: DPOSettings, pairs: Tensor, pair_weights: Tensor, *, reduce: Reduce = no_reduce
 ) -> LossOutput:
-    """Return the loss of direct preference optimisation (DPO): the weighted sum of the losses of all pairs.
+    """Return the DPO loss: the weighted sum of the losses of all pairs.
 
-    `pairs` [P, 2] are the sample indices (chosen, rejected), and `pair_weights` [P] the weights of the pairs. If ranks
-    share the pack (context parallelism), each returns its share of the loss, and the shares add up to the loss.
+    `pairs` [P, 2] are sample indices (chosen, rejected), and `pair_weights` [P] their weights. Each context rank
+    returns a share of the loss.
     """
     logprobs = inputs.need("logprobs", "the DPO loss")
     values = logprobs
@@ -109,12 +92,10 @@ def reward_model_loss(
     margins: Tensor | None = None,
     reduce: Reduce = no_reduce,
 ) -> LossOutput:
-    """Return the loss of a reward model, which should give the chosen answer of a pair a higher score than the rejected
-    one.
+    """Return the weighted sum of a reward model's losses on pairs (chosen, rejected).
 
-    `scores` [T] has a score per token. The score of an answer is that of its last token, which `ends` [T] marks.
-    `margins` [P] are added to the margin of the settings. If ranks share the pack (context parallelism), each returns
-    its share of the loss, and the shares add up to the loss.
+    An answer's score is that of its last token: `scores` [T] where `ends` [T] is True. `margins` [P] are added to the
+    settings' margin. Each context rank returns a share of the loss.
     """
     ends, scores = checks.mask("ends", ends), checks.loss_input("scores", scores)
     checks.same_length("scores", len(scores), ends=ends, sample_index=sample_index)
@@ -154,7 +135,7 @@ def preference_pairs(samples: Sequence[SampleInfo]) -> NDArray[np.int64]:
             raise UserError(
                 "group",
                 f"is the group of {len(indices)} samples of a pack, but a pair has 2",
-                "use the same group for the two answers of a pair and for no other sample, and put both in one pack",
+                "put both answers of a pair into one pack, with a group of their own",
                 value=group,
             )
         first, second = (samples[index].reward for index in indices)
@@ -181,14 +162,10 @@ def _pair_loss(
     means: bool = False,
     shown: float = 1.0,
 ) -> LossOutput:
-    """Return the weighted sum of the losses of the pairs of answers. If ranks share the pack, return this rank's share.
+    """Return this rank's share of the weighted sum of the losses of all pairs.
 
-    The loss of a pair compares a number x of the chosen answer with that of the rejected answer, e.g. the answer's
-    log-probability. x is a sum over tokens of the answer, or the mean if `means` is True. For each sample, `local` [B]
-    is the sum over this rank's tokens, and `held` [B] the number of tokens in this sum.
-
-    `loss` maps the x of the chosen and of the rejected answers to the losses and their two derivatives. The statistics
-    report x multiplied by `shown`.
+    For each sample, `local` [B] is a sum over this rank's tokens, and `held` [B] their number. `loss` gets the sums (or
+    `means`) of the chosen and of the rejected answers.
     """
     pairs, pair_weights = checks.index("pairs", pairs, len(local)), checks.quantity("pair_weights", pair_weights)
     if pairs.shape != (len(pair_weights), 2):
@@ -208,6 +185,7 @@ def _pair_loss(
     # The value of `attached` is this rank's share of each loss. Its gradient is that of the whole loss for this rank's
     # tokens.
     attached = share * losses + slopes * (here - here.detach()) + rejected_slopes * (there - there.detach())
+    # The statistics report the sums or means multiplied by `shown`.
     difference = shown * (totals[chosen] - totals[rejected])
     count = share.sum()
     shown_values = {

@@ -1,12 +1,13 @@
 """Sums, means and scans over the samples of a pack, without a loop.
 
-    sample_index   [T]   0   0   0 | 1   1 | 2   2        the pad has index 2 = num_samples
-    values         [T]  .5  .3  .2 |.8  .1 | 9   9
-    segment_sum    [B]         1.0       .9               the pad is dropped
-    spread         [T] 1.0 1.0 1.0 |.9  .9 | 0   0        the pad gets 0
+For example, two samples of 3 and 2 tokens, and a padding token with the index 2 = num_samples:
 
-T is the number of tokens and B the number of samples. A context rank sums only its own tokens, and `reduce` adds the
-results of the ranks. Sums are float64, so that results rounded to float32 hardly depend on the order of additions.
+    sample_index   [T]   0  0  0 | 1  1 | 2
+    values         [T]  .5 .3 .2 |.8 .1 | 9
+    segment_sum    [B]       1.0     .9
+
+A context rank sums only its own tokens, and `reduce` adds the results of the ranks. Sums are float64, so that the order
+of additions hardly changes results rounded to float32.
 """
 
 from __future__ import annotations
@@ -61,13 +62,12 @@ def segment_mean(
 def scan_back(values: Tensor, factors: Tensor, length: int | None = None) -> Tensor:
     """Solve `out[t] = values[t] + factors[t] * out[t + 1]` for `out` [T], with 0 after the end.
 
-    Two steps of the recurrence combine into one, so log2(T) passes over the pack replace a loop over T tokens. If every
-    `length` consecutive factors contain a 0 (for example at sample ends), log2(length) passes are enough.
+    `length` makes this faster if every `length` consecutive factors contain a 0, for example at sample ends.
     """
     out, factors = values.double(), factors.double()
     num_tokens = len(values)
     reach, limit = 1, num_tokens if length is None else min(length, num_tokens)
-    while reach < limit:
+    while reach < limit:  # each pass combines two steps of the recurrence into one, so log2(limit) passes are enough
         behind = torch.nn.functional.pad(out[reach:], (0, reach))
         out = out + factors * behind
         factors = factors * torch.nn.functional.pad(factors[reach:], (0, reach))

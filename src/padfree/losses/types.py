@@ -95,10 +95,9 @@ class LossInputs:
         return replace(self, logprobs=logprobs, entropy=entropy)
 
     def need(self, name: str, why: str) -> Tensor:
-        """Return the field `name` [T]. Raise a `UserError` if the field is None.
+        """Return the field `name` [T], with 0 at positions without a label. Raise a `UserError` if the field is None.
 
-        `why` names the part of the loss that needs the field, for the error message. Values at positions without a
-        label have no meaning and can be NaN, so they are replaced by 0.
+        `why` names the part of the loss that needs the field, for the message.
         """
         values: Tensor | None = getattr(self, name)
         if values is None:
@@ -112,7 +111,7 @@ class LossInputs:
                 f"has shape {tuple(values.shape)}, but there are {len(self.mask)} tokens",
                 "give one value per token",
             )
-        values = torch.where(self.mask, values, 0.0)
+        values = torch.where(self.mask, values, 0.0)  # values at positions without a label can be NaN
         return values if name in TRAINED else values.detach()
 
 

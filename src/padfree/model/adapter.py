@@ -1,22 +1,15 @@
 """Attach padfree's attention to a stock Hugging Face (HF) model.
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
-    output = model(**local_batch.model_inputs())        a pack of samples end to end; attention stays inside each sample
+    output = model(**local_batch.model_inputs())
 
-`attach` sets the model's attention implementation through transformers' own interface, and adds a forward pre-hook that
-checks the arguments. `attach` replaces no class, method or weight. `model.set_attn_implementation("sdpa")` undoes
-`attach`.
+The model then computes packs (samples one after the other without padding). `model.set_attn_implementation("sdpa")`
+undoes `attach`.
 
-Apply the steps in this order: `attach`, compile the layers, wrap them in activation checkpointing, apply FSDP2. In a
-compiled layer, attention is one operator. If the tokens of a pack are divided over several ranks (context parallelism),
-attention is a graph break instead.
+`attach` first tests the architecture on a small copy of the model (few layers, random weights). It raises an error if a
+pack gives other results than single samples.
 
-Before `attach` changes anything, it tests the architecture: padfree must support the features in the config, and a
-small copy must give the same results packed and one sample at a time (`padfree.model.probe`). Otherwise `attach` raises
-an error with the reason.
-
-The attention backend is the one that the batch's `AttnContext` names, or else the one given to `attach`. `auto` stands
-for the fastest backend that supports the call.
+Prepare a model in this order: `attach`, compilation, activation checkpointing, FSDP2.
 """
 
 from __future__ import annotations
@@ -153,13 +146,11 @@ the field does not change the attention mask.
 
 
 def attach(model: PreTrainedModel, backend: str = "auto", *, fast_mixers: bool = True) -> PreTrainedModel:
-    """Prepare a model for packs (samples one after the other without padding).
+    """Prepare a model for packs (samples without padding between them), and return the model. Raises `UserError` if the
+    architecture cannot be packed.
 
-    The model's forward then takes the argument `attn_context`, and tokens attend only to their own sample.
-
-    `backend` is the attention backend; "auto" stands for the fastest one that supports a call. If `fast_mixers` is
-    False, layers with a recurrent state run one sample at a time, even if faster kernels are installed. Returns the
-    same model.
+    The model's forward then needs `attn_context`. The backend "auto" is the fastest for each call. If `fast_mixers` is
+    False, recurrent layers run one sample at a time.
     """
     name = _class_name(model)
     if isinstance(model, FSDPModule):
@@ -281,8 +272,8 @@ def lm_head_of(model: PreTrainedModel) -> LmHead:
 
     Raises `UserError` if an `LmHead` cannot reproduce the model's logits.
 
-    The weight is the model's own parameter. Under FSDP2 it is a DTensor; within the context manager
-    `padfree.sharding.parallelize.inside` it is unsharded.
+    The weight is the model's own parameter. Under FSDP2, it is a DTensor. In a function that is called through
+    `padfree.sharding.parallelize.inside`, it is unsharded.
     """
     head = described_head(model)
     # A vision-language model needs no probe: padfree's tests compare the logits of its family with the described head.

@@ -1,16 +1,8 @@
 """CPU operators that give a token bitwise the same result, whatever other tokens are in the call (`rollout.exact`).
 
-An expert gets few tokens in a decode step and many in a pack, and matmul libraries choose the order of summation by
-the number of rows. `experts_forward` therefore multiplies blocks of `BLOCK_ROWS` rows, so that every matmul has the
-same shape. In this example with T = 3 tokens, k = 2 experts per token and blocks of 4 rows, a dot is a row of zeros:
-
-    choices [T, k]    0 2 | 2 1 | 2 0          rows of expert 0: tokens 0 2, of expert 1: token 1, of expert 2: 0 1 2
-    blocks of 4       0 2 . . | 1 . . . | 0 1 2 .
-
-The results of the k experts of a token are added in the order of its choices.
-
-A linear layer with a single output is computed with `BLOCK_ROWS` outputs, all but the first of them zero, because
-libraries use a different algorithm for the product of a matrix and a vector.
+Matmul libraries choose the order of summation by the shape of a matmul. `experts_forward` therefore multiplies blocks
+of `BLOCK_ROWS` rows, and fills up the last block with zeros. For example, an expert with 5 tokens and blocks of 4 rows
+computes two blocks. The second block has one token and 3 rows of zeros.
 """
 
 from __future__ import annotations
@@ -50,6 +42,7 @@ def is_narrow(module: nn.Module) -> bool:
 
 def narrow_forward(module: nn.Module, x: Tensor) -> Tensor:
     """Compute a linear layer with one output: pad its weight with zeros to `BLOCK_ROWS` outputs, and keep the first."""
+    # Libraries use a different algorithm for the product of a matrix and a vector, so compute several outputs.
     own: Any = module
     weight = functional.pad(own.weight, (0, 0, 0, BLOCK_ROWS - 1))
     result = functional.linear(x, weight)[..., :1]
@@ -74,17 +67,16 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
     if getattr(own, "has_post_expert_norm", False):
         rows = own.post_expert_norm(rows)
     chosen = rows[torch.argsort(order)].view(*choices.shape, -1) * weights[..., None]
-    total = chosen[:, 0]
+    total = chosen[:, 0]  # sum in the order of the choices
     for number in range(1, num_choices):
         total = total + chosen[:, number]
     return total.to(hidden.dtype)
 
 
 def linear_in_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], transposed: bool) -> Tensor:
-    """Multiply each of the rows [R, K] with the matrix [N, K] of its expert, in blocks of `BLOCK_ROWS`. Returns [R, N].
+    """Multiply rows [R, K], sorted by expert, with the matrices of their experts. Returns [R, N].
 
-    The rows are sorted by expert, and `sizes` are the numbers of rows of the E experts. `weight` is [E, N, K], or
-    [E, K, N] if `transposed` is True.
+    `sizes` [E] holds the number of rows of each expert. `weight` is [E, N, K], or [E, K, N] if `transposed` is True.
     """
     parts: list[Tensor] = []
     biases = [None] * len(sizes) if bias is None else bias.unbind(0)

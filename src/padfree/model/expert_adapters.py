@@ -1,29 +1,13 @@
-"""Low-rank adapters on routers, and on experts whose weights are stacked in one tensor (grouped matmuls read it).
+"""Low-rank adapters on routers and on stacked experts (E experts whose weights are one tensor).
 
-    y_e = W_e x + scale * B_e (A_e x)        for every token x that is routed to expert e
-
-    experts.gate_up_proj          [E, out, in]    frozen; [E, in, out] if the experts are transposed (gpt-oss)
+    experts.gate_up_proj          [E, out, in]    frozen; [E, in, out] in gpt-oss
     experts.lora_A.gate_up_proj   [E, rank, in]   trained
     experts.lora_B.gate_up_proj   [E, out, rank]  trained
 
-The tokens are sorted by expert once, and every matmul is grouped by expert in this order:
+`_experts_forward` replaces the forward of the experts. It computes what transformers' `grouped_mm` computes, plus the
+adapters, for every `experts_implementation`.
 
-    token               0 0 1 1 2 2     k = 2 experts per token
-    chosen expert       2 0 0 3 2 0
-    sorted by expert    0 0 0 2 2 3     offsets 3 3 5 6: where experts 0 1 2 3 end; expert 1 has no tokens
-
-The adapters follow transformers' experts interface (`use_experts_implementation`): the module tells whether its experts
-have a gate, biases or transposed weights. `_experts_forward` computes what transformers' `grouped_mm` computes, plus
-the adapters. This forward is set on the module itself, so that the adapters are used with every
-`experts_implementation`.
-
-The forward of a router multiplies the hidden states by its weight W [E, D] and chooses experts. With an adapter, the
-forward reads W + scale * B A in place of W. The adapter of a router has no dropout, because dropout applies to inputs,
-and this adapter is only added to the weight.
-
-    gate.weight                   [E, D]          frozen
-    gate.lora_A.default.weight    [rank, D]       trained
-    gate.lora_B.default.weight    [E, rank]       trained
+The forward of a router with an adapter reads W + scale * B A in place of its weight W [E, D].
 """
 
 from __future__ import annotations
@@ -80,6 +64,7 @@ def adapt_router(router: Any, *, adapter: str, rank: int, scale: float) -> None:
     """Add an adapter to the weight of a router, on the meta device. The adapter's parameters are named as in PEFT's
     layers.
     """
+    # no dropout: dropout applies to inputs, and this adapter is only added to the weight
     num_experts, width = router.weight.shape
     router.lora_A = nn.ModuleDict({adapter: nn.Linear(width, rank, bias=False, device="meta")})
     router.lora_B = nn.ModuleDict({adapter: nn.Linear(rank, num_experts, bias=False, device="meta")})
@@ -111,6 +96,7 @@ def merged_weight(experts: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Return the outputs [T, D] of the experts for hidden states [T, D], chosen experts [T, k] and weights [T, k]."""
     num_tokens, per_token = top_k_index.shape
+    # Sort the tokens by expert, once for all matmuls. Expert e ends at offsets[e].
     chosen, order = torch.sort(top_k_index.reshape(-1))
     experts = torch.arange(self.num_experts, device=chosen.device)
     offsets = torch.searchsorted(chosen, experts, right=True).to(torch.int32)
@@ -151,8 +137,7 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, offsets: Tensor, *, scale: float =
 def grouped_matmul(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply tokens [S, in], sorted by expert, with the matrices [E, in, out] of their experts. Returns [S, out].
 
-    Expert e has the tokens from offsets[e - 1] to offsets[e]. Inputs in float64, and sizes that the grouped kernel does
-    not support, are computed expert by expert.
+    Expert e has the tokens from offsets[e - 1] to offsets[e].
     """
     if has_grouped_kernel(weight.shape[1:], x.dtype):
         y: Tensor = _grouped_mm(x, weight, offsets)

@@ -3,20 +3,11 @@
     export_model(model, "out", tokenizer)      -> out/config.json, model*.safetensors, generation_config.json, tokenizer
     export_adapters(model, "out", tokenizer)   -> out/adapter_config.json, adapter_model.safetensors, tokenizer
 
-`export_model` merges adapters into the weights, in float32. `export_adapters` writes a folder for
-`PeftModel.from_pretrained(base, "out")`.
+`export_model` merges adapters into the weights. Both functions are collective. Tensors are gathered one by one, and
+rank 0 writes them.
 
-Both functions are collective. Tensors are gathered one by one, and rank 0 keeps and writes them. To write the files,
-rank 0 calls `save_pretrained` on a copy of the model without weights and without the wrappers of training. Names,
-layout (experts one by one, if transformers stores them so) and file sizes are therefore the same as in any transformers
-folder.
-
-A language model that was extracted from a multimodal model is exported as part of the multimodal model: see
-`padfree.model.wrapper`.
-
-The folder is written under a temporary name and then renamed, so that it is always complete. `padfree_export.json`
-marks it as an export and lists its files. An existing folder is replaced only if it has this file and no files that the
-export did not write.
+The folder is written under a temporary name and then renamed, so that it is always complete. An existing folder is
+replaced only if it holds nothing but an earlier export.
 """
 
 from __future__ import annotations
@@ -66,14 +57,16 @@ def export_model(
     max_shard_size: str = "5GB",
 ) -> Path:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads. Replaces an earlier export in `folder`.
+    Collective.
 
-    `dtype` is the dtype of the parameters in the files. None keeps the dtype of the model, or uses float32 if there are
-    adapters. Parameters that the architecture always keeps in float32 stay in float32.
+    `dtype` is the dtype of the parameters in the files. None: the dtype of the model, or float32 if there are adapters.
     """
     if dtype is None and any(is_adapter(name) for name in named_tensors(model)):
         dtype = torch.float32
+    # `save_pretrained` of a copy without weights gives the names, layout and file sizes of a transformers folder.
     empty = empty_copy(model, dtype or model.dtype)
     parameters = {clean_name(name) for name, _ in empty.named_parameters()}
+    # Parameters that the architecture always keeps in float32 are float32 in `empty`.
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(empty).items() if name in parameters}
     tensors: dict[str, Tensor] = {}
     folder, first = Path(folder), _is_first()
@@ -154,12 +147,11 @@ def export_adapters(
 
 
 def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters of experts, converted to PEFT's names and shapes. `found` maps names to tensors of adapters.
+    """Return the adapters of E experts, converted to PEFT's names and shapes. `found` maps names to tensors of
+    adapters.
 
-        lora_A  [E, rank, in]  -> [E * rank, in]             E is the number of experts
+        lora_A  [E, rank, in]  -> [E * rank, in]
         lora_B  [E, out, rank] -> [out, rank * E]
-
-    PEFT wraps the module of experts once for each adapted weight. The wrapper of the first weight is the innermost.
     """
     tensors: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -167,6 +159,7 @@ def _peft_expert_tensors(model: PreTrainedModel, found: Mapping[str, Tensor]) ->
             continue
         experts = clean_name(module_name)
         names = [name for name in stacked_weights(module) if f"{experts}.lora_A.{name}" in found]
+        # PEFT wraps the experts once for each adapted weight. The wrapper of the first weight is the innermost.
         for number, name in enumerate(names):
             wrapper = experts + ".base_layer" * (len(names) - 1 - number)
             a, b = (found[f"{experts}.lora_{side}.{name}"] for side in "AB")

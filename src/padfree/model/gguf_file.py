@@ -3,15 +3,8 @@
     model.layers.0.mlp.gate_proj.weight  [I, D]   ->   blk.0.ffn_gate.weight   bfloat16
     model.norm.weight                    [D]      ->   output_norm.weight      float32, as are all vectors
 
-Tensor names come from the gguf package's table for the architecture. Three kinds of values differ from the HF file, and
-programs that read GGUF files undo the difference:
-
-    Llama    rows of q and k: llama.cpp rotates the pairs (0 1) (2 3), transformers the pairs (0 2) (1 3)
-    Gemma 3  norm weights are stored as 1 + weight
-    Llama 3  RoPE scaling is stored as a tensor: `rope_freqs.weight` divides the frequencies of plain RoPE
-
-A config that llama.cpp would compute differently is refused, for example one with another activation, another
-sliding-window pattern or YaRN.
+Some tensors are converted to llama.cpp's conventions, for example the order of the rows of q and k. A config that
+llama.cpp would compute differently is refused, for example one with YaRN.
 """
 
 from __future__ import annotations
@@ -235,18 +228,19 @@ def _named_tensors(model: PreTrainedModel, rope: _GgufRope) -> Iterator[tuple[st
     config: Any = model.config
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
     names = get_tensor_name_map(architecture, config.num_hidden_layers)
-    if rope.frequencies is not None:
+    if rope.frequencies is not None:  # they divide the frequencies of plain RoPE
         yield "rope_freqs.weight", rope.frequencies
     for name, tensor in whole_tensors(model):
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if found is None:
             raise _refused(config, f"the tensor {name}")
+        # llama.cpp rotates the pairs (0 1) (2 3) of a head of 4 rows, transformers the pairs (0 2) (1 3).
         if config.model_type == "llama" and ".q_proj." in name:
             tensor = _neighbours(tensor, config.num_attention_heads)
         elif config.model_type == "llama" and ".k_proj." in name:
             tensor = _neighbours(tensor, config.num_key_value_heads)
         elif config.model_type == "gemma3_text" and name.endswith("norm.weight"):
-            tensor = tensor.float() + 1
+            tensor = tensor.float() + 1  # GGUF stores 1 + weight
         yield found, tensor
 
 

@@ -1,14 +1,12 @@
 """The vocabulary of a tokenizer as GGUF stores it, read from the tokenizer's own state.
 
+GGUF has a name for each kind of tokenizer, and stores different values for each kind:
+
     byte-level BPE (Llama 3, Qwen, SmolLM2)   "gpt2"    tokens, types, merges, and the name of the pre-tokenizer
     SentencePiece BPE (Llama 2, Gemma)        "llama"   tokens, types, scores
 
-llama.cpp has the pre-tokenizers built in and knows them by name. A tokenizer is refused if this module has no name for
-its pre-tokenizer, because llama.cpp would split text differently.
-
-SentencePiece merges the pair whose result has the highest score. A tokenizer file has an ordered list of
-merges instead. The score of a token is therefore set to minus the index of the first merge that produces the token, so
-that the highest score selects the same pair as the first merge in the list.
+A tokenizer is refused if `PRE_TOKENIZERS` has no name for its pre-tokenizer, because llama.cpp would split text
+differently.
 """
 
 from __future__ import annotations
@@ -73,6 +71,7 @@ def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
             merges=[" ".join(part.replace(" ", "\u0120") for part in merge) for merge in merges],
         )
     tokens, types = _tokens(names, added, size, unknown=model["unk_token"])
+    # SentencePiece merges the pair with the highest score, so the first merge of the list gets the highest score.
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault("".join(merge), rank)

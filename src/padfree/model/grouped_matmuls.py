@@ -1,10 +1,9 @@
-"""Experts stacked in one tensor, for `rollout.exact` on a GPU: the result for a token has the same bits whatever other
-tokens are in the call.
+"""Matmuls of stacked experts for `rollout.exact` on a GPU: the bits of a token do not depend on the other tokens.
 
-The T · k pairs of a token and one of its k experts are sorted by expert, and one `grouped_matmul` multiplies all pairs.
-padfree tests on the device that the bits of a pair do not depend on the other pairs (`row_trial`). The results of the k
-experts of a token are added in float32, in the order in which the router chose the experts. No shape depends on the
-routing, so CUDA graphs can capture the operators.
+Each token is paired with its k experts. The pairs are sorted by expert, and one `grouped_matmul` multiplies all pairs.
+padfree tests on the device that the bits of a pair do not depend on the other pairs (`row_trial`).
+
+No shape depends on the routing, so CUDA graphs can capture the operators.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from padfree.model.stacked_experts import stacked_experts
 
 
 def use_exact_matmuls(model: nn.Module, device: torch.device) -> None:
-    """Make the result for a token independent of the other tokens of the call, in stacked experts and in linear layers
-    that have a single output. The model is changed in place.
+    """Make the result for a token independent of the other tokens of the call. The model is changed in place.
 
-    If `device` is a CPU, the experts use the matmuls of `padfree.model.block_matmuls`, otherwise those of this module.
+    This changes stacked experts, and linear layers with a single output. On a CPU, `padfree.model.block_matmuls` is
+    used.
     """
     if device.type == "cpu":
         use_block_matmuls(model)
@@ -51,7 +50,7 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
     if getattr(own, "has_post_expert_norm", False):
         rows = own.post_expert_norm(rows)
     first, *others = (rows[torch.argsort(order)].view(*choices.shape, -1) * weights[..., None]).unbind(1)
-    total = first.float()
+    total = first.float()  # sum in the order of the choices
     for chosen in others:
         total = total + chosen
     return total.to(hidden.dtype)

@@ -1,16 +1,10 @@
 """The attention function that padfree registers in transformers, and the check of the model's inputs.
 
-After `padfree.attach(model)`, transformers calls this function in every attention layer. It is registered under the
-name `padfree`, or `padfree_<backend>` if a backend was chosen.
+After `padfree.attach(model)`, transformers calls this function in every attention layer. Its name in transformers is
+`padfree`, or `padfree_<backend>` if a backend was chosen.
 
-Every call of the model gets an `AttnContext`, which describes the samples of the pack. No state is kept between calls,
-so that recomputed activations and other models in the same process always see their own batch.
-
-padfree registers no mask function, so transformers passes None as the attention mask. With a mask function,
-transformers would compare `position_ids` on the device and synchronise.
-
-A keyword argument that padfree does not know raises an error, so that a layer with an unsupported feature is not
-computed wrongly.
+Every call of the model gets an `AttnContext`, which describes the samples of the pack. No state is kept between calls.
+A keyword argument that padfree does not know raises an error.
 """
 
 from __future__ import annotations
@@ -48,6 +42,7 @@ def register(backend: str) -> str:
     Returns the name of the attention implementation.
     """
     name = NAME if backend == "auto" else f"{NAME}_{backend}"
+    # No mask function is registered: transformers would compare `position_ids` on the device and synchronise.
     AttentionInterface.register(name, partial(attention, backend=backend))
     return name
 
@@ -87,10 +82,10 @@ def attention(
     layer_positions: Tensor | None = None,  # [T] index of each query in the layer's input, if the input was reordered
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer for T packed tokens. transformers calls this function after `padfree.attach`.
+    """Compute the attention of one layer for T packed tokens. Returns the output [1, T, H, dv], and None in place of
+    the attention weights.
 
-    H and Hkv are the numbers of query and key heads, d and dv the sizes of a key and a value. Returns the output
-    [1, T, H, dv], and None in place of the attention weights. A backend named in `attn_context` overrides `backend`.
+    H and Hkv are the numbers of query and key heads. A backend named in `attn_context` overrides `backend`.
     """
     name = type(module).__name__
     if attn_context is None:
@@ -152,6 +147,7 @@ def attention(
     if chunk is not None and attn_context.segments.max_seqlen > chunk:
         attn_context = _chunked(attn_context, chunk, name)
     image_blocks = sees_whole_images(module) and attn_context.image_blocks is not None
+    # Outside the compiled graph (context parallelism, image blocks), attention is a graph break.
     in_graph = torch.compiler.is_compiling() and attn_context.layout is None and not image_blocks
     if in_graph and attn_context.prefix_keys is not None:
         output = prefix_attention(
@@ -185,14 +181,11 @@ def sees_whole_images(module: nn.Module) -> bool:
 
 
 def mark_chunked_layers(model: PreTrainedModel) -> None:
-    """Store the chunk size in each layer that attends inside chunks of positions, as most layers of Llama 4 do.
-
-    The config lists the layers with chunks by index. A layer must not read its own index while it runs, because the
-    compiler would then compile every layer separately.
-    """
+    """Store the chunk size in each layer that attends inside chunks of positions, as most layers of Llama 4 do."""
     for module in model.modules():
         config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
         kinds = getattr(config, "layer_types", None) or ()
+        # If a layer read its own index while it runs, the compiler would compile every layer separately.
         if isinstance(number, int) and number < len(kinds) and kinds[number] == "chunked_attention":
             module._padfree_chunk_tokens = config.attention_chunk_size  # type: ignore[union-attr]
 
@@ -204,10 +197,10 @@ def chunk_of(module: nn.Module) -> int | None:
 
 @torch.compiler.disable(reason="AttnContext is host data")  # type: ignore[no-untyped-call, untyped-decorator]
 def _chunked(context: AttnContext, chunk: int, name: str) -> AttnContext:
-    """Return a copy of `context` (the samples of a pack) in which each sample is cut into segments of `chunk` tokens.
+    """Return a copy of `context` in which each sample is cut into segments of `chunk` tokens. Tokens attend only within
+    their segment.
 
-    Tokens attend only within their segment. The last segment of a sample may be shorter. `name` is the name of the
-    layer's class, for error messages.
+    `name` is the class name of the layer, for error messages.
     """
     if context.layout is not None:
         raise UserError(
@@ -229,11 +222,10 @@ def counts_positions(module: nn.Module) -> bool:
 
 
 def _scaled_by_position(module: Any, q: Tensor, context: AttnContext, layer_positions: Tensor | None) -> Tensor:
-    """Scale the queries q [T, H, d] by the factor for their position in the sample, not in the pack.
+    """Correct the factors by which a layer (of Llama 4) scaled its queries q [T, H, d].
 
-    Some layers, such as those of Llama 4, multiply each query by a factor that depends on its position, but count
-    positions along the whole pack. This function replaces that factor by the one for the position in the sample.
-    `layer_positions` [T] are the positions that the layer counted; None means 0, 1, 2, ...
+    The layer used positions in the pack instead of positions in the sample. `layer_positions` [T] are the positions
+    that the layer used; None means 0, 1, 2, ...
     """
     here = torch.arange(len(q), device=q.device)
     tokens = here if context.plan is None else context.plan.own
@@ -325,17 +317,16 @@ _REFUSED = {
 
 
 def check_positions(limit: int | None, longest: int) -> None:
-    """Raise `UserError` if the longest sample of a pack would change the rotary frequencies of the other samples.
+    """Raise `UserError` if the longest sample has more tokens than `limit`, the result of `position_limit`.
 
-    Some types of RoPE (dynamic, longrope) use other frequencies for the whole call if a position exceeds a limit.
-    `limit` is the result of `position_limit`, and `longest` the length of the longest sample in tokens.
+    Some types of RoPE (dynamic, longrope) would then use other frequencies for the whole pack.
     """
     if limit is not None and longest > limit:
         raise UserError(
             "rope_parameters",
             f"the longest sample (or the padding) has {longest} tokens, but more than {limit} tokens change the rotary "
-            "frequencies of the whole pack",
-            f"use samples of at most {limit} tokens, and at most {limit} tokens of padding per pack",
+            "frequencies of the pack",
+            f"shorten samples and padding to {limit} tokens each",
         )
 
 

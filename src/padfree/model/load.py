@@ -1,23 +1,13 @@
-"""Load a model from a Hugging Face folder. Each rank reads only its part of the weights.
-
-Loading is collective and has these steps:
+"""Load a model from a Hugging Face folder. Collective.
 
 1. Build the model on the meta device from config.json.
-2. Call the caller's function `shard(model)`, for example to add adapters, compile layers or apply FSDP2.
-3. Allocate memory for this rank's part of the model. Tied parameters stay one object under two names.
-4. Fill the parameters, cast to the dtype that `shard` gave them. Adapters are initialised from `seed`.
+2. Call the caller's function `shard(model)`, for example to add adapters or apply FSDP2.
+3. Allocate this rank's part of the model, and fill it.
 
-The weights come from one of three sources:
+With FSDP2 over 2 ranks, rank 0 reads rows [0:3] of a weight [6, 3], and rank 1 reads rows [3:6]. If ranks cannot read
+their slices directly, rank 0 loads the weights with transformers and broadcasts them.
 
-- Files with the model's own tensor names, or with one tensor per expert (`padfree.model.stored_experts`): every rank
-  reads its slices. With FSDP2 over 2 ranks, rank 0 reads rows [0:3] of a weight [6, 3], and rank 1 reads rows [3:6].
-- All other files: rank 0 loads them on the CPU with transformers, which converts the tensors, and broadcasts each
-  tensor. This also applies if only the language model of a multimodal folder is loaded (`padfree.model.wrapper`).
-- Random weights, if requested. On a GPU, every rank draws each tensor from `seed` (`padfree.model.random_weights`). On
-  a CPU, and for a few architectures, rank 0 initialises the weights with transformers and broadcasts each tensor. The
-  values do not depend on the number of ranks.
-
-Weights that are not finite raise an error with the file and the tensor.
+Weights that are not finite raise an error.
 """
 
 from __future__ import annotations
@@ -62,24 +52,18 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     shard: Callable[[PreTrainedModel], None] | None = None,
-    offload: bool = False,
+    offload: bool = False,  # keep the parameters on the CPU, and move only the buffers to `device`
     init: Init = "weights",
-    seed: int = 0,
+    seed: int = 0,  # of random weights, of adapters, and of a scalar head that is not in the files
     trust_remote_code: bool = False,
     head: ModelHead = "tokens",
-    spread: float | None = None,
-    vision: bool | None = False,
+    spread: float | None = None,  # standard deviation of a scalar head that is not in the files; None: from the config
+    vision: bool | None = False,  # load the whole of a vision-language model; None: if padfree supports the model
 ) -> PreTrainedModel:
-    """Load a causal language model in training mode, or with `head="scalar"` a model with a scalar head.
+    """Load a causal language model in training mode, or with `head="scalar"` a model with a scalar head. Collective.
 
-    - `source`: a folder, a Hub id, or a config (file or object). A config gives random weights, and so does
-      `init="random"`.
-    - `shard` is called with the model on the meta device.
-    - `offload`: the parameters stay on the CPU, as FSDP2's offloading requires, and only the buffers go to `device`.
-    - `seed`, `spread`: a scalar head that is not in the files is drawn from `seed` with standard deviation `spread`. If
-      `spread` is None, the config gives the standard deviation.
-    - `vision`: load the whole of a vision-language model, otherwise only its language model. None: load the whole
-      model if it is a supported vision-language model.
+    `source` is a folder, a Hub id or a config. A config gives random weights. `shard` is called with the model on the
+    meta device.
     """
     config, files = opened_together(source, init=init, trust_remote_code=trust_remote_code)
     wrapper = None
@@ -114,7 +98,7 @@ def load_model(
         )
     ties = _ties(model)
     model.to_empty(device="cpu" if offload else device)
-    for (module, attribute), (first, first_attribute) in ties:
+    for (module, attribute), (first, first_attribute) in ties:  # tied parameters stay one object
         setattr(module, attribute, getattr(first, first_attribute))
     for module in model.modules():
         for buffer_name, buffer in module._buffers.items():
@@ -191,10 +175,9 @@ def _ties(model: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module
 def opened_together(
     source: str | Path | PreTrainedConfig, *, init: Init = "weights", trust_remote_code: bool = False
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Call `open_model`, and return its result: the config, and a dict from tensor names to files.
+    """Return the config of a model, and the file of each tensor (None if the weights are to be random). Collective.
 
-    The dict is None if the weights are to be random. Every rank must call this function. If `open_model` fails on any
-    rank (for example, because a file is missing), all ranks raise the error.
+    If `open_model` fails on any rank, all ranks raise the error.
     """
     found, error = None, None
     try:

@@ -2,30 +2,13 @@
 
     y = W x + scale * B (A x)      W [out, in] frozen, A [rank, in], B [out, rank] trained, scale = alpha / rank
 
-`add_adapters` inserts PEFT's layers into the model in place. For example, `q_proj.weight` becomes
-`q_proj.base_layer.weight`, and the adapter is `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. Call
-`padfree.attach` first, because it tests the architecture without adapters.
+`add_adapters` inserts PEFT's layers into the model in place. Call `padfree.attach` first, because it tests the
+architecture without adapters.
 
-The initial values of A depend only on the seed and on the name of A. B is 0, so that the model initially equals the one
-without adapters.
+The target "all-linear" selects the linear layers of the language model, except the head. Stacked experts, and routers
+that are not an `nn.Linear`, get adapters only if they are named:
 
-The target "all-linear" gives an adapter to every linear layer except the following. Naming one of them as a target
-raises an error:
-
-- the embeddings and the head: losses read the head's weight directly, without an adapter;
-- the vision tower and the projector of a vision-language model;
-- a linear layer whose weight a recurrence or convolution reads directly, such as the one for Mamba's time step.
-
-Experts that are stacked in one tensor, and routers that are not a plain linear layer, get adapters only if they are
-named (`padfree.model.expert_adapters`). A target selects all modules whose names end with it, or one weight of the
-experts:
-
-    lora.targets = ["all-linear", "experts"]
-    lora.targets = ["all-linear", "experts", "mlp.gate"]             mlp.gate: the routers of Qwen3-MoE
-    lora.targets = ["q_proj", "v_proj", "experts.down_proj"]         only one weight of the experts
-
-A scalar head (`padfree.model.scalar_head`) gets no adapter; its own weight is trained. The model's attribute
-`peft_config` holds what PEFT needs to load the adapters.
+    lora.targets = ["all-linear", "experts", "mlp.gate"]
 """
 
 from __future__ import annotations
@@ -204,10 +187,11 @@ def _outside_language_model(model: PreTrainedModel) -> set[str]:
 def _targets(model: PreTrainedModel, targets: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the full names of the linear layers, and of the weights of experts and routers, that `targets` select."""
     heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))  # type: ignore[no-untyped-call]
-    ends = (model.get_input_embeddings(), *heads)
+    ends = (model.get_input_embeddings(), *heads)  # losses read the head's weight directly, without an adapter
     elsewhere = _outside_language_model(model)
     modules = {name: module for name, module in model.named_modules() if name and name not in elsewhere}
     linear = {name for name, module in modules.items() if type(module).forward in (nn.Linear.forward, Conv1D.forward)}
+    # Mixers read the weights of some linear layers without calling the layers (Mamba's time step, for example).
     passed_by = {f"{name}.{part}" for name, module in modules.items() for part in weights_read_by(module)} & linear
     fit = {name for name in linear - passed_by if modules[name] not in ends}
     routers = {router.module for router in routers_of(model)}

@@ -42,10 +42,10 @@ def open_model(
     init_setting: str | None = "init",
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedConfig, dict[str, Path] | None]:
-    """Return the config of a model, and the file of each tensor.
+    """Return the config of a model, and the file of each tensor (None if the weights are to be random).
 
-    The files are None if the weights are to be random. `init_setting` is the name of the setting that requests random
-    weights, for error messages, or None if the caller has no such setting.
+    `init_setting` is the name of the setting that requests random weights, for error messages, or None if there is no
+    such setting.
     """
     if isinstance(source, PreTrainedConfig):
         return copy.deepcopy(source), None

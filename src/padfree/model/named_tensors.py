@@ -33,12 +33,11 @@ def clean_name(name: str) -> str:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer of a model by its name in HF files.
 
-    A tied tensor appears once, under the first of its names. Under FSDP2 the tensors are sharded: all FSDP units are
-    resharded first, because a forward without backward leaves units unsharded.
+    A tied tensor appears once, under the first of its names. Under FSDP2, the tensors are sharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
+            module.reshard()  # a forward without backward leaves units unsharded
     tensors: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in model.named_parameters()}
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -19,11 +19,10 @@ from padfree.model.named_tensors import clean_name, named_tensors
 
 
 def nonfinite_tensor(tensors: Mapping[str, Tensor], parameters: Collection[str] | None = None) -> str | None:
-    """Return the name of the first tensor with a non-finite value in this rank's part, or None if all values are
-    finite.
+    """Return the name of the first tensor with a non-finite value in this rank's part, or None if all are finite.
 
-    `parameters` are the names of the parameters among `tensors`; None means that all are parameters. The other tensors
-    are buffers, which may hold infinity (as masks do) but not NaN.
+    `parameters` are the names of the parameters (None: all). The other tensors are buffers, which may hold infinity but
+    not NaN.
     """
     flags: dict[torch.device, tuple[list[str], list[Tensor]]] = {}
     for name, tensor in tensors.items():

@@ -1,13 +1,10 @@
 """What a loss needs from a model with padfree's attention: its last hidden states, and its output head.
 
-    hidden_states(model, batch)   [T/cp, D]   the output of the base model; logits [T, V] are never computed
+    hidden_states(model, batch)   [T/cp, D]   for a pack of T tokens on `cp` context ranks
     lm_head_of(model)             LmHead      the head's weight [V, D], bias, soft cap and scale
 
-A pack of T tokens is divided over `cp` context ranks, D is the hidden size and V the size of the vocabulary.
-
-Some models scale their logits in ways that only their code shows. padfree therefore tests the `LmHead` on a small copy
-of the model (few layers, random weights): the logits that the `LmHead` computes must equal the logits that the copy
-itself returns (`padfree.model.probe`). If they differ, `lm_head_of` raises an error.
+Some models scale their logits in ways that only their code shows. `padfree.model.adapter.lm_head_of` therefore tests on
+a small copy of the model (few layers, random weights) that the `LmHead` gives the model's logits.
 """
 
 from __future__ import annotations
@@ -24,15 +21,10 @@ from padfree.model.vision.features import vision_hidden_states
 
 
 def hidden_states(model: PreTrainedModel, batch: LocalBatch) -> Tensor:
-    """Run the base model (the model without its head) on a pack, and return its last hidden states.
+    """Return the last hidden states [T/cp, D] of a pack of T tokens on `cp` context ranks.
 
-    `model` is a model that `padfree.attach` returned. The result is [T/cp, D] for a pack of T tokens that is divided
-    over `cp` context ranks.
-
-    If samples share prefixes, the result is [e, D] instead: one hidden state for each of the e labelled tokens that
-    this rank predicts. A hidden state that predicts a token in several samples is repeated for each of these samples.
-
-    Under FSDP2, use `padfree.sharding.parallelize.inside`, which gathers the embeddings and the last norm.
+    If samples share prefixes, the result is [e, D]: one hidden state for each of the e labelled tokens of this rank.
+    Under FSDP2, call this function through `padfree.sharding.parallelize.inside`.
     """
     if not isinstance(model, PreTrainedModel):
         raise UserError(

@@ -1,34 +1,13 @@
 """Test whether an architecture can be trained on packs (several samples in one sequence).
 
-The test runs a small copy of the model on the CPU. The copy has the same architecture, but small sizes (`shrink`) and
-large random weights, so that a leak between samples changes the first digits of the results. The copy runs on four
-random samples of 13, 1, 9 and 9 tokens in three ways:
+A small copy of the model (few layers, random weights) runs on the CPU. The logits and gradients of random samples must
+be equal in three cases:
 
-1. One sample at a time, with transformers' eager attention.
-2. In one pack, with padfree's attention. The tokens of the pack are shuffled, as in context parallelism. Only attention
-   and mixers (modules that mix tokens without attention) know the original order.
-3. Like 2, but with the last sample first, and with other tokens in the sample of 13.
+1. one sample at a time, with transformers' eager attention
+2. in one pack, with padfree's attention and shuffled tokens
+3. like 2, but with the last sample first and with other tokens in one sample, whose results are not compared
 
-Ways 1 and 2 must give the same logits and the same gradient of every parameter. They do not if the model
-- mixes tokens of different samples in a recurrence or a convolution,
-- needs a mask that transformers would have created,
-- does not pass its sliding window to the attention function,
-- derives positions from the index in the pack.
-
-In way 3, the logits and gradients of the three unchanged samples must stay the same. This shows that a sample depends
-neither on earlier samples of the pack nor on a pack that the model computed before.
-
-Mixers are found before the test (`padfree.model.mixers`), and run on one whole sample at a time.
-
-Layers can differ in ways that the config does not show, so the copy must contain every module class of the real model.
-Layers are added to the copy until it does. If it never does, the model does not pass the test.
-
-`stock_leak` tests a model with transformers' own attention. That attention gets the sample boundaries in one of two
-ways: from the mask that transformers creates where position ids restart (sdpa, eager, flex), or from cumulative lengths
-passed to the attention function (flash). In this test the tokens are not shuffled, as in a pack from a data collator.
-
-Results are cached per process, by model class, shrunken config and set of module classes, so that models that differ
-only in size are tested once. The caller's random state, default device and gradient mode do not change.
+The copy must contain every module class of the real model. `stock_leak` tests transformers' own attention instead.
 """
 
 from __future__ import annotations
@@ -163,8 +142,8 @@ def _probe(
 ) -> tuple[Verdict, bool]:
     """Build a small model from a shrunken config, and run the test `compare` on it.
 
-    Returns the result of the test, and whether the caller should retry with more layers. More layers can help if the
-    small model lacks a module class in `required` or cannot be built.
+    Returns the verdict, and whether to retry with more layers. More layers can help if the small model lacks a module
+    class in `required` or cannot be built.
     """
     try:
         with torch.device("meta"):
@@ -293,6 +272,7 @@ def _compare(model: PreTrainedModel) -> Verdict:
 
 
 def _compare_with(model: PreTrainedModel, samples: _Samples, mixers: tuple[Mixer, ...]) -> Verdict:
+    # Shuffled as in context parallelism: only attention and mixers know the original order.
     order = torch.randperm(samples.segments.num_tokens)
     calls = _register_permuted(order)
     install(model, mixers, order)
@@ -323,10 +303,10 @@ def _inputs(input_ids: Tensor, position_ids: Tensor, segments: Segments, order: 
 
 
 def _state_refusal(model: PreTrainedModel, samples: _Samples, order: Tensor) -> Verdict | None:
-    """Test whether a sample depends on the samples before it. Returns a negative verdict if it does, else None.
+    """Return a negative verdict if a sample depends on the samples before it, else None.
 
-    The pack is changed for this test: the last sample comes first, and the tokens of the first sample are replaced.
-    Outputs and gradients of all other samples must stay the same.
+    In the tested pack, the last sample comes first, and the first sample has other tokens. The unchanged samples must
+    give the same results as before.
     """
     pieces = torch.split(samples.input_ids, samples.segments.lengths.tolist())
     changed = (pieces[0] + torch.randint(1, VOCABULARY, pieces[0].shape)) % VOCABULARY
@@ -385,11 +365,10 @@ def _by_lengths(
 
 
 def _register_permuted(order: Tensor) -> list[str]:
-    """Register an attention function under the name `PROBE` that undoes a permutation of the pack's tokens.
+    """Register the attention function `PROBE` for a shuffled pack, in which index i holds token order[i].
 
-    The probe runs the model on a shuffled pack: index i holds token `order[i]`. The attention function `PROBE` restores
-    the original order, computes attention, and shuffles the result again. Returns a list to which each call of `PROBE`
-    appends the class name of the calling layer.
+    `PROBE` computes attention in the original order. Returns a list to which each call of `PROBE` appends the class
+    name of the layer.
     """
     calls: list[str] = []
     inverse = torch.argsort(order)

@@ -1,17 +1,11 @@
-"""Random weights that are drawn on the device, one tensor at a time, with the same numbers on any number of ranks.
+"""Random weights that are drawn on the device, one tensor at a time, with the same values on any number of ranks.
 
-    run transformers' `initialize_weights` on the meta device             -> for each tensor, the calls that write to it
-    repeat these calls with a generator seeded from (seed, name)          -> the whole tensor on the device
-    copy this rank's part of the tensor                                   -> the model
+1. Run transformers' `initialize_weights` on the meta device, and record the calls that write to each tensor.
+2. Repeat these calls on the device. The generator is seeded from `seed` and the name of the tensor.
+3. Copy this rank's part of the tensor to the model.
 
-A call is recorded if it reads no other tensor: `normal_`, `uniform_`, `zero_`, `clamp_` and so on, also if it writes to
-a view (such as the row of a padding token). padfree does not draw a model in this way if the initial value of a weight
-is computed from other tensors.
-
-Every rank draws all tensors, which takes a GPU less time than receiving them. A rank holds only one whole tensor at a
-time.
-
-A GPU and a CPU draw different numbers from the same seed, because their random number generators differ.
+`recipes_of` returns None if an initial value is computed from other tensors. A GPU and a CPU draw different values from
+the same seed.
 """
 
 from __future__ import annotations
@@ -133,6 +127,7 @@ def draw_weights(targets: Mapping[str, Tensor], recipes: Mapping[str, Recipe], d
         for name, tensor in targets.items():
             number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
             torch.manual_seed(number)
+            # A GPU takes less time to draw a whole tensor than to receive a part.
             local_part(tensor).copy_(_drawn(recipes[name], device)[local_region(tensor)])
 
 

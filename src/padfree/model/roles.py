@@ -1,15 +1,12 @@
-"""Determine the role of each parameter in a model:
+"""Determine the role of each parameter in a model. Optimizers and sharding rules depend on the role.
 
     hidden      [out, in]       a linear layer inside the model, adapters included
-    expert      [E, out, in]    the same linear layer of E experts; or [out, in] if each expert is a module
+    expert      [E, out, in]    the linear layers of E experts; [out, in] if each expert is a module
     embedding   [V, D]          tokens and positions; also a head that is tied to the embedding
-    head        [V, D]          logits of the vocabulary, a scalar head, and routers, which give logits of experts
-    vector                      everything else: norms, biases (also [E, out], one for each expert), filters of short
-                                convolutions, decay rates of state-space layers
+    head        [V, D]          output heads, scalar heads and routers
+    vector                      everything else: norms, biases, short convolutions, decay rates
 
-Optimizers and sharding rules depend on the role. Roles follow from the module, from the number of dimensions, and from
-transformers' methods that return embeddings and heads, not from the names of parameters. A linear layer that computes
-several projections at once (a fused gate and up projection) counts as one matrix.
+Roles follow from modules and dimensions, not from the names of parameters.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Replay routes: make the routers of a mixture-of-experts model choose the experts that the sampler chose.
 
-For each token, a router computes a score of every expert, and calls `torch.topk` to choose the k experts with the
-highest scores. During replay, `torch.topk` instead returns the experts in `AttnContext.routes`, and their scores. The
-router's own code then computes the weights of these experts, with gradients. If the routes are the router's own
-choices, the result is bitwise the same.
+A router calls `torch.topk` to choose the k experts with the highest scores. During replay, `torch.topk` instead returns
+the experts in `AttnContext.routes`, and their scores. The router's own code then computes the weights of these experts,
+with gradients.
 
 `replay_obstacle` tests on a small copy of the model (few layers, random weights) that replay works.
-
-The load-balancing loss counts the experts that the router itself would choose. The tensor of choices that the router
-returns holds them in its attribute `own_choices`.
 """
 
 from __future__ import annotations
@@ -115,6 +111,7 @@ class RouteReplay:
             )
         for each in output:
             if isinstance(each, Tensor) and not each.dtype.is_floating_point and each.shape[-1] == ours.shape[-1]:
+                # the load-balancing loss counts the experts that the router itself would choose
                 each.own_choices = replayed.own  # type: ignore[attr-defined]
         return output
 
@@ -157,13 +154,10 @@ def need_replay(model: PreTrainedModel) -> None:
 
 
 def replay_obstacle(model: PreTrainedModel) -> str | None:
-    """Return the reason why the routers of this model cannot be made to choose given experts, or None if they can.
+    """Return why the routers of this model cannot be made to choose given experts, or None if they can.
 
-    Routes are the experts chosen for each token. A small copy of the model (few layers, random weights) is tested:
-
-    - If the copy is given the routes that it chose itself, its output must be bit-identical to the output without given
-      routes. The same holds for unknown routes, which leave the choice to the routers.
-    - If the copy is given other routes, its output must change, and every router must get a gradient.
+    The test runs on a small copy of the model (few layers, random weights). Replaying the copy's own routes must not
+    change the output. Replaying other routes must change it.
     """
     name, routers = type(model).__name__, routers_of(model)
     if not routers:
@@ -236,7 +230,7 @@ def check_routes(routes: Iterable[Routes | None], routers: Sequence[Router]) -> 
         if own.shape[1] != len(routers) or known.max(initial=0) >= fewest:
             raise UserError(
                 "routes",
-                f"come from a model that has {own.shape[1]} layers with at least {known.max(initial=0) + 1} experts "
-                f"each, but this model has {len(routers)} layers with experts, the smallest with {fewest} experts",
+                f"are for {own.shape[1]} layers with at least {known.max(initial=0) + 1} experts each, but this model "
+                f"has {len(routers)} layers with experts, the smallest with {fewest}",
                 f"use rollouts of this model, or {FIX}",
             )

@@ -72,10 +72,10 @@ def _router(module: nn.Module, block: nn.Module, num_experts: int) -> Router:
 
 
 class RouterRecorder:
-    """Records calls of a model's routers while `on` is True. `clear` deletes the recorded calls.
+    """Records the calls of a model's routers while `on` is True.
 
-    Under route replay, the experts that the sampler chose replace the choices of the routers. If `own` is True, the
-    recorded choices are nevertheless those that the routers would make themselves.
+    If `own` is True, the recorded choices are those of the routers themselves, even if route replay replaces these
+    choices.
     """
 
     def __init__(self, routers: list[Router], *, own: bool = False) -> None:

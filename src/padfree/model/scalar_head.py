@@ -1,20 +1,11 @@
 """Models with a scalar head: one number per hidden state instead of logits over the vocabulary.
 
     hidden [n, D]  ->  score.weight [1, D]  ->  [n]
-    reward model   the number at the last token of a conversation
-    critic         the number at every position: the sum of rewards expected from this position on
 
-These models are transformers' `...ForSequenceClassification` models with one label, so that
-`AutoModelForSequenceClassification` loads an export. Weights can come from a causal language model, whose head is
-replaced, or from a folder that already has a scalar head.
+A reward model uses the number at the last token of a conversation. A critic uses the number at every position.
 
-transformers has such a class for few vision-language models. For the others, padfree makes the class in the same way as
-transformers (`vision_class_with_head`), and registers it for `AutoModelForSequenceClassification` in this process:
-
-    Qwen3VLForConditionalGeneration     model: Qwen3VLModel, lm_head [V, D]
-    Qwen3VLForSequenceClassification    model: Qwen3VLModel, score   [1, D]
-
-Like transformers, padfree scores a text at its last token that is not the padding token (`pad_token_of`).
+`AutoModelForSequenceClassification` loads an export of such a model. transformers has this class for few
+vision-language models. For others, padfree creates and registers it (`vision_class_with_head`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Make a config of the same architecture whose model is small enough to run in milliseconds.
 
-    Gemma3 27B   62 layers: 5 sliding, 1 full, 5 sliding ...  window 1024  hidden 5376, heads 32 (keys 16), vocab 262k
-    shrunken      2 layers:   sliding, full                   window    4  hidden   64, heads  4 (keys  2), vocab   64
+For example, Gemma3 27B has 62 layers (5 with sliding windows, then 1 without, and so on), a window of 1024 and hidden
+size 5376. The shrunken model has 2 layers (one of each kind), a window of 4 and hidden size 64.
 
-Sizes are replaced. Everything else (activations, norms, scaling factors, soft caps, rotary types) is kept, because it
-decides whether an architecture can be packed. Lists with one entry per layer keep the first layer of each kind. Windows
-become shorter than the samples of the test (`padfree.model.probe`), so that a window that is ignored changes the
-results.
-
-The small config can be wrong for a new architecture. The test builds a model from the config, and rejects this model if
-it is too large or lacks a module class of the real model.
+Activations, norms, scaling factors, soft caps and rotary types are kept, because they decide whether an architecture
+can be packed.
 """
 
 from __future__ import annotations
@@ -240,8 +235,7 @@ def _kept_layers(values: dict[str, Any], num_layers: int, wanted: int) -> list[i
 def _rope(parameters: dict[str, Any], latent: bool) -> dict[str, Any]:
     """Return the rotary parameters of the shrunken model, from the `parameters` of the real model.
 
-    The heads of the shrunken model are smaller. A list with one factor for each pair of channels of a head is cut to
-    the number of pairs in a smaller head.
+    Lists with one factor per pair of channels are cut, because the heads of the shrunken model are smaller.
     """
     width = ROPE_HEAD_DIM if latent else HEAD_DIM
     pairs = int(width * float(parameters.get("partial_rotary_factor", 1.0))) // 2

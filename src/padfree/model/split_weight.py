@@ -1,18 +1,11 @@
 """Store float32 values without loss: a bfloat16 copy, with which the model computes, and the remaining bits.
 
-For example, the value with the bits 0x3f80c001 is rounded to the bfloat16 0x3f81 (`rounded`). The difference
-0x3f80c001 - 0x3f810000 = -0x3fff is stored as a 16-bit integer (`rest`).
+For example, the float32 bits 0x3f80c001 round to the bfloat16 0x3f81. The difference 0x3f80c001 - 0x3f810000 = -0x3fff
+is stored as a 16-bit integer. One more bit marks a difference of 2^15, which 16 bits cannot hold.
 
-The difference is an integer from -2^15 to 2^15, but 16 bits only hold -2^15 to 2^15 - 1. `rest` therefore stores 2^15
-as -2^15, and one further bit per value (`tie`) is 1 in this case. The bits of the float32 value, as an integer, are
-rounded * 2^16 + rest + tie * 2^16. This is exact for every finite value. A NaN stays a NaN, possibly with another
-payload.
+A value takes 4.125 bytes. A float32 value and a bfloat16 copy would take 6 bytes.
 
-A value takes 2 + 2 + 1/8 bytes, instead of the 4 + 2 bytes of a float32 value and its bfloat16 copy.
-
-`SplitStorage` holds the values of many tensors. `SplitWeight` presents one of these tensors as a float32 tensor that
-any operation of torch can read and write. Each such operation joins the whole tensor in temporary memory. To process
-many tensors, use `SplitStorage.join` and `SplitStorage.split` on ranges that fit in memory.
+`SplitWeight` behaves like a float32 tensor, but each operation joins the whole tensor in temporary memory.
 """
 
 from __future__ import annotations
@@ -37,9 +30,9 @@ TIE = 1 << 15
 class SplitStorage:
     """Stores N float32 values without loss in three arrays.
 
-    - `rounded` [N], bfloat16: the values rounded to bfloat16.
-    - `rest` [N], int16: the float32 bits of each value minus those of its rounding, as integers.
-    - `ties` [N / 8], uint8: one bit per value, set if this difference is 2^15, which does not fit into int16.
+    - `rounded` [N], bfloat16: the values rounded to bfloat16
+    - `rest` [N], int16: the float32 bits of each value minus those of its rounding, as integers
+    - `ties` [N / 8], uint8: one bit per value, set if this difference is 2^15
     """
 
     def __init__(self, numbers: int, device: torch.device | str) -> None:
@@ -81,17 +74,13 @@ def join_reference(rounded: Tensor, rest: Tensor, ties: Tensor) -> Tensor:
     """Return float32 values [n] from the three tensors in which `split_reference` stores them."""
     places = torch.arange(8, dtype=torch.uint8, device=ties.device)
     tie = (ties[:, None] >> places & 1).reshape(-1)[: rest.numel()]
+    # exact for every finite value; a NaN stays a NaN, possibly with another payload
     bits = (rounded.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32) + (tie.to(torch.int32) << 16)
     return bits.view(torch.float32)
 
 
 def split_reference(values: Tensor, rounded: Tensor, rest: Tensor, ties: Tensor) -> None:
-    """Store float32 values [n] in three tensors.
-
-    - `rounded` [n], bfloat16: the values rounded to bfloat16.
-    - `rest` [n], int16: the float32 bits of each value minus those of its rounding, as integers.
-    - `ties` [ceil(n / 8)], uint8: one bit per value, set if this difference is 2^15, which does not fit into int16.
-    """
+    """Store float32 values [n] in `rounded` [n], `rest` [n] and `ties` [ceil(n / 8)], as in `SplitStorage`."""
     rounded.copy_(values)
     difference = values.view(torch.int32) - (rounded.view(torch.int16).to(torch.int32) << 16)
     rest.copy_((difference & 0xFFFF).to(torch.int16))

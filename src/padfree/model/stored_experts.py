@@ -22,10 +22,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 StoredNames = dict[str, str | list[list[str]]]
-"""Maps the name of each tensor of a model to the names of the tensors in the checkpoint files that hold its values.
+"""Maps the name of each model tensor to the name of the checkpoint tensor that holds its values.
 
-For most tensors this is one name. For stacked experts [E, ...] it is a list of E lists: for each expert, the names of
-the tensors that are concatenated.
+Stacked experts [E, ...] have E lists instead: for each expert, the names of the tensors to concatenate.
 """
 
 STACKED = [("MergeModulelist", 0)]

@@ -34,11 +34,10 @@ def skeleton(
     head: ModelHead = "tokens",
     vision: bool | None = False,
 ) -> PreTrainedModel:
-    """Build a model on the meta device, without weights, from a folder, a Hub id or a config file.
+    """Build a model on the meta device, from a folder, a Hub id or a config file.
 
-    If `vision` is true, build the whole vision-language model; if it is false, only its language model. If it is None,
-    build the whole model if padfree supports it, otherwise the language model. `setting` is the name of the setting
-    that holds the path, for error messages.
+    `vision`: whether to build the whole vision-language model (None: if padfree supports it), or only its language
+    model.
     """
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

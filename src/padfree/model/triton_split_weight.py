@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Triton kernels that split float32 weights into bfloat16 copies and the remaining bits, and join them again.
 
-The format (`padfree.model.split_weight`) includes an array with one bit per weight. One instance of a kernel handles
-`BYTES` bytes of this array, for 8 * `BYTES` weights. The kernels use integer arithmetic only, so the results do not
-depend on a device's rounding.
+`padfree.model.split_weight` describes the format. The kernels use integer arithmetic only, so the results do not depend
+on a device's rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BYTES = 128
+BYTES = 128  # of `ties`, which holds one bit per weight, in each instance of a kernel
 WARPS = 4
 
 

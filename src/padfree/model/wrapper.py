@@ -83,12 +83,9 @@ def load_whole(wrapper: Wrapper, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def names_inside(whole: PreTrainedModel, language: PreTrainedModel) -> dict[str, str]:
-    """Map the name of each tensor of the language model to its name in the whole multimodal model.
-
-    Some multimodal models contain the language model as one module. Others contain only its base model (the model
-    without its head) as a module, and hold the head themselves.
-    """
+    """Map the name of each tensor of the language model to its name in the whole multimodal model."""
     own = list(language.state_dict())
+    # A multimodal model contains the whole language model as a module, or only its base model and a head of its own.
     classes = [(type(language), ""), (type(language.base_model), f"{language.base_model_prefix}.")]
     held = whole.state_dict().keys()
     for module_class, prefix in classes:

@@ -1,19 +1,12 @@
 """Float32 master weights in a single process, with bfloat16 copies for the computation.
 
-The copy of a master weight is the weight rounded to bfloat16. A `SplitWeight` (`padfree.model.split_weight`) stores the
-copy and the remaining bits of the float32 value. This takes 4.125 bytes per weight instead of 6 (float32 and bfloat16),
-and the copy is always up to date. Losses, gradients and updates are bit-identical to those of separate float32 weights
-and bfloat16 copies.
+A `SplitWeight` (`padfree.model.split_weight`) stores the bfloat16 copy of a weight and the remaining bits. This takes
+4.125 bytes per weight, instead of 6 for float32 weights and separate copies. The results are bit-identical.
 
-During forward and backward (`compute_copies`), the parameters of the modules are the copies. As soon as backward has
-computed the bfloat16 gradients of a layer's copies, these gradients are added to the float32 gradients of the master
-weights. At all other times, the parameters of the modules are the master weights, so that all other code sees a float32
-model. `compute_copies` must enclose backward as well as forward, because recomputation in backward reads the weights of
-the modules.
+Inside `compute_copies`, the modules hold the bfloat16 copies. Elsewhere, all code sees float32 parameters.
+`compute_copies` must enclose forward and backward, because recomputation reads the weights.
 
-FSDP2 would keep float32 weights and make bfloat16 copies too. In a single process, however, FSDP2 has nothing to gather
-or reduce, and for a small model (28 layers of hidden size 1024, for example) its hooks take longer on the host than the
-computation on the device.
+With FSDP2, its hooks would take longer on the host than the computation of a small model on the device.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Apply a function that needs whole matrices to matrices that are sharded over ranks.
 
-    5 matrices [4, 3], numbered 0 to 4, on 2 ranks. Each rank holds 2 matrix rows of every matrix
+An all-to-all gathers each matrix on one rank, and a second one returns the shards of the result. For example, 5
+matrices of 4 rows on 2 ranks:
 
-    rank 0   [0:2] of 0 1 2 3 4   ->   whole 0 2 4   ->   function   ->   [0:2] of 0 1 2 3 4
-    rank 1   [2:4] of 0 1 2 3 4   ->   whole 1 3     ->   function   ->   [2:4] of 0 1 2 3 4
+    rank 0   rows 0, 1 of matrices 0 to 4   ->   whole matrices 0, 2, 4
+    rank 1   rows 2, 3 of matrices 0 to 4   ->   whole matrices 1, 3
 
-Each matrix is computed by one of the ranks that hold its shards. Two all-to-alls send its elements to this rank and
-back. If the shards are replicated, every replica computes the same results. Nothing is sent if the shards are whole
-matrices, e.g. E experts [E, out, in] sharded along E.
+Nothing is sent if each rank holds whole matrices.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ def matrix_split_of(parameter: Tensor) -> MatrixSplit | None:
 def on_whole_matrices(
     function: Callable[[Tensor], Tensor], parts: Tensor, split: MatrixSplit | None, first: int = 0
 ) -> Tensor:
-    """Apply `function` to n matrices [A, B] that are sharded over ranks. Collective: all ranks must call it.
+    """Apply `function` to n matrices [A, B] that are sharded over ranks. Collective.
 
-    `parts` [n, a, b] holds this rank's shards of the matrices. `function` maps whole matrices [m, A, B] to results of
-    the same shape. Rank (first + i) % group size computes matrix i. Returns this rank's shards of the results.
+    `function` maps [m, A, B] to the same shape. `parts` and the result [n, a, b] are this rank's shards. Matrix i is
+    computed by rank (first + i) % group size.
     """
     if split is None:
         return function(parts)

@@ -1,22 +1,14 @@
-"""Muon: orthogonalised momentum for hidden matrices. For a matrix [A, B], a step computes
+"""Muon: orthogonalised momentum for hidden matrices (weights inside layers). For a matrix [A, B], a step computes
 
     buffer  = lerp(buffer, gradient, 1 - momentum)
     update  = lerp(gradient, buffer, momentum)              without Nesterov: update = buffer
     update  = Newton-Schulz(update)                         U S V^T -> about U V^T
     weight  = (1 - lr * weight_decay) * weight - lr * update_rms * sqrt(max(A, B)) * update
 
-The Newton-Schulz update of a matrix [A, B] has orthonormal rows or columns, so its elements have root mean square 1 /
-sqrt(max(A, B)). The last line of the formulas above scales this root mean square to lr * `update_rms` for any shape.
-AdamW's updates have a root mean square of about 0.2 lr. With `update_rms` 0.2, a learning rate and a weight decay tuned
-for AdamW therefore also suit Muon (Moonshot AI, "Muon is scalable for LLM training").
+With `update_rms` 0.2, Muon's updates are about as large as AdamW's. A learning rate tuned for AdamW then also suits
+Muon (Moonshot AI, "Muon is scalable for LLM training").
 
-Momentum, coefficients and norms match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
-`padfree.optim.reference_muon` is a plain implementation for one matrix.
-
-A parameter [..., A, B] holds several matrices, e.g. one per expert. Matrices of the same shape are orthogonalised in
-batches [n, A, B]. If matrices are sharded, the shards of each matrix are gathered on one rank, which orthogonalises the
-matrix (`padfree.optim.matrices`). The Newton-Schulz iteration runs in bfloat16 on a GPU, and in the dtype of the
-weights on the CPU. Unless parameters are offloaded to the CPU, the host does not wait for the GPU.
+The formulas match `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
 """
 
 from __future__ import annotations
@@ -68,6 +60,7 @@ class Muon:
             update = gradient.lerp_(buffer, group["momentum"]) if group["nesterov"] else buffer
             dtype = torch.bfloat16 if batch.device.type == "cuda" else update.dtype
             found = on_whole_matrices(orthogonal, update.to(batch.device, dtype), batch.split, done)
+            # An orthogonalised matrix [A, B] has a root mean square of 1 / sqrt(max(A, B)).
             reach = group["lr"] * group["update_rms"] * math.sqrt(max(batch.shape))
             change = found.to(update) * (-reach * made).to(update.dtype)
             if group["weight_decay"]:

@@ -8,17 +8,10 @@
                                 embeddings, heads             adamw   lr        weight_decay
                                 vectors                       adamw   lr        no decay
 
-Each entry of `optimizer.groups` forms groups of its own, with `lr` and `muon.lr` multiplied by its `lr_scale`.
+Vectors are norms and biases. Adapters are hidden matrices. Each entry of `optimizer.groups` forms groups of its own.
 
-Weight decay applies to parameters with two or more dimensions. Vectors (norms, biases) have none, because pulling the
-scale of a norm towards 0 does not regularise. `padfree.model.roles` defines the roles of parameters; adapters are
-hidden matrices.
-
-The schedule multiplies the base learning rate of every group. If the loss or the gradient is not finite, the step is
-skipped. The device decides this, so that the host need not synchronise.
-
-With `parallel.offload`, parameters, gradients and optimizer state are on the CPU, and the optimizer runs there. Only
-Muon's Newton-Schulz iterations then still run on the GPU.
+If the loss or the gradient is not finite, the device skips the step. With `parallel.offload`, the optimizer runs on the
+CPU, except Muon's Newton-Schulz iterations.
 """
 
 from __future__ import annotations
@@ -55,9 +48,8 @@ class Optimizer(torch.optim.Optimizer):
     def rates(self) -> dict[str, float]:
         """Return the current learning rates by metric name.
 
-        With AdamW alone, there is one rate, `lr`. With Muon, `lr` is the rate of Muon, and `lr/adamw` is the rate of
-        AdamW. The rates are those of parameters outside of `optimizer.groups`. If all parameters are in such
-        groups, the first group with each update rule counts.
+        With Muon, `lr` is the rate of Muon, and `lr/adamw` is the rate of AdamW. Groups from `optimizer.groups` count
+        only if there are no other groups.
         """
         plain = [group for group in self.param_groups if "name" not in group] or self.param_groups
         rates = {group["rule"]: group["lr"] for group in reversed(plain)}
@@ -106,10 +98,9 @@ def make_optimizer(model: nn.Module, settings: OptimizerConfig) -> Optimizer:
 
 
 def state_bytes(groups: list[Group], numbers: Callable[[nn.Parameter], int] = nn.Parameter.numel) -> int:
-    """Return the size of the optimizer state of these groups in bytes. All parameters are assumed to be float32.
+    """Return the size of the optimizer state of these groups in bytes, for float32 parameters.
 
-    By default this is the size for whole parameters. For the size on one rank, pass as `numbers` a function that
-    returns how many elements of a parameter that rank holds.
+    For the size on one rank, pass `numbers`: a function that returns how many elements of a parameter the rank holds.
     """
     return sum(
         RULES[group["rule"]].state_bytes(group, numbers(each), each.shape[-1] if each.ndim else 1)
@@ -165,5 +156,6 @@ def _groups_of(
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups.append({**adamw, "params": matrices, "weight_decay": settings.weight_decay, "state": settings.state})
+    # Vectors have no weight decay: pulling the scale of a norm towards 0 does not regularise.
     groups.append({**adamw, "params": vectors, "weight_decay": 0.0, "state": "float32"})
     return [group for group in groups if group["params"]]

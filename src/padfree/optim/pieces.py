@@ -16,12 +16,11 @@ from torch import Tensor
 from padfree.model.split_weight import SplitStorage, SplitWeight, aligned, is_split
 from padfree.optim.rule import State, local
 
+# An update of this size takes the GPU longer than the host needs to launch it.
 BLOCK = {"cuda": 1 << 26, "cpu": 1 << 22}
-"""The maximum number of elements of split weights that are updated at a time, by device type.
+"""The maximum number of elements of split weights (stored in two parts) that are updated at a time, by device type.
 
-A split weight is a float32 weight that is stored in two parts. For an update, the parts are joined in temporary memory,
-which takes up to 256 MiB on a GPU. The number is large enough that an update takes the GPU longer than the host needs
-to launch it.
+Their float32 values take up to 256 MiB on a GPU.
 """
 
 ROWS = 8

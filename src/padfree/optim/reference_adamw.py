@@ -9,10 +9,7 @@ In step t, with m and v read from the state and converted to float32:
     weight     = (1 - lr * weight_decay) * weight - rate * m / (sqrt(v) * correction + eps)
     state      = m and v, rounded stochastically
 
-`rate` and `correction` are computed on the device in float64. The step counter t is on the device, because only the
-device knows which steps are skipped and not counted.
-
-All implementations take the same arguments, `ParameterRows` and `Step`.
+Skipped steps do not count in t. Only the device knows t, `rate` and `correction`.
 """
 
 from __future__ import annotations

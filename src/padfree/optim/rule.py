@@ -32,10 +32,10 @@ class UpdateRule(Protocol):
     """A description of the optimizer state, for messages to users."""
 
     def step(self, group: Group, state: State, finite: Tensor, scale: Tensor | None) -> None:
-        """Update the group's parameters that have a gradient. Gradients are multiplied by the scalar tensor `scale`.
+        """Update the group's parameters that have a gradient. Gradients are multiplied by `scale`. Collective.
 
-        If the scalar tensor `finite` is false, neither parameters nor state change. `finite` and `scale` are on the
-        device of the parameters, so that the host need not synchronise. Collective: all ranks must call it.
+        If `finite` is false, neither parameters nor state change. `finite` and `scale` are scalar tensors on the
+        device, so that the host need not synchronise.
         """
         ...
 

@@ -16,10 +16,10 @@ from padfree.optim.optimizer_settings import ScheduleKind
 def learning_rate_factor(
     step: int, *, kind: ScheduleKind, warmup: int = 0, steps: int | None = None, final: float = 0.0
 ) -> float:
-    """Return the factor by which the learning rate is multiplied in `step`, counted from 0.
+    """Return the learning-rate factor in `step`, counted from 0.
 
-    The factor rises linearly over the first `warmup` steps and is 1 in the last of them. Then it stays constant, or
-    falls to `final` in the last of `steps` steps.
+    The factor rises linearly to 1 in the last of `warmup` steps. Then it stays constant, or falls to `final` in the
+    last of `steps` steps.
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -5,24 +5,11 @@
     bfloat16     4                   bfloat16           bfloat16           -
     int8         2 + 8 / 128         int8               uint8              float32, two for each block of 128 weights
 
-A step updates the weights with the new moments in float32, and only then rounds the moments to their format. Rounding
-is stochastic: a moment is rounded up or down at random, so that its expected value does not change. Rounding to nearest
-would lose small changes: with the decay rate 0.999, for example, exp_avg_sq would never decay.
+Moments are rounded up or down at random (stochastic rounding). Rounding to nearest would lose small changes: with the
+decay rate 0.999, exp_avg_sq would never decay.
 
-In int8, each matrix row is divided into blocks of up to `BLOCK` consecutive weights. For each moment, a block has a
-scale, the largest magnitude of the moment in the block. An integer code c stands for this value of the moment:
-
-    exp_avg       sign(c) * (|c| / 127)^4 * scale     c = -127 .. 127
-    exp_avg_sq    (c / 255)^8 * scale                 c = 0 .. 255
-
-Small moments are therefore stored in finer steps. A positive exp_avg_sq gets at least the code 1, because an exp_avg_sq
-of 0 would make the update huge.
-
-The random bits are a hash of the step, the parameter and the index of the weight in the parameter. The result does not
-depend on the number of ranks, and a resumed run rounds exactly like an uninterrupted one. Vectors (norms, biases) keep
-float32.
-
-This file rounds in plain PyTorch. `padfree.optim.triton_adamw` rounds the same way in its kernel.
+The random bits depend only on the step, the parameter and the index of the weight. A resumed run, or a run with
+another number of ranks, therefore rounds exactly alike. Vectors (norms, biases) keep float32.
 """
 
 from __future__ import annotations
@@ -67,10 +54,8 @@ INT8 = {"exp_avg": Rounding(127, 2, torch.int8), "exp_avg_sq": Rounding(255, 3, 
 class RowRange(NamedTuple):
     """The rows that a rank holds of a parameter [..., C], viewed as one matrix [R, C].
 
-    The rank holds `inner` rows from row `first` on, another `inner` rows from row `first + outer` on, and so on. For
-    example, 2 experts [2, 6, C] are a matrix of 12 rows. If each expert's 6 rows are sharded over 3 ranks, the second
-    rank holds the rows 2, 3, 8 and 9: `first` = 2, `inner` = 2, `outer` = 6. The rows are consecutive if `inner` equals
-    `outer`.
+    The rank holds `inner` rows from row `first` on, `inner` rows from row `first + outer` on, and so on. For example,
+    `first` 2, `inner` 2 and `outer` 6 give the rows 2, 3, 8, 9, ...
     """
 
     first: int
@@ -152,11 +137,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(step: Tensor, number: int, rows: RowRange, part: slice, columns: int) -> Tensor:
-    """Return 32 random bits for each weight in R matrix rows of a parameter, as int64 [R, columns].
+    """Return 32 random bits for each weight in R matrix rows, as int64 [R, columns].
 
-    `rows` describes the matrix rows that this rank holds, and `part` selects R of these matrix rows. The bits depend
-    only on `step` (the step counter, int64), `number` (the index of the parameter in its group) and the index of the
-    weight in the whole parameter.
+    `part` selects R of this rank's `rows`. The bits depend only on `step`, the parameter's `number` and the weight's
+    index in the whole parameter.
     """
     key = mix(mix(step * STRIDE & MASK) + number * STRIDE & MASK)
     row = torch.arange(part.start, part.stop, device=step.device)
@@ -206,6 +190,7 @@ def encode_int8(values: Tensor, bits: Tensor, rounding: Rounding) -> tuple[Tenso
     low, high = levels(code, rounding), levels(code + 1, rounding)
     code = code + (bits.float() * 2.0**-16 * (high - low) < share - low).int()
     if rounding.dtype == torch.uint8:
+        # An exp_avg_sq of 0 would make the update huge.
         code = torch.where(share > 0, code.clamp(min=1), code)
     else:
         code = torch.where(values < 0, -code, code)

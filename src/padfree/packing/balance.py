@@ -2,16 +2,8 @@
 
     costs 8 7 6 5 4 2    k = 2      ->  8 + 6 + 2 = 16,  7 + 5 + 4 = 16
 
-The algorithm is deterministic and has two phases:
-
-    greedy    takes samples by falling cost; each goes to the cheapest part that has enough free tokens under the cap
-    exchange  matches each costly part with a cheap one. The two parts make the one move or swap of samples that brings
-              their costs closest. This is repeated until the costliest part is within `TOLERANCE` of the mean, or
-              until no move or swap helps
-
-The cap is never exceeded. If greedy finds no part for a sample, the initial assignment balances lengths instead of
-costs. If that fails too, the initial assignment uses few parts (best-fit decreasing, `padfree.packing.fill`). The
-exchange phase then evens out the costs. If no initial assignment fits, `balance` raises `UserError`.
+Samples are first assigned by falling cost, each to the cheapest part with enough free tokens. Then costly parts swap
+samples with cheap parts, until the costliest part is within `TOLERANCE` of the mean or no swap helps.
 """
 
 from __future__ import annotations
@@ -53,13 +45,10 @@ def balance(
     cap: int | None = None,
     equal_count: bool = False,
 ) -> list[Indices]:
-    """Partition the samples into k parts with nearly equal sums of `costs` [n].
+    """Partition n samples into k parts with nearly equal sums of `costs`. Returns the sample indices of each part.
 
-    Returns k arrays of ascending sample indices, one for each part. If n >= k, no part is empty. If there are fewer
-    samples than parts, each sample has a part of its own, and the other parts are empty.
-
-    `cap` limits the sum of `lengths` [n] in a part. If `lengths` is None, `cap` limits the sum of `costs`, which must
-    then be integers. If `equal_count` is True, the numbers of samples in any two parts differ by at most 1.
+    No part is empty if n >= k. `cap` limits the sum of `lengths` (default: `costs`) in a part. With `equal_count`,
+    parts differ by at most 1 sample.
     """
     cost = _checked_costs(costs)
     need_whole("k", k, 1, "give 1 or more parts")
@@ -147,10 +136,9 @@ def sums(values: NDArray[Any], parts: Sequence[Indices]) -> Floats:
 
 
 def _start(problem: PartitionProblem) -> Parts | None:
-    """Return an initial assignment of samples to parts in which no part has more than `cap` tokens.
+    """Return parts of at most `cap` tokens as a start for `_exchange`, or None if no method finds any.
 
-    Three methods are tried until one succeeds: assign the samples greedily by cost, give all parts nearly equal numbers
-    of tokens, or use few parts (`fill`). Returns None if all three fail.
+    The methods: assign greedily by cost, balance tokens, or use few parts (`fill`).
     """
     parts = _greedy(problem)
     if parts is not None:
@@ -232,18 +220,15 @@ def _without_empty(parts: Parts, problem: PartitionProblem) -> Parts:
 
 
 def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None) -> Parts:
-    """Swap samples between parts until the cost of the costliest part is near the mean, or at most `goal`.
+    """Swap samples between costly and cheap parts, until the costliest part is near the mean cost or costs at most
+    `goal`.
 
-    The costliest part is paired with the cheapest, the next costliest with the next cheapest, and so on. Each pair
-    makes the swap that brings the costs of its parts closest. If no pair can improve, the list of cheap parts is
-    shifted to form other pairs.
-
-    The array `slots` [k, m] has one matrix row per part: the samples of the part, then its empty slots. Swapping a
-    sample with an empty slot moves the sample. If all parts must have equal counts, there are no empty slots.
+    In each round, costly and cheap parts form pairs. Each pair makes the swap that brings its costs closest.
     """
     k, empty = len(parts), len(problem.cost)
     movable, fixed = _split_large(parts, equal=problem.equal_count)
     sizes = np.array([len(part) for part in movable])
+    # [k, m] one row per part: its samples, then empty slots. Swapping a sample with an empty slot moves the sample.
     slots = np.full((k, sizes.max() + (not problem.equal_count)), empty)
     slots[np.arange(slots.shape[1]) < sizes[:, None]] = np.concatenate(movable)
     cost, length = np.append(problem.cost, 0.0), np.append(problem.length, 0)
@@ -255,6 +240,7 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
         order = np.argsort(load, kind="stable")
         if load[order[-1]] <= (load.mean() + slack if goal is None else goal) or shift >= min(k // 2, SHIFTS):
             break
+        # After a round that hardly improved, `shift` pairs the costly parts with other cheap parts.
         costly, cheap = order[::-1][: k // 2], np.roll(order[: k // 2], shift * (k // 2 // SHIFTS or 1))
         gap = (load[costly] - load[cheap]) / 2
         apart = gap > slack / 2
@@ -283,12 +269,11 @@ def _exchange(parts: Parts, problem: PartitionProblem, goal: float | None = None
 
 
 def _split_large(parts: Parts, *, equal: bool) -> tuple[Parts, Parts]:
-    """Split each part (group of samples) into samples that `_exchange` may move to other parts, and samples that stay.
+    """Split each part into samples that `_exchange` may move to other parts, and samples that stay.
 
-    At most 64 samples of a part are movable, and fewer if there are more than 1024 parts, so that a round of exchanges
-    compares at most about 2 million pairs of samples. If `equal` is True, every part has the same number of movable
-    samples.
+    If `equal` is True, every part has the same number of movable samples.
     """
+    # Up to 16,384 parts, a round of exchanges compares at most about 2 million pairs of samples.
     limit = max(16, min(64, int((2**22 / len(parts)) ** 0.5)))
     movable = [part[:: max(1, -(-len(part) // limit))] for part in parts]
     if equal:

@@ -1,16 +1,14 @@
 """Turn samples into packed batches with `pack`, and packed values back with `unpack`.
 
-    samples   [1 2 3 4 5] [10 11 12] [20 21 22 23 24 25 26]
-    pack      input_ids     1 2 3 4 5 10 11 12 20 21 22 23 24 25 26
-              position_ids  0 1 2 3 4  0  1  2  0  1  2  3  4  5  6
-              labels        2 3 4 5 -  11 12 - 21 22 23 24 25 26  -
-              cu_seqlens    0 5 8 15
+For example, this is the pack of the samples [1 2 3] and [10 11 12 13] (-: no label):
 
-The model predicts token t + 1 at position t. Values of a prediction (label, weight, advantage) are stored at the
-position that predicts, one before the token (`at_predictions`).
+    input_ids       1  2  3 10 11 12 13
+    position_ids    0  1  2  0  1  2  3
+    labels          2  3  - 11 12 13  -
+    cu_seqlens      0  3  7
 
-A pack keeps its samples in the given order. Sample i of a pack `batch` has the index `batch.samples[i].index` in the
-list of samples that was given to `pack`.
+The model predicts token t + 1 at position t. Labels, weights and advantages are stored at the position that predicts
+(`at_predictions`). A pack keeps its samples in the given order.
 """
 
 from __future__ import annotations
@@ -50,14 +48,10 @@ def pack(
     cost: Cost | None = None,
     weights: Sequence[NDArray[Any]] | None = None,
 ) -> list[PackedBatch]:
-    """Lay samples end to end in few packs.
+    """Lay samples end to end in few packs, or in `num_packs` packs of nearly equal `cost` (default: tokens).
 
-    `num_packs`: if given, make this many packs with nearly equal costs. `cost` (a `CostModel`, or any function) maps
-    sample lengths to costs; by default, the cost is the number of tokens. `max_tokens`: limit on the tokens of a pack
-    with its padding; a longer sample raises `UserError`. Packs are padded to a multiple of `multiple_of` tokens.
-
-    `weights`: one array [n] per sample; element t is the weight of the prediction of token t + 1 (see `token_weights`).
-    By default every scored token has the same weight, and the weights of all packs sum to 1.
+    `max_tokens` includes the padding to a multiple of `multiple_of`. `weights[i][t]` is the weight of the prediction
+    of token t + 1 in sample i. Default weights are equal and sum to 1.
     """
     if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")):
         raise UserError("samples", f"got a {type(samples).__name__}", "give a list of padfree.Sample")
@@ -77,10 +71,9 @@ def pack(
 
 
 def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Split values [T, ...] of packed tokens into one view per sample, and drop the values of padding tokens.
+    """Split values [T, ...] of packed tokens into one view per sample, in the order before `pack`, without padding.
 
-    The views are in the order that the samples had before `pack`. Pass one batch and one tensor, or the list from
-    `pack` and one tensor per batch.
+    Pass one batch and one tensor, or the list from `pack` and one tensor per batch.
     """
     if isinstance(batches, PackedBatch):
         batches, values = [batches], [values]  # type: ignore[list-item]
@@ -113,9 +106,8 @@ def collate(
 ) -> PackedBatch:
     """Lay all samples end to end in one pack, without a limit on its tokens.
 
-    `share_prefixes`: whether a prefix that several samples have in common is stored only once (`Entries`). "auto"
-    compares samples of the same `group`, and shares a prefix if this is cheaper according to `cost`. True shares every
-    common prefix.
+    `share_prefixes`: True stores every common prefix only once. "auto" does so for samples of the same `group`, where
+    this lowers the `cost`.
     """
     packs = pack(samples, weights=weights)
     if not packs:
@@ -128,15 +120,14 @@ def collate(
 def prefixes_of(samples: Sequence[Sample], share_prefixes: SharePrefixes, cost: CostModel | None = None) -> PrefixTree:
     """Build the prefix tree of the samples. If `share_prefixes` is False, no samples share a node of the tree.
 
-    If samples have routes (the experts chosen for each token), a shared prefix ends before the first token whose routes
-    differ, because other experts give other hidden states.
+    A shared prefix ends before the first token whose routes (the experts chosen for the token) differ.
     """
     known = share_prefixes == "auto" or isinstance(share_prefixes, bool)
     need(known, "share_prefixes", share_prefixes, "give 'auto', True or False")
     tokens = [sample.tokens for sample in samples]
     if any(sample.images for sample in samples):
         tokens = prefix_keys(tokens, [sample.images for sample in samples])
-    if any(sample.routes is not None for sample in samples):
+    if any(sample.routes is not None for sample in samples):  # other experts give other hidden states
         tokens = route_keys(tokens, [sample.routes for sample in samples])
     if share_prefixes is False:
         return find_prefixes(tokens, [None] * len(samples))

@@ -1,21 +1,10 @@
 """Plan a step in which several ranks share an expensive pack, and each pack of short samples runs on one rank.
 
-A wave is one micro-batch on every rank; all ranks run it at the same time. The width of a pack or sample is the number
-of neighbouring ranks that share it. For example, in a wave of 8 ranks, ranks 0 to 3 may share a sample of 60k tokens
-(width 4), ranks 4 and 5 a sample of 31k tokens (width 2), and ranks 6 and 7 run one pack of short samples each
-(width 1). Each possible width divides the next larger one, so that packs of different widths fit side by side.
+A wave is one micro-batch on every rank. For example, 4 of 8 ranks share a sample of 60k tokens in a wave, and each
+other rank runs a pack of short samples.
 
-1. Start with as few waves as the tokens need. Set the level (the intended cost of one rank in one wave) to the total
-   cost, divided by the number of ranks and the number of waves.
-2. Choose for each sample the smallest width at which one rank's part has at most `max_tokens` tokens and costs at most
-   the level. If a sample is divided only because of its cost, each part has at least about `FEWEST_TOKENS` tokens.
-3. Make a wide pack of each sample with a width above 1, and add short samples to it up to these limits. Spread the
-   other short samples evenly over the remaining ranks.
-4. Assign the packs to waves by falling cost per rank, so that packs of similar cost run at the same time.
-
-Repeat steps 2 to 4 with higher levels (`RAISED`), which let fewer ranks share a sample, and then with up to
-`MORE_WAVES` more waves, until a plan is nearly even (`EVEN`). Of all plans found, the cheapest is used. Each wave adds
-a fixed cost (`WAVE`), because the weights are gathered once per wave.
+Each sample gets the fewest ranks that keep every rank within a token limit and a cost limit. Packs of similar cost run
+in the same wave. Several cost limits (`RAISED`) and numbers of waves are tried, and the cheapest plan is used.
 """
 
 from __future__ import annotations
@@ -31,9 +20,10 @@ from padfree.packing.cost import Floats
 from padfree.packing.fill import Indices
 
 RAISED = (1.0, 1.03, 1.1, 1.25, 1.5, 2.0, 3.0)
-"""A plan limits the cost of one rank's part of a sample to the mean cost of one rank in one micro-batch, times one of
-these factors. The factors are tried in turn until a plan is nearly even (`EVEN`). With a larger factor, fewer ranks
-share a sample.
+"""A plan limits the cost of one rank's part of a sample to the mean cost of a rank in one micro-batch, times one of
+these factors.
+
+The factors are tried in turn. With a larger factor, fewer ranks share a sample.
 """
 
 MORE_WAVES = 6
@@ -41,7 +31,7 @@ MORE_WAVES = 6
 ranks run together) are tried.
 """
 
-WAVE = 0.01
+WAVE = 0.01  # the weights are gathered once per wave
 """The fixed cost of one wave (one micro-batch on every rank), as a fraction of the cost of the step."""
 
 FEWEST_TOKENS = 512
@@ -87,13 +77,9 @@ class _SizedPack:
 def plan_wide(
     length: Indices, cost: Floats, candidates: Indices, *, ranks: int, max_tokens: int, sizes: Sequence[int]
 ) -> WidePlan:
-    """Assign the samples with the indices `candidates` to packs, ranks and waves (micro-batches that all ranks run
-    together).
+    """Assign the samples `candidates` (indices) to packs, ranks and waves (micro-batches that all ranks run together).
 
-    `length` and `cost` [n] are the numbers of tokens and the costs of all n samples.
-
-    `sizes` are the possible widths: how many ranks may share a pack. A sample that does not fit even at the largest
-    width gets the largest width.
+    `sizes` are the numbers of ranks that may share a pack. A sample that is too large gets the largest number.
     """
     tokens, total = int(length[candidates].sum()), float(cost[candidates].sum())
     fewest = max(1, -(-tokens // (ranks * max_tokens)))
@@ -193,11 +179,7 @@ def _fill_wide(
 
 
 def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int) -> WidePlan:
-    """Assign packs to ranks and to waves (micro-batches that all ranks run together).
-
-    Packs that need the most ranks are placed first. The possible numbers of ranks divide each other, so that the number
-    of free ranks in a wave is always a multiple of the number that the next pack needs.
-    """
+    """Assign packs to ranks and to waves (micro-batches that all ranks run together)."""
     each = np.array([float(cost[pack.samples].sum()) / pack.width for pack in packs])
     width = np.array([pack.width for pack in packs])
     by_cost = np.argsort(-each, kind="stable")
@@ -205,6 +187,7 @@ def _arranged(packs: Sequence[_SizedPack], cost: Floats, ranks: int, waves: int)
     wanted[by_cost] = (np.cumsum(width[by_cost]) - width[by_cost]) // ranks
     free = np.full(waves, ranks)
     members: list[list[int]] = [[] for _ in range(waves)]
+    # Widths divide each other, so the number of free ranks of a wave is always a multiple of the next pack's width.
     for index in np.lexsort([-each, -width]).tolist():
         open_waves = np.flatnonzero(free >= width[index])
         wave = int(open_waves[np.argmin(np.abs(open_waves - wanted[index]))])

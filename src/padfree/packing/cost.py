@@ -1,12 +1,10 @@
 """The cost of a sample of n tokens is linear · n + quadratic · n². Each micro-batch and each step add a constant.
 
-    tokens of a sample        100        1000        8000
-    matmuls                   100 a      1000 a      8000 a       every weight is applied to every token once
-    attention             10,000 b  1,000,000 b  64,000,000 b     every token attends to every token before it
+Matmuls apply every weight to every token once. In attention, every token attends to every token before it. Two packs
+with equal numbers of tokens can therefore take different times.
 
-Two packs with equal numbers of tokens can therefore take different times. The factors (a and b in the table) come from
-the model's config (`from_config`, in FLOPs of forward and backward), or from times measured on the device (`fit`).
-Packing uses only ratios of costs, so the unit does not matter.
+The factors come from the model's config (`from_config`) or from times measured on the device (`fit`). Packing uses only
+ratios of costs, so the unit does not matter.
 """
 
 from __future__ import annotations
@@ -64,13 +62,9 @@ class CostModel:
 
     @staticmethod
     def from_config(config: Any) -> CostModel:
-        """Return a cost model in FLOPs of forward and backward, from the config (object or dict) of a Hugging Face
-        causal LM.
+        """Return a cost model in FLOPs of forward and backward, from a Hugging Face config (object or dict).
 
-        The cost counts the matmuls of each token, the output head and causal attention. A mixture of experts counts the
-        router, the shared experts and the experts that a token is routed to. A layer with a sliding window counts as if
-        every token saw a full window. A mixer (gated delta net, Mamba, short convolution, lightning attention) counts
-        its linear layers and its state update.
+        Only the experts that a token uses count. In layers with a sliding window, every window is assumed to be full.
         """
 
         sizes = ModelSizes.of(config)

@@ -1,19 +1,12 @@
-"""The order in which epochs show the samples of a source. The sample at any position can be computed directly.
+"""The order in which epochs show the samples of a source, computed directly for any epoch.
 
-    source       a b c d
-    position     0 1 2 3 | 4 5 6 7     counts samples over all epochs; | separates two epochs
-    in order     a b c d | a b c d
-    shuffled     c a d b | b c a d     another order in each epoch, which depends only on (seed, epoch)
+A source has parts with weights. A part repeats its n samples endlessly in a fixed order, from which each epoch takes
+the next weight * n samples. For example, with 5 samples and weight 0.5 (2 or 3 samples per epoch):
 
-A source may consist of parts with weights. The weight w of a part is how many times, on average, an epoch shows each of
-the n samples of the part. To choose samples, the part has a fixed sequence: its samples in one order, which may be
-random, repeated endlessly. Each epoch takes the next w n items of this sequence. More exactly, epoch e takes the
-items from floor(e w n) up to, but not including, floor((e + 1) w n):
+    fixed order    3 0 | 4 1 2 | 3 0 | 4 1 2 | ...    where | separates epochs
 
-    5 samples, weight 0.5, sequence 3 0 4 1 2 3 0 ...     epoch 0 takes 3 0, epoch 1 takes 4 1 2, epoch 2 takes 3 0, ...
-
-At any time, two samples of a part have been taken equally often, or one of them once more than the other. Within an
-epoch, the samples are in the order of the source, or shuffled. The order depends only on seed, epoch, sizes, weights.
+The chosen samples are then shuffled, or keep the order of the source. The result depends only on the seed, the epoch,
+and the sizes and weights of the parts.
 """
 
 from __future__ import annotations

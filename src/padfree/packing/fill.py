@@ -1,11 +1,9 @@
 """Pack samples into few bins by best-fit decreasing. No bin exceeds its capacity in tokens.
 
-Best-fit decreasing places the longest sample first, and each sample into the fullest bin where it fits. For example,
-samples of lengths 5 3 5 2 2 7 are packed into bins of capacity 8 as 7 | 5 3 | 5 2 | 2.
+The longest sample is placed first, and each sample into the fullest bin where it fits. For example, samples of lengths
+5 3 5 2 2 7 are packed into bins of capacity 8 as 7 | 5 3 | 5 2 | 2.
 
-The algorithm works on the histogram of lengths: "put 12,000 samples of length 300 into bins with 650 free tokens, two
-each" is one step. The number of steps depends on the number of distinct lengths: 10 million samples take hardly more
-steps than 1 million. The bins are as many and as full as if the samples were placed one by one.
+Many samples of equal length are placed in one step, so 10 million samples take hardly more steps than 1 million.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ class Bins(Sequence[Indices]):
 def fill(lengths: ArrayLike, capacity: int) -> Bins:
     """Assign every sample to a bin of at most `capacity` tokens by best-fit decreasing.
 
-    Bins are in the order in which they were opened. The result behaves like a list of index arrays but stores only two
-    arrays. Samples of length 0 go into the last bin.
+    Bins are in the order in which they were opened. Samples of length 0 go into the last bin.
     """
     array = checked_lengths(lengths)
     need_whole("capacity", capacity, 1, "give 1 or more tokens")
@@ -124,8 +121,8 @@ class _Step(NamedTuple):
 def _best_fit_decreasing(values: list[int], counts: list[int], capacity: int) -> tuple[list[_Step], dict[int, int]]:
     """Pack `counts[i]` samples of each length `values[i]`, longest first, by best-fit decreasing.
 
-    Bins with the same number of free tokens wait in one queue. Return the list of steps, and a dict from each number
-    of free tokens to the total number of bins that joined its queue.
+    Bins with the same number of free tokens wait in one queue. Returns the steps, and how many bins joined each queue
+    in total.
     """
     steps: list[_Step] = []
     free_sizes: list[int] = []  # the distinct numbers of free tokens of the waiting bins, ascending

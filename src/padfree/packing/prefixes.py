@@ -1,16 +1,10 @@
 """Find the prefixes that the samples of a pack share, so that each prefix is computed once.
 
-    samples    0: p p p a a      1: p p p b b b      2: p p p b c        of one group; each letter is a token
-    nodes      0: p p p     1: a a     2: b     3: b b     4: c
-    parents    -1            0         0        2          2
-    ends       sample 0 ends in node 1, sample 1 in node 3, sample 2 in node 4
+For example, the samples p p p a a and p p p b b b become the nodes p p p, a a and b b b of a tree. A shared prefix may
+end anywhere, even inside a response.
 
-Samples of one group are compared from their first token on. A shared prefix may end anywhere: after the prompt, inside
-a response, or at the end of a sample. Equal samples end in the same node.
-
-Sharing has a cost, which `SharingCost` estimates. The attention keys of a node are copied for every node below it in
-the tree, and attention kernels compute every node as a sequence of its own. A prefix is shared only if this saves more
-time than it costs.
+Attention copies the keys of shared prefixes. A prefix is shared only if this saves more time than it costs
+(`SharingCost`).
 """
 
 from __future__ import annotations
@@ -33,12 +27,11 @@ Indices = NDArray[np.int64]
 class SharingCost:
     """The cost of sharing prefixes, in units of the time to compute one token.
 
-    `key` is the cost of copying one attention key. For a layer of a 4B model (24 KiB per copy, 0.6 GFLOP per token), an
-    estimate is 0.005; the default is twice this estimate. `node` is the cost of adding a node to the prefix tree. A
-    node costs time because its last tile of queries is only half full on average.
+    `key` is the cost of copying one attention key. `node` is the cost of a further node in the prefix tree, whose last
+    tile of queries is only half full on average.
     """
 
-    key: float = 0.01
+    key: float = 0.01  # twice the estimate for a layer of a 4B model (24 KiB per copy, 0.6 GFLOP per token)
     node: float = 32.0
 
     def pays(self, model: CostModel, *, num_samples: int, begin: int, end: int, num_keys: int) -> bool:

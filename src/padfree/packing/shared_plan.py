@@ -1,14 +1,9 @@
 """Plan a step so that samples that share prefixes stay in one pack, if this makes the step cheaper.
 
-    samples      0 1 2 3 share a prompt     4 5 share another     6 shares nothing
-    families     [0 1 2 3]                  [4 5]                 [6]
-    units        [0 1 2 3] [4 5] [6]        a unit is a family or a part of one. It is planned like one sample, and its
-                                            shared tokens count once
+A family is a set of samples that share a prefix. Each family is planned like one sample, whose shared tokens count
+once. A family that does not fit into a pack is divided, and each part computes the prefix again.
 
-A family is a set of samples that share a prefix. A family that does not fit into a pack is divided, and each part
-computes the prefix again. If ranks are unbalanced, all families are divided into 2, 4, 8, ... parts, as long as the
-step gets cheaper. For example, a single family on two ranks is divided into two halves. A pack uses the prefix tree of
-the step, restricted to its own samples (`PrefixTree.restricted`).
+If ranks are unbalanced, all families are divided into 2, 4, 8, ... parts, as long as the step gets cheaper.
 """
 
 from __future__ import annotations
@@ -44,13 +39,10 @@ def plan_shared_step(
     added: NDArray[np.float64] | None = None,
     contexts: Sequence[int] = (1,),
 ) -> StepPlan:
-    """Plan one step over n samples, so that tokens that samples share are computed once where this is cheaper.
+    """Plan a step like `plan_step`, but compute the shared prefixes of the tree `prefixes` once where this is cheaper.
 
-    `prefixes` is the prefix tree of the samples, and `lengths` [n] holds their numbers of tokens. The other arguments
-    are those of `plan_step`.
-
-    With `groups`, the samples of a group stay in one pack. Without `groups`, samples that share a prefix may be divided
-    over several packs, each of which computes the prefix, and a sample longer than `max_tokens` shares nothing.
+    With `groups`, samples of a group stay in one pack. Without `groups`, a sample longer than `max_tokens` shares
+    nothing.
     """
     model = cost or CostModel.tokens()
     limit = max_tokens * contexts[-1]

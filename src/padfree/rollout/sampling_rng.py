@@ -1,16 +1,12 @@
-"""Counter-based random numbers for sampling: a pure function of seed, training batch, response, position and token.
+"""Random numbers for sampling, computed as hashes, without generator state.
 
-    key      (seed, training batch, response)  one 64-bit integer for each response of a run
-    noise    (key, position, token) -> Gumbel  argmax(logits + noise) is a sample from softmax(logits)
+    key      hash of (seed, training batch, response)    one 64-bit integer for each response of a run
+    noise    hash of (key, position, token)              Gumbel noise: argmax(logits + noise) is a sample
 
-There is no generator state. The noise of a response does not depend on the responses that are decoded together with it,
-on the device (CPU or GPU), or on whether the run was resumed. Logits that differ only by rounding almost always give
-the same token.
+The noise of a response does not depend on the other responses of a decode batch, on the device, or on whether the run
+was resumed. Logits that differ only by rounding almost always give the same token.
 
-`GREEDY` is the key of a response without noise: it takes the most likely token at every position.
-
-Keys and noise are computed with the hash function splitmix64 (`padfree.arrays`). This module implements it also for
-tensors on the device.
+A response with the key `GREEDY` is decoded without noise. The hash function is splitmix64 (`padfree.arrays`).
 """
 
 from __future__ import annotations
@@ -53,8 +49,8 @@ def key_behind(key: int, position: int) -> int:
 def turn_key(key: int, path: tuple[int, ...]) -> int:
     """Return the random key of a turn of an episode. `key`: the random key of the episode.
 
-    `path`: which branch to take at each fork on the way to the turn, then the number of the turn in its branch. The
-    first turn of the first branch has `key` itself. If `key` is `GREEDY`, all turns have the key `GREEDY`.
+    `path`: integers that identify the turn in its episode, e.g. by its place in the tree of turns. If `key` is
+    `GREEDY`, the result is `GREEDY`.
     """
     if key == GREEDY or path == (0,):
         return key
@@ -91,9 +87,6 @@ def gumbel_argmax(scores: Tensor, keys: Tensor, position: int | Tensor) -> Tenso
     """Sample one token from each of R distributions: `(scores + gumbel_noise(keys, position, V)).argmax(1)`.
 
     `scores` [R, V]: log-probabilities. The result is [R] int64.
-
-    On a CPU, the noise of a large vocabulary would take longer than the model's forward pass. Therefore noise is
-    computed only for candidates, i.e. tokens with a large score or a large random number. The result is still exact.
     """
     num_responses, vocabulary = scores.shape
     if scores.device.type != "cpu" or vocabulary < LARGE:

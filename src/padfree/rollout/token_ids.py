@@ -1,16 +1,13 @@
-"""Check token ids and responses when they arrive from user code, agents and servers.
+"""Check token ids and responses when they arrive from agents, environments, user engines and servers.
 
-    source             invalid input                 consequence                            checked in
-    an agent's call    prompt: [1, 2, 999999]        status 400; the episode continues      environment.gateway
-    an environment     policy.add([999999])          the episode fails                      environment.episode_policy
-    a user's engine    Response(tokens=[-1], ...)    the run ends with a UserError          engines
-    a server           "token_ids": [true]           the request is retried                 engines.servers
+    source             invalid input                 consequence
+    an agent's call    prompt: [1, 2, 999999]        the call gets status 400, and the episode continues
+    an environment     policy.add([999999])          the episode fails
+    a user's engine    Response(tokens=[-1], ...)    the run ends with a UserError
+    a server           "token_ids": [true]           the request is retried
 
-Text from agents and environments is checked after it is tokenised (`environment.episode_policy`).
-
-A token id without an embedding crashes a GPU process without a useful message, so no such id may enter a batch. Ids
-that exist only because the embedding matrix is padded are allowed: the policy can sample them, and an agent may send
-them back.
+A token id without an embedding crashes a GPU process without a useful message, so no such id may enter a batch. Token
+ids that exist only because the embedding matrix is padded are allowed: the policy can sample them.
 """
 
 from __future__ import annotations
@@ -78,9 +75,8 @@ def checked_response(
 ) -> Response:
     """Return the response of a user's engine. Raise a `UserError` if the response is invalid.
 
-    `whole`: whether the response must be complete, i.e. not interrupted by a weight sync. `truncated`: whether it must
-    have kept sets (the ids from which each token was sampled), because the run truncates the softmax. `what`: how the
-    message names the engine.
+    `whole`: refuse an unfinished response. `truncated`: require kept sets (the ids from which each token was sampled).
+    `what`: the engine's name in messages.
     """
 
     def need(right: bool, problem: str, fix: str) -> None:

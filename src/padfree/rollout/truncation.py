@@ -7,18 +7,7 @@ In this example, the three rules are applied one after the other to the probabil
     top_p=0.8        .42  .26  .16                       the most probable ids, until their sum reaches 0.8
     min_p=0.5        .42  .26                            at least 0.5 of the largest probability
 
-The logits are divided by the temperature before the rules are applied. A kept set is never empty, and ids with equal
-logits are all kept or all left out:
-
-- top-k keeps an id if fewer than k ids have a larger logit.
-- top-p keeps an id if the ids with larger logits have a total probability of less than p.
-- min-p keeps an id if its probability is at least p times the largest probability.
-
-Before these rules, the stop tokens are removed if the response has fewer than `rollout.min_new_tokens` tokens.
-
-Every rule keeps the ids whose logit is at or above a threshold. On the CPU, or with top-k, the threshold of top-p is
-read from sorted logits. Otherwise `_searched_threshold` finds it by bisection over the float32 numbers, in 32 passes
-without a sort and without waiting for the device.
+The logits are divided by the temperature before the rules are applied. A kept set is never empty.
 """
 
 from __future__ import annotations
@@ -67,11 +56,10 @@ WHOLE = Truncation()
 def kept_mask(
     logits: Tensor, truncation: Truncation, keys: Tensor, positions: int | Tensor = 0, stops: Tensor | None = None
 ) -> Tensor:
-    """Return bools [R, V]: for the next token of each of R responses, the ids from which it may be sampled.
+    """Return a mask [R, V]: the ids from which the next token of each of R responses may be sampled.
 
-    `logits` [R, V] float32, already divided by the temperature. `keys` [R]: random keys; if a key is that of greedy
-    decoding, top-k, top-p and min-p are not applied. `positions`: how many tokens each response already has, as an int
-    or [R]. `stops`: the stop tokens, which are excluded before `min_new_tokens` tokens.
+    `logits` [R, V] are already divided by the temperature. `keys` [R]: random keys; the greedy key turns off top-k,
+    top-p and min-p. `positions`, int or [R]: how many tokens each response already has.
     """
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if truncation.min_new_tokens:
@@ -145,10 +133,9 @@ def _float_of(order: Tensor) -> Tensor:
 
 
 def sets_of(mask: Tensor) -> KeptSets:
-    """Return one kept set for each of R tokens (the ids from which the token may be sampled), on the host.
+    """Return the kept sets of R tokens (the ids from which each token may be sampled), on the host.
 
-    The kept set of a token is the ids that are True in its row of `mask` [R, V]. A set of more than half of the
-    vocabulary is stored as the list of all other ids. The host synchronises with the device.
+    `mask` [R, V] is True for the ids in the kept set of each token. The host synchronises with the device.
     """
     is_large = mask.sum(1) * 2 > mask.shape[1]
     rows, ids = (mask != is_large[:, None]).nonzero(as_tuple=True)

@@ -1,37 +1,17 @@
-"""Expert parallelism: the ranks of a group hold different experts, and tokens travel to their experts and back.
+"""Expert parallelism: the ranks of a group hold different experts, and exchange the hidden states of tokens.
 
-In this example, rank 0 holds experts 0 and 1, and rank 1 holds experts 2 and 3. Each token chooses two experts. On rank
-0, token a chose experts 0 and 2, and token b chose experts 1 and 0. On rank 1, token c chose expert 0 and another one.
-a0 is the hidden state of token a on its way to expert 0. Rank 0 does the following:
+In each forward pass of a layer, a rank does the following:
 
-    sort       a0 b0 b1 a2, by expert
-    send       a0 b0 b1 to rank 0 (itself, a copy), a2 to rank 1, in an all-to-all
-    receive    a0 b0 b1 from rank 0 (itself), c0 from rank 1
-    compute    experts 0 and 1, with the module's own forward
-    return     each output to the rank of its token, in an all-to-all; rank 0 gets the outputs of a0 b0 b1 a2
-    combine    output[a] = weight(a, 0) out(a0) + weight(a, 2) out(a2), and the same for b
+    sort       sort hidden states by expert, with one copy for each expert that a token chose
+    send       send each copy to the rank of its expert (all-to-all)
+    compute    apply the experts of this rank, with the module's own forward
+    return     send each output to the rank of its token (all-to-all)
+    combine    sum the outputs of each token, weighted by the router
 
-For each expert that a token chose, the token's rank sends a row (the hidden state) and receives a row (the expert's
-output). Nothing is padded or dropped. The ranks first exchange how many rows each expert gets. The host reads these
-numbers, so it synchronises with the device once per layer and forward pass.
+Nothing is padded or dropped. All ranks of a group must call each layer equally often.
 
-The weights [E, ...] of E experts are divided along dimension 0 over the ranks of an expert group (the mesh dimension
-`expert`). FSDP2 shards each part along another dimension over the expert groups. For example, 4 ranks hold these parts
-of weights [8, 64, 32]:
-
-    rank 0    expert group 0    experts 0:4    matrix rows  0:32
-    rank 1    expert group 0    experts 4:8    matrix rows  0:32
-    rank 2    expert group 1    experts 0:4    matrix rows 32:64
-    rank 3    expert group 1    experts 4:8    matrix rows 32:64
-
-FSDP2 sums the gradients of an expert over all expert groups. Routers and shared experts are sharded like all other
-weights.
-
-All ranks of an expert group must call each layer the same number of times. A rank without samples therefore computes a
-filler pack of one token.
-
-The class of the module stays unchanged. A new forward of the instance calls the module's own forward with a view of the
-module that has only this rank's experts. The new forward is a graph break in a compiled layer.
+The weights [E, ...] of E experts are divided along dimension 0 over a group. FSDP2 shards another dimension over the
+groups.
 """
 
 from __future__ import annotations
@@ -53,11 +33,10 @@ from padfree.sharding.rules import Rule
 
 
 def divide_experts(model: nn.Module, mesh: DeviceMesh, *, recompute: bool = False) -> list[Rule]:
-    """Divide the experts of a model over `mesh` [fsdp, expert] or [replicate, fsdp, expert], in place.
+    """Divide the experts of a model over the dimension `expert` of `mesh`, in place.
 
-    Returns a list with one sharding rule: how FSDP2 shards each rank's experts over the other mesh dimensions. The list
-    is empty if the experts cannot be divided. If `recompute` is True, backward recomputes the experts and exchanges
-    their tokens again.
+    Return the rule by which FSDP2 shards experts over the other dimensions, or [] if the experts cannot be divided.
+    `mesh`: [fsdp, expert] or [replicate, fsdp, expert]. `recompute`: recompute the experts in backward.
     """
     over, rest = mesh["expert"], mesh[tuple(name for name in mesh.mesh_dim_names or () if name != "expert")]
     if undivided(model, over.size(), mesh["fsdp"].size()) is not None:

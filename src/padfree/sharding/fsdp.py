@@ -35,8 +35,7 @@ def shard_model(
     """Shard a model over all data and context ranks with FSDP2.
 
     `rules`: sharding rules for parameters that are sharded over another mesh. `recompute_experts`: with expert
-    parallelism, recompute the activations of experts in backward. This is needed if torch.compile recomputes the
-    layers, because such experts are not in the compiled graph.
+    parallelism, recompute the activations of experts in backward.
     """
     lower = dtype != torch.float32
     # Inputs keep their dtype. Otherwise FSDP2 would round the token weights and log-probabilities of the batch.

@@ -3,25 +3,15 @@
 Each line has the name of a transformation, what it does, and the setting that turns it on:
 
     attach          limits attention to the tokens of a sample     (always on)
-    freeze          turns off the gradients of parameters          model.freeze (all parameters of a reference model)
+    freeze          turns off the gradients of parameters          model.freeze
     adapters        trains LoRA adapters instead of the weights    lora.rank
     replay          uses the experts that the sampler chose        rollout.routing
     exact           gives matmuls the same bits as in the sampler  rollout.exact
-    float8          computes matmuls of linear layers in float8    parallel.linear, parallel.float8_products
-    compile         compiles each layer separately                 parallel.compile, parallel.kernels
+    float8          computes matmuls of linear layers in float8    parallel.linear
+    compile         compiles each layer separately                 parallel.compile
     checkpointing   recomputes activations of layers in backward   parallel.checkpointing
 
-At the end, FSDP2 shards the model. There are two options:
-
-- With `reshard`, the weights of a layer are gathered only while the layer computes.
-- With `offload`, weights, gradients and optimizer state are on the CPU. The weights of a layer are on the device only
-  while the layer computes.
-
-A single process uses FSDP2 only with `offload`, or with `reshard` in bfloat16. In bfloat16 without these options, it
-uses `padfree.optim.master_weights` instead.
-
-In bfloat16 training, trained weights and gradients are float32 between steps and bfloat16 in forward and backward.
-Frozen weights are bfloat16. Checkpoints keep the original parameter names.
+At the end, FSDP2 shards the model if needed. Checkpoints keep the original parameter names.
 """
 
 from __future__ import annotations
@@ -84,12 +74,8 @@ def transformations(
 ) -> list[Transformation]:
     """Return the transformations that prepare a model for training, in the order in which they are applied.
 
-    - `float8`: the matmuls of linear layers that are computed in float8.
-    - `exact`: compiled layers, and operators on a CPU, give a token the same bits as the sampler (`rollout.exact`).
-    - `rules`: sharding rules for parameters that FSDP2 shards over another mesh than the other parameters.
-    - `replay`: routers choose the experts that the sampler chose.
-    - `stretch`: if `checkpointing` counts the layers of another model, as in "6 host, 30 none", adapt the counts to the
-      number of layers of this model.
+    `exact`: give a token the same bits as the sampler (`rollout.exact`). `rules`: see `shard_model`. `stretch`: adapt
+    the layer counts in `checkpointing`, e.g. in "6 host, 30 none", to this model.
     """
     steps: list[Transformation] = [partial(_attach, attention=attention, fast_mixers=operators)]
     if frozen:

@@ -4,28 +4,11 @@
     rewards      1   0 | 0   0
     grpo        .7 -.7 | 0   0        the advantage of every token of the sample
 
-`loss.advantage` has these values:
+A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. Rollout files in
+which no group has a signal are refused.
 
-- `grpo`, `dr_grpo` and `rloo` compare the reward of a sample with the rewards of its group. `dr_grpo` does not divide
-  by the standard deviation.
-- `reinforce++` gives every scored token the reward of its sample. `reinforce++_baseline` subtracts the mean of the
-  group. Both then whiten the values over all scored tokens of the rollout batch.
-- `given` keeps the advantages that the samples already have.
-- `teacher` (`teacher_advantages`) and `gae` (`padfree.train.critic`) use another model.
-
-A group has no learning signal if all its rewards are equal (b above), or if it has only one sample. Without whitening,
-the advantages of such a group are 0, so the group does not change the model. The metrics of every step count the groups
-without a signal. Rollout files in which no group has a signal are refused.
-
-An update may skip a sample whose gradient is exactly 0 (`may_skip`, `has_advantage`). This needs two conditions:
-
-- The advantages of all scored tokens of the sample are 0, e.g. in group b above.
-- In the loss, an advantage of 0 makes the gradient of a token 0. An objective declares this by
-  `zero_without_advantage`. A KL, entropy or router term has a gradient for every token, so with such a term no sample
-  is skipped.
-
-The weights of tokens in the loss are computed before samples are skipped, so skipping does not change the sum of
-gradients.
+An update may skip samples whose gradient is exactly 0 (`run_may_skip`). The weights of tokens in the loss are computed
+before samples are skipped, so the sum of gradients does not change.
 """
 
 from __future__ import annotations
@@ -89,9 +72,8 @@ def teacher_advantages(
 ) -> list[Sample]:
     """Return the samples with advantages for on-policy distillation: log t − log p for each scored token.
 
-    t and p are the probabilities that the teacher and the policy give to the token. `teacher`, `policy`:
-    log-probabilities [n] of each sample. If the policy sampled the tokens, the gradient of the policy loss is on
-    average the gradient of the reverse KL divergence KL(p ‖ t).
+    t and p are the probabilities that the teacher and the policy give to the token. `teacher`, `policy`: the
+    log-probabilities, [n] for each sample.
     """
     return [
         sample.with_numbers(advantages=np.where(sample.scored, theirs - own, 0.0).astype(np.float32))
@@ -124,9 +106,8 @@ class Signal:
 def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
     """Count all groups, and the groups without a learning signal: groups with equal rewards or with a single sample.
 
-    `samples` must contain whole groups. With `reinforce++`, all samples form one group. With a `kind` that does not
-    compare rewards (`given`, `teacher`, `gae`), each sample counts as a group. Such a sample has no signal if all its
-    advantages are 0.
+    `samples` must contain whole groups. With `reinforce++`, all samples form one group. If `kind` does not compare
+    rewards (`given`, `teacher`, `gae`), each sample counts as a group.
     """
     if kind in ("given", "teacher", "gae"):
         flat = sum(not _given(sample)[sample.mask].any() for sample in samples)
@@ -142,12 +123,10 @@ def signal_of(samples: Sequence[Sample], kind: Advantage) -> Signal:
 
 
 def check_signal(samples: Sequence[Sample], kind: Advantage, path: str) -> str | None:
-    """Raise a `UserError` if no group has a learning signal, because all advantages are then 0.
+    """Raise a `UserError` if no group has a learning signal. Return a note for the user if only some groups have one.
 
-    Return a note for the user if only some groups have a signal, and None if all groups have one. With the advantages
-    `teacher` and `gae`, which are not known yet, nothing is checked.
-
-    `path`: the file of the rollouts, for the message. `kind`: the value of `loss.advantage`.
+    In all other cases, return None. `path`: the file of the rollouts, for the message. `kind`: the value of
+    `loss.advantage`.
     """
     if kind in ("teacher", "gae"):  # these advantages are not known yet
         return None

@@ -1,12 +1,9 @@
-"""`padfree distill`: train the student towards the distributions of a teacher, on texts or on its own responses.
+"""`padfree distill`: train the student towards the distributions of a teacher, on texts or on the student's responses.
 
-    pack of samples [T/cp]  ->  teacher, no gradient   hidden [T/cp, E] --.
-                            ->  student                hidden [T/cp, D] ---+-> divergence of each prediction, in chunks
+Both models get the same pack. The loss computes the divergence of each prediction in chunks, from the hidden states and
+the heads of both models. The FSDP2 root units hold the heads, so these units are gathered while the loss is computed.
 
-T tokens of a pack are divided over cp context ranks. E and D are the hidden sizes of teacher and student. Both models
-get the same pack. The loss needs both heads, so it is computed while the FSDP root units, which hold the heads, are
-gathered. The loss also computes the gradient of the student's hidden states. Backward therefore does not need the
-teacher, and its weights are resharded immediately.
+The loss also computes the gradient of the student's hidden states. Backward therefore does not need the teacher.
 """
 
 from __future__ import annotations

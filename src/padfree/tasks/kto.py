@@ -1,20 +1,12 @@
 """`padfree kto`: single answers with a label, desirable or not (KTO, https://arxiv.org/abs/2402.01306).
 
-    data row   prompt, response, label              a text or messages, as for `padfree sft`; the label is true or false
-    x          Σ over an answer's tokens of log π − log π_ref; π is the policy, π_ref the reference model
-    z₀         max(0, mean of x over mismatched pairs), without gradient: an estimate of KL(π ‖ π_ref)
-    loss       desirable_weight · (1 − σ(beta · (x − z₀)))       of a desirable answer; σ is the sigmoid
-               undesirable_weight · (1 − σ(beta · (z₀ − x)))     of an undesirable answer
+    x       Σ over an answer's tokens of log π − log π_ref; π is the policy, π_ref the reference model
+    z₀      max(0, mean of x over mismatched pairs), without gradient: an estimate of KL(π ‖ π_ref)
+    loss    desirable_weight · (1 − σ(beta · (x − z₀)))       of a desirable answer; σ is the sigmoid
+            undesirable_weight · (1 − σ(beta · (z₀ − x)))     of an undesirable answer
 
-The loss of a step is the mean over all answers of the global batch.
-
-A mismatched pair joins a prompt and the answer to another prompt. Each prompt gets the answer of the previous sample of
-the global batch, and the first prompt gets the last answer. Prompts p and answers a of three samples make the pairs
-(p₁, a₃) (p₂, a₁) (p₃, a₂). A mismatched pair is truncated to the length of the longest sample of the data.
-
-Policy and reference score the mismatched pairs before the update, so z₀ is the same in every micro-batch and on every
-rank.
-TRL's `KTOTrainer` computes the same value if its batch is the global batch.
+A mismatched pair joins a prompt and the answer of the previous sample in the global batch. Policy and reference score
+these pairs before the update, so all micro-batches and ranks use the same z₀.
 """
 
 from __future__ import annotations
@@ -164,10 +156,11 @@ def with_reference_point(
 def kto_loss(
     logratios: Tensor, labels: Tensor, point: Tensor, settings: KTOSettings
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four tensors [B]: losses, their derivatives with respect to x, rewards beta · x, and whether x is correct.
+    """Return four tensors [B]: losses, their derivatives with respect to the log-ratios, rewards, and correctness as
+    bools.
 
-    `logratios` [B]: x = log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point`
-    [B]: z₀, an estimate of KL(π ‖ π_ref). A desirable answer is correct if x > z₀, an undesirable one if x < z₀.
+    `logratios` [B]: log π − log π_ref of each answer. `labels` [B]: 1 for desirable, 0 for undesirable. `point` [B]:
+    z₀, an estimate of KL(π ‖ π_ref).
     """
     desirable = labels > 0
     sign = torch.where(desirable, 1.0, -1.0).to(logratios)
@@ -234,9 +227,8 @@ def _known(batch: LocalBatch) -> tuple[Tensor, Tensor]:
 class AnswerMeasure:
     """Measures the loss, the accuracy, the KL divergence and the margin on held-out answers.
 
-    A desirable answer counts as correct if its log-ratio log π − log π_ref is above z₀, an estimate of KL(π ‖ π_ref).
-    An undesirable answer counts as correct if its log-ratio is below z₀. The margin is the mean reward of desirable
-    answers minus the mean reward of undesirable answers.
+    An answer is correct if its log-ratio is above z₀ (desirable) or below z₀ (undesirable). The margin is the mean
+    reward of desirable answers minus the mean reward of undesirable answers.
     """
 
     names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "kl", "desirables", "desirable", "undesirable")

@@ -88,11 +88,7 @@ class RL(Task):
 
 
 def _with_old_logprobs(samples: list[Sample], models: Models, loss: LossConfig) -> list[Sample]:
-    """Return the samples, with the policy's log-probabilities for each sample that the updates train on.
-
-    A sample whose gradient is 0 is not trained on and gets none. With a critic, all samples get them, because the
-    critic trains on all samples, and the samples of a pack must have the same arrays.
-    """
+    """Return the samples, with the policy's log-probabilities for each sample that the updates train on."""
     skips = run_may_skip(loss) and models.critic is None
     computed = has_advantage(samples) if skips else np.ones(len(samples), np.bool_)
     if not computed.any():

@@ -2,13 +2,10 @@
 
 Each line shows an input, the method or attribute of `Task` that uses the input, and the result.
 
-    rows of files   -> read               TrainingData: samples, or prompts for which the run generates responses
+    rows of files   -> read               samples, or prompts for which the run generates responses
     a global batch  -> prepare            the batch with values of other models: log-probabilities, advantages
     a pack          -> loss               a loss that can be differentiated
     held-out data   -> measure            sums for each sample, from which an evaluation computes its metrics
-
-`Models` holds one function per model that a task may use (policy, reference, teacher, critic). Each function scores
-samples and returns the same result on every rank.
 """
 
 from __future__ import annotations

@@ -72,14 +72,12 @@ def _backend(kind: str) -> str:
 
 
 def tiny_tokenizer(template: str | None = None, *, kind: str = "bytes", **changes: Any) -> PreTrainedTokenizerFast:
-    """Make a new tokenizer. `template`: a name in TEMPLATES.
+    """Make a new tokenizer. `template`: a name in TEMPLATES. `kind`:
 
-    `kind` is one of:
-
-        bytes      byte-level BPE
-        trimmed    byte-level BPE whose character offsets leave out white space
-        bos        byte-level BPE that puts the token `<s>` before each text
-        metaspace  BPE that writes a space as ▁ and puts ▁ before each text, like SentencePiece
+    bytes      byte-level BPE
+    trimmed    byte-level BPE whose character offsets leave out white space
+    bos        byte-level BPE that puts `<s>` before each text
+    metaspace  BPE that writes a space as ▁, like SentencePiece
     """
     make: Any = PreTrainedTokenizerFast
     tokenizer: PreTrainedTokenizerFast = make(

@@ -1,13 +1,10 @@
-"""Find out which models of the installed transformers padfree can train packed (samples laid end to end, no padding).
-
-The models are causal language models, and image-text models that train with their images.
+"""Find out which models of the installed transformers padfree can train packed (without padding).
 
     python -m padfree.tools.architectures lfm2 rwkv     prints the lines of the table for these model types
 
-Each architecture is built on the meta device from the default config of its class, and then prepared for packed
-training (`attach`). The result is one line of a table; if building or preparing fails, the line gives the reason.
-`COMPLETED` adds the arguments that some default configs lack. `padfree.tools.reference_pages` writes the whole table to
-docs/reference/architectures.md.
+Each causal language model and image-text model is built on the meta device from its default config. Then it is prepared
+for packed training (`attach`). The result is one line of the table in docs/reference/architectures.md. If building or
+preparing fails, the line gives the reason.
 """
 
 from __future__ import annotations

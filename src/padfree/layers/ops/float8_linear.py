@@ -1,23 +1,10 @@
-"""Linear layers whose matmuls are computed in float8 (e4m3), with one scale per matrix row.
-
-`float8_linear` takes x [.., K], weight [N, K] and bias [N] or None, and returns y [.., N]. Each of its three matmuls
-can be computed in float8 (T is the number of tokens):
-
-    output             y  [T, N] = x  · weightᵀ     sums over K
-    input gradient     dx [T, K] = dy · weight      sums over N
-    weight gradient    dw [N, K] = dyᵀ · x          sums over T
+"""Linear layers that can compute their three matmuls in float8 (e4m3): output, input gradient and weight gradient.
 
 A scale must be constant along the dimension that a matmul sums over. So a tensor that takes part in two matmuls is cast
-to float8 twice: once with a scale per row (`float8_rows`), and once with a scale per column (`float8_columns`).
+twice: with one scale per row (`float8_rows`), and with one scale per column (`float8_columns`).
 
-Scales are powers of two. Multiplication by a power of two is exact, so all devices give the same bits. A row with an
-infinite or NaN value gets the scale NaN.
-
-Gradients also use e4m3, which is more precise than e5m2. They do not need the range of e5m2, because each row has its
-own scale.
-
-On a GPU, Triton kernels cast the tensors and `torch._scaled_mm` multiplies them. On a CPU, the reference in plain torch
-is used.
+Scales are powers of two, so casts give the same bits on all devices. Gradients also use e4m3, which is more precise
+than e5m2. They do not need the range of e5m2, because each row has its own scale.
 """
 
 from __future__ import annotations
@@ -48,6 +35,7 @@ torch.library.define(COLUMNS, "(Tensor x, Tensor largest, Tensor? after=None) ->
 torch.library.define(
     MATMUL, "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType dtype) -> Tensor"
 )
+# x [.., K], weight [N, K], bias [N] -> y [.., N]. The bools select the matmuls that are computed in float8.
 torch.library.define(
     LINEAR,
     "(Tensor x, Tensor weight, Tensor? bias, bool output, bool input_gradient, bool weight_gradient) -> Tensor",
@@ -58,9 +46,9 @@ torch.library.define(
 
 
 def float8_rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast x [R, K] to float8 with one scale per row. Returns q [R, K] and scale [R, 1], with x ≈ q · scale.
+    """Return x [R, K] in float8, q [R, K], with one scale per row, [R, 1]: x ≈ q · scale.
 
-    If `columns` is True, the third result is the largest |x| of each column, [K], as the bits of a float32.
+    With `columns`, the third result is the largest |x| of each column, [K], as float32 bits. Otherwise it is empty.
     """
     bits = magnitude_bits(x)
     multiplier, scale = factors(_largest(bits, 1)[:, None])
@@ -69,16 +57,15 @@ def float8_rows(x: Tensor, *, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def float8_columns(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast xᵀ of x [R, K] to float8 with one scale per row of xᵀ. Returns q [K, R'] and scale [K, 1].
+    """Return xᵀ of x [R, K] in float8, q [K, R'], with one scale per row of xᵀ, [K, 1].
 
-    R' is R rounded up to a multiple of 16, as `torch._scaled_mm` requires; the added elements are 0. `largest` [K] is
-    the third result of `float8_rows`, or empty.
+    R' is R rounded up to a multiple of 16, with zeros. `largest` is the third result of `float8_rows`, or empty.
     """
     if not largest.numel():
         largest = _largest(magnitude_bits(x), 0)
     multiplier, scale = factors(largest[:, None])
     q = (x.float().T * multiplier).to(DTYPE)
-    padded = q.new_zeros(q.shape[0], rounded_up(x.shape[0]))
+    padded = q.new_zeros(q.shape[0], rounded_up(x.shape[0]))  # `torch._scaled_mm` requires multiples of 16
     padded[:, : x.shape[0]] = q
     return padded, scale
 
@@ -107,6 +94,7 @@ def factors(largest: Tensor) -> tuple[Tensor, Tensor]:
     power = (LARGEST_EXPONENT - exponent - above).clamp(max=2 * 127 - 1)
     multiplier = (power << EXPONENT_BITS).view(torch.float32)
     scale = ((2 * 127 - power) << EXPONENT_BITS).view(torch.float32)
+    # An infinite or NaN value makes the scale NaN, and so every result that uses the scale.
     return multiplier, torch.where(exponent == NOT_FINITE, torch.nan, scale)
 
 
@@ -216,12 +204,10 @@ class _Float8Linear(torch.autograd.Function):
 def _output(
     x: Tensor, weight: Tensor, bias: Tensor | None, output: bool, by_column: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y = x · weightᵀ + bias, the largest absolute value in each column of x, and that in each column of the
-    weight.
+    """Return y = x · weightᵀ + bias, and the largest absolute value in each column of x and of the weight.
 
-    If `output` is True, y is computed in float8. The two bools `by_column` then say whether the largest values of x and
-    of the weight are computed too. If `output` is False, y is computed by an ordinary matmul, and no largest values are
-    computed. Largest values that are not computed are returned as empty tensors.
+    `output`: compute y in float8. `by_column`: also compute the largest values of x and of the weight. Without
+    `output`, they are always empty.
     """
     if not output:
         empty = x.new_empty(0, dtype=torch.int32)

@@ -1,14 +1,13 @@
-"""Matmuls with an epilogue, which is computed before the result is written to memory: SwiGLU, its backward, or an add.
+"""Matmuls a·b with an epilogue: work on the result before it is written to memory.
 
-    matmul_add                a [T, K], b [K, N], c [T, N]           -> a·b + c
-    matmul_swiglu             a [T, K], b [K, N], gate [T, N]        -> up = a·b, act = silu(gate) · up
-    matmul_swiglu_backward    a [T, K], b [K, N], gate, up [T, N]    -> dgate, dup, given dact = a·b
-    matmul_swiglu_backward_   the same arguments                     writes dgate over gate and dup over up
+    matmul_add                a·b + c
+    matmul_swiglu             up = a·b, and act = silu(gate) · up
+    matmul_swiglu_backward    the gradients of gate and up, where a·b is the gradient of act
 
-The matrix b may be row-major or column-major. The arithmetic is float32, and results are rounded once.
+a is [T, K]. b is [K, N], row-major or column-major. All other tensors are [T, N].
 
-On Hopper, the operators are matmuls of `quack-kernels`. On other devices they are plain torch.
-`passes.matmul_epilogues` inserts them into compiled layers.
+On Hopper, the operators are matmuls of `quack-kernels`, whose epilogues compute in float32. On other devices they are
+plain torch. `passes.matmul_epilogues` inserts them into compiled layers.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ OVERWRITING = "padfree::matmul_swiglu_backward_"
 torch.library.define(ADD, "(Tensor a, Tensor b, Tensor c) -> Tensor")
 torch.library.define(SWIGLU, "(Tensor a, Tensor b, Tensor gate) -> (Tensor, Tensor)")
 torch.library.define(BACKWARD, "(Tensor a, Tensor b, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+# Writes the gradients of gate and up over gate and up.
 torch.library.define(OVERWRITING, "(Tensor a, Tensor b, Tensor(a!) gate, Tensor(b!) up) -> ()")
 
 

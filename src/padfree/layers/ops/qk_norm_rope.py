@@ -1,16 +1,12 @@
 """QK-norm and RoPE of one projection (queries or keys) as one operator.
 
-    qk_norm_rope            x [.., T, H, d], weight [d], cos, sin [.., T, d]   -> y [.., T, H, d], rstd [.., T, H]
-    qk_norm_rope_backward   dy, x, weight, rstd, cos, sin                      -> dx [.., T, H, d], dweight [d]
-
     n = weight · x · rstd                 RMSNorm of each head
     y = n · cos + (-n₂, n₁) · sin         RoPE; n₁ and n₂ are the halves of n
 
-T is the number of tokens, H the number of heads and d their size. The arithmetic is float32. cos and sin get no
-gradient.
+x and y are [.., T, H, d], for T tokens with H heads of size d. The arithmetic is float32. cos and sin get no gradient.
 
-On a GPU, Triton kernels are used (`triton_qk_norm_rope`), elsewhere plain torch. `passes.qk_norm_rope` inserts the
-operator into compiled layers.
+On a GPU, Triton kernels are used, elsewhere plain torch. `passes.qk_norm_rope` inserts the operator into compiled
+layers.
 """
 
 from __future__ import annotations

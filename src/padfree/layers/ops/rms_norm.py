@@ -1,18 +1,13 @@
 """RMSNorm as operators that read hidden states once in forward and once in backward.
 
-RMSNorm is y = weight · x · rstd, with rstd = (mean x² + eps)^-½. x and y are [.., D], weight is [D] and rstd is [..],
-where D is the hidden size. The arithmetic is float32, and y is rounded once.
+    rms_norm            y = weight · x · rstd, with rstd = (mean x² + eps)^-½
+    add_rms_norm        the same for x = a + b; also returns x
+    rms_norm_backward   the gradients of x and of the weight
 
-    rms_norm(x, weight, eps)                                              -> y, rstd
-    add_rms_norm(a, b, weight, eps)                                       -> y, x, rstd      x = a + b
-    rms_norm_backward(dys, x, weight, rstd, residual, weight_gradient)    -> dx, dweight
+rms_norm_backward adds up several gradients of y (`dys`), and adds another gradient of x (`residual`) to its result. So
+no sum is written to memory separately.
 
-`dys` is a list of gradients of y, for example one from each matmul that reads y. `residual` [.., D] is the gradient of
-x from the nodes outside the norm that read x, or None. rms_norm_backward adds up the gradients `dys`, and adds
-`residual` to dx, so that no sum is written to memory separately.
-
-On a GPU, Triton kernels are used (`triton_rms_norm`), elsewhere plain torch. `passes.rms_norm` inserts the operators
-into compiled layers.
+The arithmetic is float32. On a GPU, Triton kernels are used, elsewhere plain torch.
 """
 
 from __future__ import annotations
@@ -28,6 +23,7 @@ RMS_NORM = "padfree::rms_norm"
 ADD_RMS_NORM = "padfree::add_rms_norm"
 BACKWARD = "padfree::rms_norm_backward"
 
+# x, a, b, y and residual are [.., D], weight is [D] and rstd is [..], where D is the hidden size.
 torch.library.define(RMS_NORM, "(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)")
 torch.library.define(ADD_RMS_NORM, "(Tensor a, Tensor b, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)")
 torch.library.define(

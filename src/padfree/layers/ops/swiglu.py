@@ -1,15 +1,10 @@
-"""SwiGLU as operators whose backward can overwrite its inputs.
+"""SwiGLU, act = silu(gate) · up, as operators. The operator swiglu_backward_ overwrites its inputs.
 
-    swiglu             gate, up [.., F]            -> act [.., F]            act = silu(gate) · up
-    swiglu_backward    dact, gate, up [.., F]      -> dgate, dup [.., F]
-    swiglu_backward_   dact, gate, up [.., F]      writes act over dact, dgate over gate, dup over up
+Tensors of the MLP's intermediate size are the largest of a layer, and backward needs six of them: gate, up, act and
+their gradients. Overwriting inputs saves memory.
 
-F is the intermediate size of the MLP. Tensors of width F are the largest of a layer, and backward needs six of them
-(gate, up, act and their gradients). Overwriting inputs keeps memory low. The arithmetic is float32, and results are
-rounded once.
-
-On a GPU, Triton kernels are used (`triton_swiglu`), elsewhere plain torch. `passes.swiglu` inserts the operators into
-compiled layers.
+The arithmetic is float32, and results are rounded once. On a GPU, Triton kernels are used, elsewhere plain torch.
+`passes.swiglu` inserts the operators into compiled layers.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ OVERWRITING = "padfree::swiglu_backward_"
 
 torch.library.define(SWIGLU, "(Tensor gate, Tensor up) -> Tensor")
 torch.library.define(BACKWARD, "(Tensor dact, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+# Writes act over dact, and the gradients of gate and up over gate and up.
 torch.library.define(OVERWRITING, "(Tensor(a!) dact, Tensor(b!) gate, Tensor(c!) up) -> ()")
 
 

@@ -1,13 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The casts of `float8_linear` as Triton kernels.
 
-The function `rows` casts a matrix to float8 with one scale per row. Each Triton program casts several rows, one at a
-time, and holds the current row in registers. If the argument `columns` is True, each program also computes the largest
-absolute value in each column of its rows. An atomic maximum combines the values of all programs, and a maximum does not
-depend on the order of comparisons. So results have the same bits in every run.
+The function `rows` casts a matrix to float8 with one scale per row. The function `columns` casts a matrix with one
+scale per column, and writes it transposed.
 
-The function `columns` casts a matrix with one scale per column. Each Triton program casts a tile [TOKENS, COLUMNS] and
-writes the tile transposed.
+Atomic maxima combine the largest values that the Triton programs find. A maximum does not depend on the order of
+comparisons, so results have the same bits in every run.
 """
 
 from __future__ import annotations
@@ -52,12 +50,11 @@ LARGEST_ROWS = 512
 def choose(width: int, *, columns: bool) -> RowsLaunch:
     """Choose the launch parameters of `_rows_kernel` for matrix rows of `width` elements.
 
-    If `columns` is True, the kernel also finds the largest value of each column. Each program then makes one atomic
-    maximum per column, so fewer programs are launched. The parameters and `TILE` were the fastest of 7 candidates on an
-    H200.
+    If `columns` is True, the kernel also finds the largest value of each column. The parameters and `TILE` were the
+    fastest of 7 candidates on an H200.
     """
     block = triton.next_power_of_2(width)
-    if columns:
+    if columns:  # each program makes one atomic maximum per column, so launch fewer programs
         return RowsLaunch(warps=min(8, max(1, block // 256)), resident=2, stages=3)
     warps = min(16, max(1, block // 1024))
     return RowsLaunch(warps=warps, resident=max(1, 48 // warps))

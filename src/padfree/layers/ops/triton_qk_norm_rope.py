@@ -2,12 +2,10 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """QK-norm and RoPE as Triton kernels.
 
-The input is T · H head vectors of d numbers (T tokens, H heads), one after the other. Each program handles several
-blocks of ROWS head vectors. A block is loaded as two halves [ROWS, d/2], because RoPE rotates element i together with
-element i + d/2.
+A program handles blocks of ROWS head vectors of size d. It loads a block as two halves [ROWS, d/2], because RoPE
+rotates element i together with element i + d/2.
 
-All heads of a token use the same cos and sin, which stay in the cache. The gradient of the weight is summed as in
-`triton_rms_norm`.
+The gradient of the weight is summed as in `triton_rms_norm`.
 """
 
 from __future__ import annotations
@@ -94,8 +92,8 @@ def _launch(x: Tensor, configuration: LaunchConfiguration) -> dict[str, int]:
 def _places(first, num_rows, HALF: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """Return what is needed to load one half of each of ROWS head vectors, beginning with vector `first`.
 
-    Returns the indices of the vectors, the indices of the elements in a half, and a mask [ROWS, COLUMNS]. The mask is
-    False beyond the last of the `num_rows` vectors, and beyond the HALF elements of a half.
+    Returns the indices of the vectors, the indices of the elements in a half, and a mask [ROWS, COLUMNS] of the
+    elements that exist.
     """
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]

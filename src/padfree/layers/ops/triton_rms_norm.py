@@ -1,15 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""RMSNorm as Triton kernels: each input is read once, and the gradient of the weight is summed in registers.
+"""RMSNorm as Triton kernels, which read each input once.
 
-    a program's tokens   blocks of ROWS tokens [ROWS, D], one block per iteration, `num_programs · ROWS` tokens apart
-    a token              chunks of CHUNK columns, 8 elements (16 bytes) per thread:  | 512 | 512 | 512 | 512 | 512 |
+A program keeps ROWS hidden states in registers. It loads a hidden state in chunks of CHUNK columns, 8 elements per
+thread. If D = 2560 were padded to a power of two (4096), three eighths of the threads would be idle.
 
-The elements of a token stay in registers from the load to the store. A token is loaded in chunks, because padding D =
-2560 to a power of two (4096) would leave three eighths of the threads idle.
-
-The gradient of the weight is a sum over tokens. Each program sums its own tokens in float32, and a second kernel adds
-these sums in order. There are no atomics, so results do not depend on the order of execution.
+Each program sums the gradient of the weight over its tokens in float32. A second kernel adds these sums in a fixed
+order, so results do not depend on the order of execution.
 """
 
 from __future__ import annotations
@@ -47,17 +44,14 @@ class Choice(NamedTuple):
 
 
 def choose(width: int, itemsize: int = 2) -> Choice:
-    """Choose the launch parameters of the forward and the backward kernel for tokens of `width` elements.
-
-    A thread holds at most 40 elements of a token in forward and 32 in backward. The backward kernel also prefetches the
-    next two tokens if they fit into shared memory.
-    """
+    """Choose the launch parameters of the forward and the backward kernel for hidden states of `width` elements."""
     warps = 1
-    while 32 * 40 * warps < width and warps < 16:
+    while 32 * 40 * warps < width and warps < 16:  # up to 40 elements of a hidden state per thread
         warps *= 2
     back = 4
-    while 32 * 32 * back < width and back < 16:
+    while 32 * 32 * back < width and back < 16:  # up to 32 elements
         back *= 2
+    # The backward kernel prefetches the next two tokens if they fit into shared memory.
     ahead = 2 * 5 * triton.next_power_of_2(width) * itemsize <= SHARED_MEMORY
     return Choice(
         forward=LaunchConfiguration(warps=warps, resident=max(1, 28 // warps)),

@@ -1,31 +1,12 @@
-"""The graph passes of a compiled layer, which insert the operators of `padfree.layers.ops` into the layer's graphs.
+"""Graph passes, which insert the operators of `padfree.layers.ops` into the graphs of a compiled layer.
 
-The passes are listed in the order in which they run. To the left of an arrow are the nodes that a pass replaces, and to
-the right the operators that it inserts. The operator op_backward computes the gradient of the operator op, and
-op_backward_ writes the results over the inputs.
+For example, these passes replace the nodes to the left of an arrow by the operator to the right:
 
-    before autograd
-        rms_norm_pass                     RMSNorm before a matmul                →  rms_norm or add_rms_norm
-        qk_norm_rope_pass                 QK-norm and RoPE                       →  qk_norm_rope
-        swiglu_pass                       silu(gate) · up                        →  swiglu
+    swiglu_pass               before autograd    silu(gate) · up     →  swiglu
+    matmul_epilogues_pass     after autograd     matmul and swiglu   →  matmul_swiglu
 
-    after autograd, in forward and backward graphs, only with Inductor
-        row_sums_pass                     sum                                    →  row_sum
-                                          mean                                   →  row_mean
-        rms_norm_backward_pass            additions and rms_norm_backward        →  rms_norm_backward
-        matmul_epilogues_pass             matmul and swiglu                      →  matmul_swiglu
-                                          matmul and swiglu_backward             →  matmul_swiglu_backward
-                                          matmul and addition                    →  matmul_add
-
-    after Inductor's own passes, which do not allow in-place operators
-        swiglu_overwrite_pass             swiglu_backward                        →  swiglu_backward_
-        matmul_epilogues_overwrite_pass   matmul_swiglu_backward                 →  matmul_swiglu_backward_
-
-`row_sums_pass` runs only with `rollout.exact`, and only in forward graphs.
-
-Later passes match the results of earlier ones: matmul_swiglu is inserted only where swiglu was inserted before. A pass
-changes a graph in place and returns the number of changes. To add a pass, write a module in this folder and add the
-pass to `PASSES`.
+A pass changes a graph in place and returns the number of changes. Passes run in the order of `PASSES`, and match the
+results of earlier passes. To add a pass, write a module in this folder and add the pass to `PASSES`.
 """
 
 from __future__ import annotations
@@ -62,6 +43,7 @@ PASSES: tuple[GraphPass, ...] = (
     GraphPass(stage="after autograd", run=row_sums_pass, exact_only=True),
     GraphPass(stage="after autograd", run=rms_norm_backward_pass),
     GraphPass(stage="after autograd", run=matmul_epilogues_pass, needs_epilogues=True),
+    # The following passes insert in-place operators, which Inductor's own passes do not allow.
     GraphPass(stage="after inductor", run=swiglu_overwrite_pass),
     GraphPass(stage="after inductor", run=matmul_epilogues_overwrite_pass),
 )

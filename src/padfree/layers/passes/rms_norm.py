@@ -1,13 +1,9 @@
-"""Replace RMSNorm in a layer's graph.
+"""Replace RMSNorm in a layer's graph by the operators of `padfree.layers.ops.rms_norm`.
 
-`rms_norm_pass` runs before autograd. If a matmul reads the result of an RMSNorm, the pass replaces the norm by the
-operator rms_norm. If the input of the norm is a sum a + b that another node also reads, as in the residual stream, the
-operator add_rms_norm replaces both the addition and the norm. Other norms, such as a norm before an addition, are
-left to the compiler, which can fuse a norm with an addition. With `rollout.exact`, all norms of hidden states are
-replaced.
+`rms_norm_pass` runs before autograd, and replaces norms whose result is read by a matmul. Other norms are left to the
+compiler, which can fuse a norm with an addition.
 
-`rms_norm_backward_pass` runs after autograd. It replaces the additions before and after an rms_norm_backward by further
-arguments of rms_norm_backward:
+`rms_norm_backward_pass` runs after autograd, and removes the additions before and after an rms_norm_backward:
 
     rms_norm_backward([d1 + d2 + d3], ..) + other     becomes   rms_norm_backward([d1, d2, d3], .., residual=other)
 """

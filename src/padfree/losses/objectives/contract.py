@@ -1,24 +1,11 @@
 """The input and the output of an objective, the function that computes the policy loss of each token.
 
-    tokens.logprobs       [N]  log π of each token, with gradient         ObjectiveInputs
-    tokens.old_logprobs   [N]  log π_old
-    tokens.advantages     [N]
-    -> losses             [N]  before the token weights                   ObjectiveOutput
-       log_ratio, clipped [N]  for the metrics
-       statistics         [N]  each: more values by name, for metrics
+    @objective(elementwise=True)
+    def reinforce(tokens: ObjectiveInputs) -> ObjectiveOutput:
+        return ObjectiveOutput(losses=-tokens.advantages * tokens.logprobs)
 
 An objective sees only tokens: it does not depend on samples, devices or averaging. The decorator `objective` declares
-its traits:
-
-    @objective(elementwise=True)
-    def clip(tokens): ...
-
-    elementwise             a token's loss depends only on the token's own values. The fused head then calls the
-                            function for some tokens at a time, while their logits exist. Without this trait the
-                            function gets all tokens of the pack, with 0 for tokens without a label.
-    needs_no_old_logprobs   the objective accepts None as `old_logprobs`, so that a run need not compute them.
-    zero_without_advantage  a sample whose advantages are all 0 has losses and gradients of exactly 0, and the losses of
-                            other samples do not depend on it. A run then leaves such samples out of its updates.
+its traits (properties).
 """
 
 from __future__ import annotations
@@ -41,19 +28,24 @@ ATTRIBUTE = "padfree_objective"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """The properties that an objective (a function for the policy loss of each token) declares about itself. The module
-    docstring explains the fields.
-    """
+    """The properties that an objective (a function for the policy loss of each token) declares about itself."""
 
+    # An elementwise objective is called for some tokens at a time, while their logits exist. Any other objective is
+    # called for all tokens of the pack, with 0 for tokens without a label.
     elementwise: bool = False
-    needs_no_old_logprobs: bool = False
-    zero_without_advantage: bool = False
+    needs_no_old_logprobs: bool = False  # a run need not compute old log-probabilities
+    zero_without_advantage: bool = False  # a run leaves samples without advantages out of its updates
 
 
 def objective(
     *, elementwise: bool = False, needs_no_old_logprobs: bool = False, zero_without_advantage: bool = False
 ) -> Callable[[Function], Function]:
-    """Return a decorator that declares the traits of an objective."""
+    """Return a decorator that declares the traits (properties) of an objective.
+
+    `elementwise`: a token's loss depends only on the token's own values. `needs_no_old_logprobs`: `old_logprobs` may be
+    None. `zero_without_advantage`: samples whose advantages are all 0 have losses and gradients of exactly 0, and do
+    not change other losses.
+    """
 
     def decorated(function: Function) -> Function:
         traits = Traits(

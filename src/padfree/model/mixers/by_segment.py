@@ -1,11 +1,7 @@
 """Run a mixer (a recurrence or convolution) on each segment of a pack separately, so that segments cannot mix.
 
-    pack       | 5 tokens | 3 | 5 | 3 | pad of 2 |             [1, T, D]
-    calls      [2, 5, D]  and  [2, 3, D]                        segments of equal length form the batch of one call
-    result     | 5 tokens | 3 | 5 | 3 | zeros    |             in the original order
-
-The mixer's forward needs no support for packing. It must only treat the entries of a batch independently. No kernel and
-no extra package are needed. Padding tokens are not computed.
+Segments of the same length form the batch of one call. For example, segments of 5, 3, 5 and 3 tokens need two calls,
+with inputs [2, 5, D] and [2, 3, D]. The mixer's forward needs no support for packing.
 """
 
 from __future__ import annotations
@@ -17,10 +13,10 @@ from torch import Tensor
 
 
 def by_segment(call: Callable[[list[Tensor]], Tensor], values: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """Apply the function `call` to every segment of a pack. Segments of the same length form one batch.
+    """Apply `call` to every segment of a pack, and return the results [t, D] in the order of the tokens.
 
-    `values` are tensors [t, ...] for the t = sum(lengths) tokens. `call` takes a list of tensors [n, L, ...] for n
-    segments of L tokens, and returns [n, L, D]. Returns the results as [t, D], in the order of the tokens.
+    `values` are tensors [t, ...] for t tokens. `call` takes a list of tensors [n, L, ...] for n segments of L tokens,
+    and returns [n, L, D].
     """
     members: dict[int, list[int]] = {}
     for segment, length in enumerate(lengths):

@@ -37,10 +37,9 @@ def convolution(
     seq_idx: Segments | None = None,
     **_: Any,
 ) -> Tensor:
-    """Apply a causal depthwise convolution along a pack. This function replaces transformers' `causal_conv1d_fn`.
+    """Apply a causal depthwise convolution along a pack, in place of transformers' `causal_conv1d_fn`.
 
-    C is the number of channels, T the number of tokens and W the number of taps. Returns [1, C, T]. Some callers in
-    transformers pass the segments (samples of the pack) as `seq_idx` instead of `segments`.
+    There are C channels, T tokens and W taps. Returns [1, C, T]. Some callers pass the segments as `seq_idx`.
     """
     segments = seq_idx if segments is None else segments
     assert segments is not None

@@ -1,15 +1,10 @@
 """Find the mixers of a model: modules that mix tokens without attention (recurrences, convolutions).
 
-A small copy of the model (few layers, random weights; see `padfree.model.probe`) runs once, and the call of every
-module inside its layers is recorded. Each call is then repeated with one token changed. The module is a mixer if its
-outputs for other tokens change, and if neither the module nor a submodule calls transformers' attention.
+A small copy of the model (few layers, random weights) runs once. Each module is then run again with one token changed.
+The module is a mixer if its outputs for other tokens change, and if it does not call transformers' attention.
 
-If a mixer contains another mixer, `find_mixers` returns two alternatives, and `padfree.model.probe` uses the first one
-with which packs give correct results:
-
-1. the innermost modules, which have the simplest arguments
-2. the outermost modules, in case tokens are also mixed outside of the innermost modules, for example by a convolution
-   before a recurrence
+If mixers contain mixers, `find_mixers` returns two alternatives: the innermost modules and the outermost modules.
+`padfree.model.probe` uses the first alternative that gives correct results.
 """
 
 from __future__ import annotations
@@ -65,6 +60,7 @@ def find_mixers(model: PreTrainedModel) -> list[tuple[Mixer, ...]]:
     below = {part for module in mixing for part in module.modules() if part is not module}
     outer = [module for module in mixing if module not in below]
     choices = []
+    # Inner modules have simpler arguments. The outer modules are for tokens that are also mixed around the inner ones.
     for modules in (inner, outer):
         mixers = {_described(module, calls, layers, base_of(model)) for module in modules}
         chosen = tuple(sorted(mixers, key=lambda mixer: (mixer.class_name, mixer.handed_by)))

@@ -2,20 +2,11 @@
 
 `install` replaces the forward of each mixer by `packed_forward`, which keeps the segments (samples) of a pack apart:
 
-1. If several ranks share the pack (context parallelism), move each segment as a whole to one rank (`padfree.cp`).
-2. Run the mixer's own forward on each segment (`padfree.model.mixers.by_segment`), or on all segments at once
-   (`padfree.model.mixers.varlen_kernel`).
+1. If several ranks share the pack (context parallelism), move each segment as a whole to one rank.
+2. Run the mixer on one segment at a time, or on all segments at once.
 3. If segments were moved, move the results back.
 
-Before the first batch on a device, `choose_forwards` decides whether a mixer runs on each segment or on all segments at
-once. On all segments at once, a mixer is part of a compiled layer's graph. On each segment, or if ranks share the pack,
-a mixer is a graph break.
-
-Only the forward of the module instance is replaced; its class and weights stay the same. If the user switches the model
-back to an attention implementation of transformers, `packed_forward` calls the forward of the module's class.
-
-A mixer gets the `AttnContext` (the samples of the pack) as the argument `attn_context`. If a layer passes its mixer a
-mask but no other keyword argument, the context is passed in place of the mask.
+`choose_forwards` chooses between the two ways of step 2, before the first batch on a device.
 """
 
 from __future__ import annotations
@@ -62,15 +53,11 @@ class MixerState:
 
 
 def install(model: PreTrainedModel, mixers: Sequence[Mixer], order: Tensor | None = None, *, fast: bool = False) -> int:
-    """Replace the forward of a model's mixers (modules that mix tokens without attention) by `packed_forward`.
+    """Replace the forward of a model's mixers (modules that mix tokens without attention). Returns the number of
+    modules.
 
-    Returns the number of modules. May be called again for the same model.
-
-    - `mixers`: one entry for each class of modules to replace.
-    - `order`: only for the shuffled packs of `padfree.model.probe`, in which index i holds token order[i] of the pack
-      before shuffling.
-    - `fast`: let mixers process all segments (samples) of a pack at once if they pass a test. The test runs before the
-      first batch, on the batch's device.
+    `order` is the token order of the shuffled packs of `padfree.model.probe`. `fast`: run mixers on all segments at
+    once if they pass a test.
     """
     by_class = {mixer.class_name: mixer for mixer in mixers}
     handing = {mixer.handed_by for mixer in mixers}
@@ -111,11 +98,9 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def choose_forwards(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook that chooses, before the first batch on a device, how each mixer of the model runs.
+    """Forward pre-hook that chooses how each mixer runs, before the first batch on a device.
 
-    A mixer is a module that mixes tokens without attention. The hook tests whether the mixer gives correct results if
-    it runs on all segments (samples) of a pack at once. A mixer that fails this test runs on each segment
-    separately, which is slower.
+    A mixer runs on all segments at once if it passes a test, otherwise on one segment at a time.
     """
     given = args[0] if args else kwargs.get("input_ids")
     given = kwargs.get("inputs_embeds") if given is None else given
@@ -166,7 +151,7 @@ def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     This function replaces the forward of the mixer. A segment holds the tokens of one sample.
     """
     state = module.__dict__[STATE]
-    if not is_attached(state.config):
+    if not is_attached(state.config):  # the user switched back to an attention implementation of transformers
         return type(module).forward(module, *args, **kwargs)
     given = {**dict(zip(state.parameters, args, strict=False)), **kwargs}
     context = given.pop("attn_context", None)
@@ -185,6 +170,7 @@ def packed_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if fast is not None and hidden.dtype in fast.dtypes:
         if context.layout is not None:
             return _moved(fast, module, state, hidden, context)
+        # This call is part of a compiled layer's graph; `_moved` and `_mixed` are graph breaks.
         return fast.forward(module, **{state.mixer.hidden: hidden, fast.boundaries: context.segments})
     return _mixed(module, state, arguments, context)
 

@@ -1,15 +1,12 @@
 """Run a mixer (a recurrence or convolution) on all segments (samples) of a pack at once.
 
-The mixer runs its own forward, but some functions of transformers that this forward calls are replaced by functions
-that respect segment boundaries. A kind of mixer can provide such functions for a device.
+The mixer runs its own forward. In this forward, functions that respect segment boundaries replace functions of
+transformers.
 
-Before padfree uses the functions, it tests them on this machine, on a mixer with random weights and the real sizes. The
-outputs and all gradients are compared with those of the mixer's plain PyTorch code, run on each segment in float32. The
-allowed difference is a few times the rounding error of the plain code in the tested dtype.
+padfree first tests the mixer on this machine, with random weights and the real sizes. Outputs and gradients must equal
+those of plain PyTorch code in float32, up to rounding.
 
-If the test fails or there are no such functions, the mixer runs on each segment separately, which is slower. On a GPU,
-the reason is reported once. The mixer's forward may then call the kernels that transformers chooses, if they pass the
-same test. Some versions of these kernels cannot compute gradients or give wrong results.
+Without such functions, or if the test fails, the mixer runs on one segment at a time, which is slower.
 """
 
 from __future__ import annotations
@@ -54,10 +51,9 @@ class VarlenKernel:
 
 
 def varlen_kernel(module_class: type[nn.Module], mixer: Mixer, device: torch.device) -> VarlenKernel | str:
-    """Return a forward function for a mixer class that processes all segments (samples) of a pack at once.
+    """Return a forward that runs a mixer class on all segments of a pack at once, or the reason why there is none.
 
-    A mixer is a module that mixes tokens without attention. If there is no such function for the class, return the
-    reason as a string. `tested_kernel` tests the function.
+    `tested_kernel` tests the forward.
     """
     kind = KINDS[mixer.kind]
     if kind.functions is None:
@@ -82,8 +78,8 @@ def tested_kernel(
 ) -> VarlenKernel | None:
     """Return the forward that runs the mixer `module` on all segments of a pack at once.
 
-    Returns None if there is no such forward or if its test on this machine fails. On a GPU, padfree then also warns,
-    because the mixer is slow segment by segment.
+    Returns None if there is no such forward, or if the forward fails its test on this machine. On a GPU, padfree then
+    warns once.
     """
     way = varlen_kernel(type(module), mixer, device)
     if isinstance(way, str):
@@ -103,10 +99,10 @@ def tested_kernel(
 
 
 def own_kernels_are_right(module: nn.Module, mixer: Mixer, config: PreTrainedConfig, device: torch.device) -> bool:
-    """Return whether the forward of a mixer gives correct results with the kernels that transformers chooses.
+    """Return whether a mixer gives correct results with the kernels that transformers chooses, on one segment at a
+    time.
 
-    The forward runs on each segment (sample) separately, and is compared with the mixer's plain PyTorch code.
-    Returns False without a test if there is no such code, or on a CPU.
+    On a CPU, or if the mixer has no plain PyTorch code to compare with, returns False without a test.
     """
     if device.type == "cpu" or reference_forward(type(module)) is None:  # type: ignore[arg-type]
         return False

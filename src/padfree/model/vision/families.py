@@ -1,19 +1,11 @@
-"""The vision-language models that can be trained on packs (several samples in one sequence), and how they differ.
+"""The vision-language models that can be trained on packs, and how they differ.
 
-All supported models (`...ForConditionalGeneration`) have the same structure:
+Each model embeds the tokens, replaces the embeddings of placeholder tokens by image features, and calls its language
+model. `padfree.model.vision.features` does the same for a pack. A `VisionFamily` says where the parts of a model are
+and what its vision tower reads.
 
-    base model
-        vision tower and projector      `VisionFamily.encoders`, called by get_image_features
-        language model                  `VisionFamily.language`, which runs with padfree's attention
-    lm_head
-
-Their forward embeds the tokens, replaces the embeddings of placeholder tokens by image features, and calls the language
-model. `padfree.model.vision.features` performs these three steps for a pack. A `VisionFamily` therefore says only where
-the parts of the model are, what its vision tower reads, and whether positions depend on images. A tower reads all
-images of a pack in one call: either the patches of all images with cumulative lengths, or tiles of equal size along the
-batch axis. In the tower, no image attends to another.
-
-Any other model is refused, and `why_refused` gives the reason.
+A tower encodes all images of a pack in one call, in which no image attends to another. `why_refused` says why a model
+is not supported.
 """
 
 from __future__ import annotations
@@ -113,10 +105,10 @@ def _tile_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
 
 
 def _sized_filler(config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Return the filler image (the input of the vision tower if a pack has no images) for towers that read an image
-    twice: scaled to the size of one tile, and divided into tiles.
+    """Return the filler image (the tower's input if a pack has no images) of LLaVA-OneVision.
 
-    The filler image is as large as one tile, so the tower gets the same tile twice.
+    The tower reads an image scaled to one tile, followed by its tiles. The filler image is the same tile
+    twice.
     """
     tile = _tile(config)
     return {"pixel_values": torch.cat([tile, tile]), "image_sizes": torch.tensor([tile.shape[2:]])}
@@ -231,12 +223,12 @@ def _base_class(model_class: type) -> Any:
 
 
 def family_of(model: nn.Module) -> VisionFamily | None:
-    """Return the `VisionFamily` of a model, or None if it is not a supported vision-language model.
+    """Return the `VisionFamily` of a model, or None if padfree does not support the model.
 
-    The model may have a language-model head, a scalar head or no head. Its class must be one of transformers' own
-    classes, because a subclass may compute something else. The only exceptions are the subclasses that FSDP2 creates
-    when it shards a model.
+    The model may have a scalar head or no head. Subclasses of supported classes are not supported, because they may
+    compute something else.
     """
+    # FSDP2 replaces the class of a model that it shards by a subclass.
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     name = own.__name__
     if not own.__module__.startswith("transformers.models."):

@@ -1,20 +1,10 @@
-"""Run a vision-language model on a pack: its tower once per distinct image, its language model once per pack.
+"""Run a vision-language model on a pack: its vision tower once per distinct image, its language model once per pack.
 
-    pixel_values   patches or tiles of the distinct images      -> features [F, D]     the model's own tower
-    features       gathered for the M placeholders of the pack  -> [M, D]              gradients of shared images add up
-    input_ids      embedded, features at the placeholders       -> hidden [1, T, D]    the model's own language model
+Each image is encoded by one context rank. An all-to-all sends the features to the ranks that hold the placeholder
+tokens of the image.
 
-Qwen3-VL adds further features of the tower (deep stack) to the hidden states of its first layers. These further
-features are gathered for the placeholder tokens like the main features.
-
-Context ranks divide the images of a pack, each encoded by one rank (`padfree.cp.image_owners`). The ranks exchange
-features and further features in one all-to-all, and each rank then has the features [m, D] of its own m placeholders.
-
-A pack without images, and a context rank that encodes none, run the tower on the smallest possible image and use none
-of its features. This has two purposes. Under FSDP2, all ranks must gather the tower's weights the same number of times,
-although only some of their packs may have images. And the parameters of the tower get a gradient of 0, not None, from
-every such pack. Ranks with and without images call the same functions in the same order, so that their collectives
-match in backward, too.
+A rank without images encodes the smallest possible image and uses none of its features. Thus all ranks gather the
+tower's weights equally often under FSDP2, and the tower's parameters get gradients of 0, not None.
 """
 
 from __future__ import annotations
@@ -55,12 +45,10 @@ def vision_hidden_states(base: PreTrainedModel, family: VisionFamily, batch: Loc
 
 
 def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImages | None) -> dict[str, Any]:
-    """Return the inputs of the language model for tokens [T]: embeddings [1, T, D], in which the features of `images`
-    replace the embeddings of their placeholder tokens. Some models (Qwen3-VL) also get further features of the vision
-    tower for the first layers.
+    """Return the language model's inputs: the embeddings [1, T, D] of tokens [T], with image features at the
+    placeholders.
 
-    A policy may sample the id of the placeholder token in a response. There it stands for no image, and the token keeps
-    its embedding, as in `generate` of transformers.
+    A placeholder id that a policy sampled stands for no image and keeps its embedding.
     """
     device = tokens.device
     if images is None:
@@ -71,6 +59,7 @@ def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImage
         )
     else:
         _check_images(base, family, images)
+    # Ranks with and without images call the same functions in the same order, so that collectives match in backward.
     inputs = images.inputs or {name: one.to(device) for name, one in family.filler(base.config).items()}
     features, *stacked = _of_placeholders(family.encode(base, inputs), images)
     # The vocabulary may have no embedding of the placeholder.
@@ -78,7 +67,7 @@ def embedded(base: Any, family: VisionFamily, tokens: Tensor, images: LocalImage
     found: dict[str, Any] = {
         "inputs_embeds": embeddings.index_copy(0, images.tokens, features.to(embeddings.dtype))[None]
     }
-    if stacked:
+    if stacked:  # Qwen3-VL adds these features to the hidden states of its first layers
         shown = torch.zeros(len(tokens), dtype=torch.bool, device=device).index_fill(0, images.tokens, True)
         found |= {"visual_pos_masks": shown[None], "deepstack_visual_embeds": stacked}
     return found
@@ -137,8 +126,7 @@ def _check_counts(found: Any, num_features: int, images: LocalImages) -> None:
     if num_features != sum(images.counts) or counts != images.counts:
         raise UserError(
             "images",
-            f"have {', '.join(map(str, images.counts))} placeholder tokens and "
-            f"{', '.join(map(str, images.patches))} rows of pixel_values (one number per image), but the vision tower "
-            f"gives {num_features} features in total instead of one for each placeholder token",
+            f"have {', '.join(map(str, images.counts))} placeholder tokens (one number per image), but the vision "
+            f"tower gives {num_features} features for their {', '.join(map(str, images.patches))} rows of pixel_values",
             "tokenise the samples with the processor of this model",
         )

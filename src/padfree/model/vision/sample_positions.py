@@ -1,13 +1,13 @@
-"""The positions of a sample with images, from the model's own function.
+"""The positions of the tokens of a sample with images, computed by the model's own function.
 
-    tokens      7 * * * * 9 5         * is an image of 2 x 2 features
-    positions   0 1 1 1 1 3 4         time
-                0 1 1 2 2 3 4         height
-                0 1 2 1 2 3 4         width
+In this example, * are the placeholder tokens of an image of 2 x 2 features:
 
-A pack has the positions [P, T] of its samples side by side, P = 3. The model's function (`get_rope_index`) is called
-with one sample at a time, so that it cannot mix samples. The function reads no weights: the model may be on the meta
-device.
+    tokens    7 * * * * 9 5
+    time      0 1 1 1 1 3 4
+    height    0 1 1 2 2 3 4
+    width     0 1 2 1 2 3 4
+
+The model's `get_rope_index` reads no weights, so the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ IMAGE = 1
 
 
 def prepare_sample(model: PreTrainedModel, sample: Sample) -> Sample:
-    """Return the sample with `rotary_positions`, if token positions in this model depend on the images of the sample.
-    Otherwise, or if the sample has no images, return it unchanged.
+    """Return the sample, with `rotary_positions` if its token positions in this model depend on images.
 
-    Raises `UserError` if the model cannot be trained on images in general, or on the images of this sample.
+    Raises `UserError` if the model cannot be trained on images, or on the images of this sample.
     """
     family = need_family(model)
     if not sample.images:

@@ -2,14 +2,8 @@
 
     FLOPs of an image of m features = linear · m + quadratic · m²
 
-An image is encoded by the vision tower, which processes patches, and by the projector, which merges patches into
-features of the language model's width. The number of features of an image is its number of placeholder tokens, so that
-the cost is known before images are loaded.
-
-The quadratic term is the attention of each patch to all patches of the image. It is 0 if the tower reads tiles of equal
-size (Gemma 3), because a patch then attends only to its tile. Each weight of the tower is applied to every patch once,
-each weight of the projector to every feature. A frozen weight has no weight gradient. A frozen tower has no backward
-pass.
+The image has m placeholder tokens. The quadratic term is the attention between all patches of the image. It is 0 if the
+vision tower reads tiles of equal size, because a patch then attends only to its tile.
 """
 
 from __future__ import annotations

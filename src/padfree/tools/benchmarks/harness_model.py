@@ -113,8 +113,8 @@ class HarnessAnswers:
     ) -> list[str]:
         """Return one generated text per prompt, cut before its first stop string.
 
-        `until` holds the stop strings of each prompt. Generation ends early as soon as every text contains one of its
-        stop strings. `first` is the index of the first prompt among all prompts; random numbers depend on the index.
+        `until`: the stop strings of each prompt. `first`: the index of the first prompt among all prompts, on which
+        random numbers depend.
         """
         written = [""] * len(prompts)
         waiting = set(range(len(prompts)))

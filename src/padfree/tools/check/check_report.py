@@ -141,11 +141,10 @@ class CheckReport:
         ]
 
     def shown_rows(self) -> list[CheckResult]:
-        """Return the results that the report's table shows.
+        """Return the results that the report's table shows: all results of the main check, and a few of each variation.
 
-        These are all results of the main check, and some results of each variation (another layout of the samples in
-        packs, or other tokens around a sample). Of a variation, the table shows the failed results. If none failed, it
-        shows the one with the largest ratio of difference to allowed difference.
+        For a variation (e.g. another layout of the samples), the table shows the failed results. If none failed, it
+        shows the result with the largest `excess`.
         """
         shown: list[CheckResult] = []
         for check, group in groupby(self.rows, key=lambda row: row.check):

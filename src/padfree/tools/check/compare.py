@@ -1,16 +1,10 @@
 """Compute the differences between packed training and the reference (plain transformers code), and define tolerances.
 
 - log-probabilities: the largest difference of any token, in nats.
-- loss: the difference between the losses.
-- normaliser: the relative difference between the loss of packed training and the mean negative log-probability of the
-  trained tokens, also from packed training. It shows whether the loss weights are normalised correctly.
-- gradients: for each part of the model (a layer, the embeddings, the head, a norm), the largest relative difference of
-  a parameter's gradient.
-
-The relative difference of a parameter's gradient is the largest absolute difference of an element, divided by the
-largest absolute element of the reference gradient. Some gradients are zero except for rounding, e.g. that of a key
-projection's bias, and would have a large quotient. The divisor is therefore at least a hundredth of the largest
-gradient element in the same part of the model.
+- loss: the absolute difference.
+- normaliser: the relative difference between the loss and the mean negative log-probability of the trained tokens.
+  Packed training gives both values.
+- gradients: the largest relative difference of a parameter's gradient, for each part of the model (e.g. a layer).
 
 A non-finite number counts as an infinite difference.
 """
@@ -74,9 +68,8 @@ TOLERANCES = {
     torch.float32: Tolerance(logprobs=2e-5, loss=1e-5, normaliser=1e-5, gradients=1e-4),
     torch.bfloat16: Tolerance(logprobs=3e-2, loss=5e-3, normaliser=1e-4, gradients=3e-2),
 }
-"""Tolerances by dtype of the check. Log-probabilities and gradients may differ by 170 to 840 times the machine epsilon
-in float32, and by about four times the machine epsilon in bfloat16. The tolerance `normaliser` is low even in bfloat16,
-because loss weights and their sums are always in float32.
+"""Tolerances by dtype of the check. The tolerance `normaliser` is low even in bfloat16, because loss weights and their
+sums are always in float32.
 """
 
 

@@ -81,10 +81,10 @@ def exact(
     load: Callable[[], PreTrainedModel],
     compute: Callable[[PreTrainedModel], Found],
 ) -> tuple[Found | None, str | None]:
-    """Load a model with `load`, convert it to float64, and return (the result of `compute` on it, None).
+    """Load a model, convert it to float64, and return the result of `compute` on it, and None.
 
-    If there is too little memory for float64, or the model does not run in float64, return (None, the reason as text).
-    Every rank must call this, but only rank 0 computes: on other ranks, the result of `compute` is replaced by None.
+    If float64 is not possible, return None and the reason as text. Collective: only rank 0 computes, and the other
+    ranks get None as the result.
     """
     found, obstacle = None, None
     model = load()
@@ -109,9 +109,8 @@ def exact(
 def reference_line(dtype: torch.dtype, obstacle: str | None, what: str, attention: str) -> str:
     """Return a line for the report that says how plain transformers code computed the reference results.
 
-    - `obstacle`: why the results are not in float64; None if they are.
-    - `what`: what one call of the model computes, e.g. "one sample at a time".
-    - `attention`: the attention implementation; ignored in float64, where attention is eager.
+    `obstacle`: why the results are not in float64, or None. `what`: what one call computes, e.g. "one sample at a
+    time". `attention`: the attention implementation, ignored in float64.
     """
     if obstacle is None:
         return f"transformers in float64, {what}, eager attention"

@@ -1,14 +1,10 @@
 """The arguments with which plain transformers code calls a vision-language model for one sample.
 
-In this example, the sample has n tokens and the images a and b. `Image.load` gives the tower's inputs of each image:
+The arguments of a sample's images are joined in the form that the model class needs: pixel values, patch grids, image
+sizes, token types.
 
-    argument         value
-    input_ids        [1, n] the tokens of the sample
-    pixel_values     the patches or tiles of a, then those of b, as the model's processor returns them
-    ...              other inputs of the model class: patch grids, image sizes, token types
-
-In training, padfree instead computes the image features of a whole pack (`padfree.model.vision.features`). A check that
-uses these arguments as the reference therefore also tests the image features of packs.
+In training, padfree instead computes the image features of a whole pack (`padfree.model.vision.features`). A check
+against plain transformers code therefore also tests these features.
 """
 
 from __future__ import annotations

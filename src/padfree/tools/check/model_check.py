@@ -1,26 +1,12 @@
 """`check_model`: compare packed training, and variations of it, with plain Hugging Face code.
 
-1. Reference: plain code computes log-probabilities, loss and gradients, one sample at a time, in float64.
-2. Noise: plain code computes the same in the dtype of the check (float32 or bfloat16), in padded batches of two samples
-   with eager attention. The difference from the reference shows how large rounding errors are.
-3. Packed: packed training computes the same. A difference from the reference passes if it is within a tolerance, or at
-   most `FACTOR` times the noise.
-4. Leak: every second sample gets other tokens. The log-probabilities of the remaining samples must not change.
-5. Pad: random padding tokens are added after every pack, and the results are compared with the reference. With padding
-   tokens of id 0 instead of random ones, the log-probabilities must stay the same.
-6. Layouts: step 3 is repeated with other micro-batches, another order of samples, shared prefixes, and other methods of
-   context parallelism.
-7. Float8, if requested: gradients with float8 linear layers are compared with gradients without float8.
+1. Reference: plain code runs one sample at a time, in float64 if possible.
+2. Noise: plain code runs padded batches in the dtype of the check. Its difference from the reference is the noise.
+3. Packed: packed training may differ from the reference by a tolerance, or by `FACTOR` times the noise.
+4. Leak and pad: other tokens in other samples or in the padding must not change a sample's log-probabilities.
+5. Layouts: step 3 is repeated with other layouts of the samples in packs.
 
-Rank 0 computes steps 1 and 2 on a single device, while the other ranks wait.
-
-For losses other than "nll", no log-probabilities are compared, and steps 4 and 5 are left out.
-
-With `vision`, samples have images, and the gradients of the vision tower and of its projector are compared, too. Step 2
-then runs one sample per batch, and step 4 also replaces images.
-
-Models are in evaluation mode, without dropout. If the reference cannot be computed in float64 (e.g. for lack of
-memory), it has the dtype of the check, and the report says so.
+For losses other than "nll", log-probabilities are not compared, and step 4 is left out.
 """
 
 from __future__ import annotations
@@ -118,16 +104,14 @@ def check_model(
 ) -> CheckReport:
     """Compare packed training of a model with plain Hugging Face code that runs one sample at a time.
 
-    - `source`: a folder, Hub id or config, as for `load_model`.
-    - `samples`: samples, or a number of random samples. For the losses "dpo" and "reward", two consecutive samples form
-      a pair.
-    - `origin`: the samples' origin, for the report.
-    - `dtype`: float32 or bfloat16; by default float32 on a CPU and bfloat16 on a GPU.
-    - `layers`: number of layers to check, from the first; by default a few. `full` checks all layers.
-    - `float8`: also measure how much float8 changes the gradient of each layer. `float8_budget` is the value of
-      `parallel.float8_budget`; the report names the layers that stay in bfloat16 with this value.
-    - `context`: number of processes that divide each pack among them (context parallelism), under torchrun.
-    - `vision`: check a whole vision-language model with samples that have images.
+    - `source`: a folder, Hub id or config.
+    - `samples`: samples, or a number of random samples.
+    - `origin`: where the samples come from.
+    - `layers`: number of layers to check, by default a few. `full` checks all layers.
+    - `float8`: also measure how much float8 changes the gradient of each layer.
+    - `float8_budget`: the report names the layers that stay in bfloat16 with this `parallel.float8_budget`.
+    - `context`: number of context ranks.
+    - `vision`: check a vision-language model with samples that have images.
 
     Under torchrun the call is collective and returns the same report on every rank.
     """
@@ -259,11 +243,10 @@ def _reference(
     def compute(
         model: PreTrainedModel, given: list[Sample] | None = None, *, padded: bool = False
     ) -> tuple[list[Sample], CheckOutcome]:
-        """Return the samples with the extra inputs of the loss (e.g. reference log-probabilities), and the results of
-        plain Hugging Face code for them.
+        """Return the samples with the extra inputs of the loss, and the results of plain Hugging Face code for them.
 
-        `given`: samples that already have the extra inputs, which are then not computed again. `padded`: whether the
-        plain code computes the samples in padded batches of two instead of one at a time.
+        `given`: samples that already have the extra inputs. `padded`: run padded batches of two samples instead of one
+        sample at a time.
         """
         if model.dtype == torch.float64:
             for teacher in teachers:
@@ -358,10 +341,9 @@ class _Check:
         return self.path.float8_distances(self.samples)
 
     def _compare(self, variation: Variation) -> Logprobs | None:
-        """Run packed training with a layout of the samples in packs, and compare it with plain transformers code.
+        """Compare packed training with the reference, for one layout of the samples in packs.
 
-        Loss, gradients and log-probabilities are compared. Return the log-probabilities, or None if the check is not
-        about the loss "nll", because only that loss has log-probabilities to compare.
+        Return the log-probabilities, or None for losses other than "nll".
         """
         samples = list(reversed(self.samples)) if variation.reverse else self.samples
         logprobs = self.path.logprobs(samples) if self.path.checked == "nll" else None
@@ -372,11 +354,10 @@ class _Check:
         return logprobs
 
     def _add(self, check: str, logprobs: Logprobs | None, loss: float) -> None:
-        """Compare results of packed training with those of plain transformers code, and add the comparisons to the
-        report.
+        """Compare results of packed training with the reference, and add the comparisons to the report.
 
-        The results of packed training are `logprobs`, `loss` and the gradients that the last backward pass has left in
-        the parameters. `check`: the name under which the report shows the comparisons.
+        The gradients are those that the last backward pass has left in the parameters. `check`: the name of the
+        comparisons in the report.
         """
         expected, noise, tolerance = self.reference.outcome, self.reference.noise, self.tolerance
         extents = self.path.extents(expected.gradients)
@@ -425,8 +406,7 @@ class _Check:
     def _add_exact(self, check: str, gap: Gap) -> None:
         """Add the result of a check that a sample's log-probabilities do not depend on other tokens in its pack.
 
-        `gap`: the largest change of a log-probability after other samples or padding tokens were replaced. It may be at
-        most `FACTOR` times the difference between two identical runs, which is usually 0.
+        `gap`: the largest change of a log-probability after other tokens of the pack were replaced.
         """
         if not self.first:
             return

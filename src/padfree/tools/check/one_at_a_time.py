@@ -2,12 +2,8 @@
 
 - `one_at_a_time` runs one sample per call of the model. Its results are the reference, in float64 if possible
   (`exact.py`).
-- `padded_pairs` runs padded batches of two samples, with an attention mask and eager attention, in the dtype of the
-  check. The difference between its results and the reference is the noise: the rounding error of a correct
-  implementation with this dtype, device and model. If any sample has images, each batch has only one sample, because
-  the classes of transformers pad images in different ways (`image_inputs`).
-
-To save memory, each gradient is added to the sums and freed as soon as it is computed.
+- `padded_pairs` runs padded batches of two samples in the dtype of the check. The difference between its results and
+  the reference is the noise (the rounding error of a correct implementation).
 """
 
 from __future__ import annotations

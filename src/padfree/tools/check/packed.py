@@ -1,20 +1,13 @@
 """Packed training as `padfree check` runs it, and variations of it that must not change the results.
 
-`padfree.train.Engine` computes gradients, and `padfree.train.Scorer` computes log-probabilities. A plan says which
-samples form which pack. The model has been prepared for packs (`padfree.model.attach`).
-
-    samples -> plan -> packs -> model -> fused loss -> backward -> sums over ranks      by Engine
-    samples -> plan -> packs -> model -> score -> log-probabilities                     by Scorer
-
-The results must be the same in each of these variations:
-
     variation                        what differs
     one sample per pack              every pack has only one sample
     a few packs, samples reversed    a pack has about a third of the tokens, and the order of the samples is reversed
     pad after every pack             packs are padded with random tokens
-    shared prefixes                  prefixes that samples share are computed once (if samples share any)
-    balanced ring, ...               other methods of context parallelism: how ranks divide a pack, and how they
-                                     compute attention (only with several context-parallel ranks)
+    shared prefixes                  prefixes that samples share are computed once
+    balanced ring, ...               context ranks divide packs, and compute attention, in another way
+
+As in training, `padfree.train.Engine` computes the gradients, and `padfree.train.Scorer` the log-probabilities.
 """
 
 from __future__ import annotations

@@ -1,22 +1,14 @@
 """Compute training losses by plain transformers code, with which `padfree check` compares packed training.
 
-    kind      loss                                                           inputs besides the samples' tokens
-    nll       cross entropy, mean over trained tokens (`one_at_a_time`)      none
-    dpo       sigmoid loss of preference pairs, mean over pairs              log-probabilities of a reference model
-    kto       loss of single answers with labels, mean over answers          as for dpo, and the reference point z₀
-    distill   forward KL from a teacher, mean over trained tokens            a teacher model (`make_teacher`)
-    reward    Bradley-Terry loss of preference pairs, mean over pairs        none
-    value     clipped squared error of values, mean over trained tokens      returns and old values
+    nll       cross entropy, mean over trained tokens (`one_at_a_time`)
+    dpo       sigmoid loss of preference pairs, mean over pairs
+    kto       loss of single answers with labels, mean over answers
+    distill   forward KL from a teacher, mean over trained tokens
+    reward    Bradley-Terry loss of preference pairs, mean over pairs
+    value     clipped squared error of values, mean over trained tokens
 
-For reward and value, the model has a scalar head.
-
-A training run computes the log-probabilities of the reference model, the returns and the old values before an update.
-In the check, they are random numbers, seeded with the index of the sample. The random log-probabilities are near those
-of the checked model.
-
-Each loss is computed twice. First, the model runs one sample per call; packed training is compared with the result.
-Then the model runs padded batches of two samples (a preference pair, or consecutive samples) with eager attention, one
-sample per batch if any sample has images. The difference between the two results measures the rounding error.
+For reward and value, the model has a scalar head. Inputs that a training run computes before an update, such as
+log-probabilities of the reference model, are random numbers.
 """
 
 from __future__ import annotations
@@ -69,10 +61,10 @@ def in_pairs(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def prepared(loss: CheckedLoss, samples: Sequence[Sample], own: Sequence[Any] | None) -> list[Sample]:
-    """Return the samples with the inputs that the loss needs besides the tokens.
+    """Return the samples with the inputs that the loss needs besides the tokens. These inputs contain random numbers.
 
-    For DPO and KTO, these are log-probabilities of a reference model: those of the checked model (`own`, [n] for each
-    sample) plus random noise. For the value loss, they are random returns and random old values.
+    `own`: the checked model's log-probabilities, [n] for each sample. DPO and KTO use them, plus random noise, as
+    log-probabilities of the reference model.
     """
     found = []
     for index, sample in enumerate(samples):
