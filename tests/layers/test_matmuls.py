@@ -113,7 +113,7 @@ def unlisted(graph: fx.Graph, stage: Stage) -> list[str]:
 
 
 @pytest.mark.parametrize("products", SUBSETS, ids=lambda products: "+".join(products) or "none")
-def test_all_matmuls_of_a_compiled_layer_are_known(graphs: Graphs, products: tuple[Float8Product, ...]) -> None:
+def test_all_matmuls_of_a_compiled_layer_are_known_and_all_passes_match(graphs: Graphs, products: tuple[Float8Product, ...]) -> None:
     train(products, "none")
     (before,), (forward,), (backward,) = graphs.before, graphs.forward, graphs.backward
     assert len(matmuls_of(before, "before autograd")) == LINEARS
@@ -128,11 +128,6 @@ def test_all_matmuls_of_a_compiled_layer_are_known(graphs: Graphs, products: tup
     ]
     gradients = sum(product in products for product in ("input-gradient", "weight-gradient"))
     assert in_float8 == [LINEARS * ("output" in products), LINEARS * gradients]
-
-
-@pytest.mark.parametrize("products", SUBSETS, ids=lambda products: "+".join(products) or "none")
-def test_passes_match_with_and_without_float8(graphs: Graphs, products: tuple[Float8Product, ...]) -> None:
-    train(products, "none")
     assert graphs.counts == {"rms_norm_pass": [2], "qk_norm_rope_pass": [2], "swiglu_pass": [1]}
 
 
