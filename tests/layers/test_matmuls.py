@@ -116,8 +116,6 @@ def unlisted(graph: fx.Graph, stage: Stage) -> list[str]:
 def test_all_matmuls_of_a_compiled_layer_are_known_and_all_passes_match(
     graphs: Graphs, products: tuple[Float8Product, ...]
 ) -> None:
-    graphs: Graphs, products: tuple[Float8Product, ...]
-) -> None:
     train(products, "none")
     (before,), (forward,), (backward,) = graphs.before, graphs.forward, graphs.backward
     assert len(matmuls_of(before, "before autograd")) == LINEARS
