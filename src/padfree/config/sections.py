@@ -12,6 +12,7 @@ from typing import Literal
 from padfree.choices import (
     Asynchronous,
     Better,
+    Checkpointing,
     CompilerOrAuto,
     ContextMethod,
     DeviceName,
@@ -311,7 +312,7 @@ class ParallelConfig:
     )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
-    checkpointing: str = setting(
+    checkpointing: Literal["auto"] | Checkpointing | str = setting(
         "auto",
         about="What a layer recomputes in backward. none: nothing. host: all but attention and its projections, kept "
         "in host memory. selective: all but attention, or all but matmuls if not compiled. full: everything. auto: as "
@@ -406,7 +407,11 @@ class CheckpointConfig:
         about="Write checkpoints in the background, from a copy in host memory. auto: if the model is on a GPU, a rank "
         "writes 256 MiB or more, and half of the free host memory is enough for the copies.",
     )
-    resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
+    resume: bool = setting(
+        True,
+        about="Resume from the newest checkpoint in the run folder, if there is one. false: start over; the files of "
+        "the earlier run are moved to replaced/, and are deleted when the new run has ended.",
+    )
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(
         "base", about="The dtype of the exported weights; base: the dtype in the files of model.path."

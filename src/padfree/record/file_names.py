@@ -17,6 +17,10 @@ checkpoints/step-*       checkpoints to resume from
 model/                   the exported trained model
 model-best/              the exported model of the best evaluation (`checkpoint.best`)
 critic/                  the exported critic
+tensorboard/             files of TensorBoard
+trackers.json            the ids of the run at W&B, trackio and MLflow
+replaced/                the files of an earlier run in this folder, until the run ends (`checkpoint.resume=false`)
+starting-over/           the name of replaced/ while the files are moved
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ ROWS = "rows.jsonl"
 END = "end.json"
 ROLLOUTS = "rollouts.jsonl"
 FAILURES = "failures.jsonl"
+TENSORBOARD, TRACKERS = "tensorboard", "trackers.json"
+REPLACED, STARTING_OVER = "replaced", "starting-over"
 NONFINITE = "nonfinite-step-{step}.jsonl"  # `step`: eight digits, or * to match all files
 CHECKPOINTS, RESPONSE_LOG, MODEL, BEST_MODEL, CRITIC_MODEL = (
     "checkpoints",

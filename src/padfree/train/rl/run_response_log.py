@@ -77,18 +77,17 @@ class RunResponseLog:
         self._response_log, self._checkpointer, self._model, self._axis = response_log, checkpointer, model, axis
         self._settings = settings_digest(made_with)
 
-    def begin(self, step: int, *, after: int, resume: bool) -> str | None:
+    def begin(self, step: int, *, after: int) -> str | None:
         """Start to log responses. If the run can reuse responses from the log, return a note for the user.
 
         `step`: the number of steps made so far. `after`: only responses of batches with a higher number are reused.
-        `resume`: if it is false, all logged responses are deleted.
         """
         origin = self._origin(step)
         error = None
         if self._axis.rank == 0:
             try:
                 with writing(self._response_log.folder):
-                    self._response_log.purge(origin if resume else None)
+                    self._response_log.purge(origin)
             except UserError as wrong:
                 error = wrong
         raise_together(error, self._axis.group)
