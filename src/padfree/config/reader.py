@@ -137,7 +137,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         )
     place: Any = values
     for part in parts[:-1]:
-        place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
+        if isinstance(place, dict) and _plain(place.get(part)) is None:
+            place[part] = {}
+        place = _entry(place, part, override) if isinstance(place, list) else place[part]
         if not isinstance(place, (dict, list)):
             raise UserError(
                 "override",

@@ -1,0 +1,93 @@
+"""Every shipped recipe accepts every documented format of rows, and prints itself as a recipe that loads again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from padfree.cli.main import main
+from padfree.config.recipe_files import shipped_recipes
+from padfree.testing.models import save_with_tokenizer
+from padfree.testing.tokenizers import TEMPLATES
+
+CHAT = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+WRONG = [{"role": "assistant", "content": "3"}]
+SAID = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+NUMBERS = {"reward": 1.0, "group": "a"}
+REWARDS = (1.0, 0.0) * 4
+
+TEXTS: list[dict[str, Any]] = [
+    {"messages": CHAT},
+    {"conversations": SAID},
+    {"prompt": "1+1=", "response": "2"},
+    {"prompt": CHAT[:1], "completion": CHAT[1:]},
+    {"question": "1+1=", "answer": "2"},
+    {"instruction": "add", "input": "1+1", "output": "2"},
+    {"text": "1+1=2"},
+    {"input_ids": [3, 4, 5]},
+]
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    {"question": "1+1=", "chosen": "2", "rejected": "3"},
+    {"messages": CHAT[:1], "chosen": CHAT[1:], "rejected": WRONG},
+    {"chosen": CHAT, "rejected": [CHAT[0], *WRONG]},
+]
+LABELLED: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "response": "2", "label": True},
+    {"question": "1+1=", "completion": "2", "label": False},
+]
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "1+1=", "answer": "#### 2"},
+    {"prompt": CHAT[:1], "answer": "#### 2"},
+    {"messages": CHAT[:1], "answer": "#### 2"},
+    {"question": "1+1=", "answer": "#### 2"},
+    {"problem": "1+1=", "answer": "#### 2", "level": 3},
+    {"instruction": "add", "input": "1+1", "answer": "#### 2"},
+]
+ROLLOUTS: list[dict[str, Any]] = [
+    {"tokens": [3, 4, 5], "response_length": 1, **NUMBERS},
+    {"prompt_tokens": [3, 4], "response_tokens": [5], **NUMBERS},
+    {"prompt": "1+1=", "response": "2", **NUMBERS},
+]
+ROWS = {
+    **{"sft": TEXTS, "distill": TEXTS, "dpo": PAIRS, "reward": PAIRS, "kto": LABELLED, "rl": ROLLOUTS},
+    **dict.fromkeys(("rl-local", "rl-ppo", "rl-vllm", "rl-experts", "rl-environment"), PROMPTS),
+}
+CASES = [(recipe, row) for recipe, rows in ROWS.items() for row in rows]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    names = {"plain": "qwen3", "experts": "qwen3_moe"}
+    found = {name: save_with_tokenizer(folder / name, architecture=kind) for name, kind in names.items()}
+    for path in found.values():
+        (path / "chat_template.jinja").write_text(TEMPLATES["chatml"])
+    return found
+
+
+def words_of(recipe: str, models: dict[str, Path], data: Path) -> list[str]:
+    """The documented command, with a tiny model and small batches."""
+    command = recipe.partition("-")[0]
+    model = models["experts" if recipe == "rl-experts" else "plain"]
+    words = [command, recipe, f"model.path={model}", f"data.path={data}", "batch.samples=8", "model.dtype=float32"]
+    words += [f"run.folder={data.parent / 'run'}", "run.device=cpu", "--dry-run"]
+    return words + [f"teacher.path={model}"] * (recipe == "distill")
+
+
+def test_every_recipe_has_rows() -> None:
+    assert ROWS.keys() == shipped_recipes().keys()
+
+
+@pytest.mark.parametrize(("recipe", "row"), CASES)
+def test_documented_rows_are_accepted(
+    recipe: str, row: dict[str, Any], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    rows = [{**row, "reward": reward} if "reward" in row else row for reward in REWARDS]
+    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    code = main(words_of(recipe, models, data))
+    assert code == 0, capsys.readouterr().err
