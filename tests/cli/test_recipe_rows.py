@@ -53,7 +53,12 @@ ROLLOUTS: list[dict[str, Any]] = [
     {"prompt": "1+1=", "response": "2", **NUMBERS},
 ]
 ROWS = {
-    **{"sft": TEXTS, "distill": TEXTS, "dpo": PAIRS, "reward": PAIRS, "kto": LABELLED, "rl": ROLLOUTS},
+    "sft": TEXTS,
+    "distill": TEXTS,
+    "dpo": PAIRS,
+    "reward": PAIRS,
+    "kto": LABELLED,
+    "rl": ROLLOUTS,
     **dict.fromkeys(("rl-local", "rl-ppo", "rl-vllm", "rl-experts", "rl-environment"), PROMPTS),
 }
 CASES = [(recipe, row) for recipe, rows in ROWS.items() for row in rows]
