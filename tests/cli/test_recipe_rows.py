@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from padfree.cli.main import main
+from padfree.cli.main import TRAINING, main
+from padfree.config import load_config
+from padfree.config.loss import TASKS
 from padfree.config.recipe_files import shipped_recipes
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import TEMPLATES
@@ -96,3 +98,57 @@ def test_documented_rows_are_accepted(
     data.write_text("".join(json.dumps(each) + "\n" for each in rows))
     code = main(words_of(recipe, models, data))
     assert code == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_a_recipe_without_a_loss_trains_the_task_of_the_command(command: str, tmp_path: Path) -> None:
+    """As in Python, where `padfree.dpo()` needs no `loss.kind`."""
+    recipe = tmp_path / "my.toml"
+    recipe.write_text(
+        'model.path = "m"\nbatch = { samples = 8, max_tokens = 64 }\nrun.folder = "r"\n'
+        'data = { path = "d", epochs = 1 }\n' + 'teacher.path = "t"\n' * (command == "distill")
+    )
+    config = load_config(recipe, kind=TASKS[command].kind)
+    assert config.loss.command == command
+    assert load_config(recipe, ["loss.kind=sft", "teacher.path=none"], kind=TASKS[command].kind).loss.command == "sft"
+
+
+def test_the_command_gives_its_task(
+    capsys: pytest.CaptureFixture[str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(PAIRS[0]) + "\n" for _ in range(8)))
+    (tmp_path / "my.toml").write_text("batch = { samples = 8, max_tokens = 256 }\ndata.epochs = 1\n")
+    words = ["dpo", str(tmp_path / "my.toml"), f"model.path={models['plain']}", f"data.path={data}", "--dry-run"]
+    assert main([*words, f"run.folder={tmp_path / 'run'}"]) == 0, capsys.readouterr().err
+
+
+def test_all_needs_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "model.path=m", "--all"]) == 1
+    assert capsys.readouterr().err == "padfree sft: --all: needs --dry-run; add --dry-run, or leave --all out\n"
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps", "noted"),
+    [(2, "none", False), (3, "none", True), (1000, "none", True), (3, 3, True), (2, 3, False)],
+)
+def test_a_warmup_that_is_longer_than_the_data(
+    warmup: int, steps: object, noted: bool, capsys: pytest.CaptureFixture[str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(TEXTS[2]) + "\n" for _ in range(16)))
+    words = [*words_of("sft", models, data), "data.epochs=1", f"schedule.warmup={warmup}", f"run.steps={steps}"]
+    assert main(words) == 0
+    assert (
+        "schedule.warmup is too long, because the data ends after about 2 steps" in capsys.readouterr().out
+    ) == noted
+
+
+@pytest.mark.parametrize(("warmup", "noted"), [(3, False), (4, True)])
+def test_a_warmup_of_the_critic_that_is_longer_than_the_data(
+    warmup: int, noted: bool, capsys: pytest.CaptureFixture[str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(PROMPTS[0]) + "\n" for _ in range(8)))  # one batch, four updates
+    assert main([*words_of("rl-ppo", models, data), f"critic.warmup={warmup}"]) == 0
+    assert ("after about 4 steps: the policy is never trained" in capsys.readouterr().out) == noted

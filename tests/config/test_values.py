@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import random
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -11,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from padfree.cli.train import recipe_lines
 from padfree.config import Config, config_from_dict, load_config
-from padfree.config.reader import _converted, _parsed
+from padfree.config.reader import _converted, _parsed, changed_recipe
+from padfree.config.recipe_files import shipped_recipes
 from padfree.errors import UserError
+from padfree.record.run_files import finite
 
 Hints = list[tuple[str, Any]]
 WORDS = ("none", "true", "false", "2024", "1e5", "inf", "nan", "2024-01-01", "12:30:00", "0x10", "None", "1_0", "null")
@@ -138,3 +144,56 @@ def test_values_of_numpy_and_torch(name: str, value: Any, expected: Any) -> None
 def test_a_wrong_value_of_numpy_or_torch_is_refused(value: Any) -> None:
     with pytest.raises(UserError, match=r"^run\.steps: .*; give a whole number"):
         config_from_dict(with_value("run.steps", value))
+
+
+# The printed recipe
+
+ODD = ['"', "'", "\\", "\n", "\t", "\r", "\x01", "\x1f", "\x7f", "\x85", "\u2028", "é", "😀", "#", "=", "[a]", " "]
+ODD += ["none ", "inf", "nan", "2024-01-01", "true", "{x}", "a.b", "//", "\\u0041", '"""', "'''", "%s", "$HOME"]
+
+
+def odd_text(rng: random.Random) -> str:
+    return "".join(rng.choices(ODD, k=rng.randint(1, 5))) or "x"
+
+
+def odd_values(rng: random.Random) -> dict[str, dict[str, Any]]:
+    """Settings that accept any text, any table of texts, infinity or none."""
+    table = {odd_text(rng): odd_text(rng) for _ in range(rng.randint(0, 3))}
+    texts = [odd_text(rng) for _ in range(rng.randint(0, 3))]
+    return {
+        "data": {
+            "path": [*texts, odd_text(rng)],
+            "system": rng.choice([None, odd_text(rng)]),
+            "columns": table,
+            "chat_template": odd_text(rng),
+            "max_length": None,
+        },
+        "model": {"tokenizer": odd_text(rng)},
+        "track": {"wandb": rng.choice([None, odd_text(rng)])},
+        "run": {"folder": odd_text(rng)},
+        "optimizer": {"max_grad_norm": rng.choice([None, 1e-30, 3e38]), "lr": rng.choice([0.0, 1e-300, 0.1, 1 / 3])},
+        "schedule": {"final": rng.choice([0.0, 0.25])},
+    }
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+@pytest.mark.parametrize("seed", range(8))
+def test_the_printed_recipe_is_the_same_recipe(recipe: str, seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    odd = odd_values(rng)
+    kind = load_config(recipe).loss.kind
+    bounds = {name: {"high": math.inf} for name in ("clip", "gspo", "cispo")} if kind == "clip" else {}
+    config = config_from_dict(changed_recipe(recipe, {**odd, "loss": bounds}))
+    printed = tmp_path / "printed.toml"
+    printed.write_text("\n".join(recipe_lines(config.to_dict())), encoding="utf-8", newline="\n")
+    again = load_config(printed)
+    assert again == config
+    strict = json.loads(json.dumps(finite(config.to_dict()), allow_nan=False))
+    assert config_from_dict(strict) == config
+
+
+def test_none_is_printed_where_the_default_is_not_none(tmp_path: Path) -> None:
+    config = made(REQUIRED, "optimizer.max_grad_norm=none", "data.epochs=1")
+    assert config.optimizer.max_grad_norm is None
+    (tmp_path / "printed.toml").write_text("\n".join(recipe_lines(config.to_dict())))
+    assert load_config(tmp_path / "printed.toml").optimizer.max_grad_norm is None

@@ -32,18 +32,20 @@ LARGEST_COUNT = (1 << 53) - 1
 """Maximum value of an int setting. Up to here, a float64 represents every integer exactly."""
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), *, kind: str | None = None) -> Config:
     """Read a TOML file, apply `section.name=value` overrides, and return the checked settings.
 
-    If `path` is None, there are only overrides and defaults.
+    If `path` is None, there are only overrides and defaults. `kind`: the default of `loss.kind`.
     """
     values: dict[str, Any] = {} if path is None else read_recipe(path)
-    kind = _loss_of(values).get("kind")
+    kind_in_file = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
     if path is not None:
         said = {override.partition("=")[0].strip() for override in overrides}
-        _check_bounds_are_meant(values, kind, said, path)
+        _check_bounds_are_meant(values, kind_in_file, said, path)
+    if kind is not None and isinstance(loss := values.setdefault("loss", {}), dict):
+        loss.setdefault("kind", kind)
     return config_from_dict(values)
 
 
@@ -214,7 +216,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
-        if name in values and not is_dataclass(hint) and _plain(values[name]) is not None:
+        if name in values and not is_dataclass(hint) and not _is_none(_plain(values[name])):
             named.add(f"{prefix}{name}")
         if name in values and is_dataclass(hint):
             given[name] = _build(hint, values[name], f"{prefix}{name}.", named)  # type: ignore[arg-type]
@@ -360,6 +362,8 @@ def _converted(hint: Any, value: Any) -> Any:
         return _WRONG if _WRONG in found or _WRONG in found.values() else found
     if hint is type(None):
         return None if value is None else _WRONG
+    if hint is float and value in ("inf", "-inf"):  # JSON, the format of config.json, has no infinity
+        return float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 1 << 1000 else _WRONG
     return value if type(value) is hint else _WRONG

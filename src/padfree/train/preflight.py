@@ -391,6 +391,7 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
                 f"run.steps={steps_in_data}, or data.epochs=none"
             )
     own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
+    yield from _warmup_notes(config, source)
     if dry and own_function and config.rollout.reward not in BUILT_IN:
         yield f"rollout.reward {config.rollout.reward} is not imported by a dry run, so it has not been checked"
     if dry and config.rollout.environment is not None:
@@ -398,3 +399,15 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
         yield f"rollout.environment {name} is not imported by a dry run, so it has not been checked"
     if dry and is_path(config.loss.kind):
         yield f"loss.kind {config.loss.kind} is not imported by a dry run, so it has not been checked"
+
+
+def _warmup_notes(config: Config, source: TrainingData) -> Iterator[str]:
+    """Yield a note for each warmup that is longer than the data lasts. `Config` compares warmups with `run.steps`."""
+    if config.data.epochs is None:
+        return
+    warmups = [("schedule.warmup", config.schedule.warmup, "the learning rate never reaches optimizer.lr")]
+    if config.loss.advantage == "gae" and config.critic.warmup:
+        warmups.append(("critic.warmup", config.critic.warmup + 1, "the policy is never trained"))
+    for setting, steps, effect in warmups:
+        if (steps_in_data := count_steps(config, source, enough=steps)) < steps:
+            yield f"{setting} is too long, because the data ends after about {steps_in_data} steps: {effect}; lower it"
