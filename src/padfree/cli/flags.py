@@ -81,7 +81,7 @@ def without_mark(value: Any) -> Any:
     """Return the value of an argument (a word, or a list of words) without marks."""
     if isinstance(value, list):
         return [without_mark(entry) for entry in value]
-    return value.removeprefix(MARK) if isinstance(value, str) else value
+    return value.removeprefix(MARK) if isinstance(value, str) and value.startswith(MARK) else value
 
 
 def normalised_words(words: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from padfree.cli.flags import OVERRIDE, normalised_words, suggestion, with_marks, without_mark
 from padfree.cli.output import ErrorRecordingStream, error_recording_stdout, open_closed_descriptors, surviving_streams
+from padfree.cli.paths import expand_paths
 from padfree.config.loss import TASKS
 from padfree.config.recipe_files import default_recipe
 from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
@@ -142,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 listening as settings.signals,
                 refusing,
             ):
+                expand_paths(settings)
                 code: int | None = settings.run(settings)
         except StopRequested as stop:
             return 128 + stop.number  # `StopSignals` has printed the message

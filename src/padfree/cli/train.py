@@ -22,6 +22,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import STOPPED
+from padfree.cli.paths import path_word
 from padfree.cli.progress import Lines, progress
 from padfree.cli.slurm import is_job_description, processes_of_job, recipe_script, write_recipe_script
 from padfree.config import Config, load_config
@@ -54,7 +55,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             description=f"{text[0].upper()}{text[1:]}. Settings: a TOML recipe, changed by section.name=value.",
             epilog=f"example: padfree {name} {default_recipe(name) or 'rl-local'} model.path=my-model --dry-run",
         )
-        command.add_argument("recipe", nargs="?", help="TOML file, or a name that `padfree recipes` lists")
+        command.add_argument(
+            "recipe", type=path_word("recipe"), nargs="?", help="TOML file, or a name that `padfree recipes` lists"
+        )
         command.add_argument(
             "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
         )

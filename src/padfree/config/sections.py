@@ -165,7 +165,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path", "image_folder")
+        expand_home(self, "data.", "path", "image_folder", "chat_template")
         if not self.path and not self.sources:
             raise UserError(
                 "data.path",
@@ -240,7 +240,7 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "eval.", "path")
         need(all(self.path), "eval.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "eval.")
 
@@ -274,6 +274,7 @@ class BatchConfig:
         None,
         about="A cost model file of padfree plan --calibrate; if none, costs are estimated as FLOPs from the model's "
         "config.",
+        filled="give a file, or leave batch.cost out",
     )
     share_prefixes: SharePrefixes = setting(
         "auto",
@@ -282,7 +283,7 @@ class BatchConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "cost")
+        expand_home(self, "batch.", "cost")
         given = (self.samples is not None) + (self.tokens is not None)
         fix = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
         need(given == 1, "batch.samples", self.samples, fix)
@@ -482,5 +483,5 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "folder")
+        expand_home(self, "run.", "folder")
         check_table(self, "run.")
