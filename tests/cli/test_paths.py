@@ -13,8 +13,8 @@ import pytest
 import padfree
 from padfree.cli.flags import setting_names
 from padfree.cli.main import COMMANDS, main, parser
-from padfree.cli.paths import PathWord
 from padfree.config import Config, config_from_dict, load_config
+from padfree.config.inputs import PathWord
 from padfree.data.store import default_cache_folder
 from padfree.errors import UserError
 from padfree.testing.models import save_with_tokenizer

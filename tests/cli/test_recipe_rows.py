@@ -152,3 +152,24 @@ def test_a_warmup_of_the_critic_that_is_longer_than_the_data(
     data.write_text("".join(json.dumps(PROMPTS[0]) + "\n" for _ in range(8)))  # one batch, four updates
     assert main([*words_of("rl-ppo", models, data), f"critic.warmup={warmup}"]) == 0
     assert ("after about 4 steps: the policy is never trained" in capsys.readouterr().out) == noted
+
+
+@pytest.mark.parametrize(
+    ("settings", "noted"),
+    [
+        ("loss.old_policy=current loss.epochs=2", True),
+        ("loss.old_policy=current loss.mini_batches=2 loss.kind=gspo", True),
+        ("loss.old_policy=current loss.mini_batches=2 loss.kind=cispo", True),
+        ("loss.old_policy=current", False),
+        ("loss.old_policy=current loss.epochs=2 loss.kind=reinforce", False),
+        ("loss.old_policy=trainer loss.epochs=2", False),
+        ("loss.old_policy=auto loss.epochs=2", False),
+    ],
+)
+def test_a_ratio_that_is_always_1_is_noted(
+    settings: str, noted: bool, capsys: pytest.CaptureFixture[str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(PROMPTS[0]) + "\n" for _ in range(8)))
+    assert main([*words_of("rl-local", models, data), *settings.split()]) == 0
+    assert ("clips nothing; set loss.old_policy=trainer" in capsys.readouterr().out) == noted

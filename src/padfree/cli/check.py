@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from padfree.cli.json_report import clear_status, json_target, show_status, write_json
-from padfree.cli.paths import path_word
 from padfree.config import DataConfig, ModelConfig, load_config
 from padfree.config.hub import check_name
+from padfree.config.inputs import path_word
 from padfree.config.processes import processes_of
 from padfree.errors import UserError
 

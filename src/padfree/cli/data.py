@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.paths import path_word
 from padfree.config import load_config
+from padfree.config.inputs import path_word
 from padfree.config.output_sections import check_output
 from padfree.errors import UserError
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from padfree.cli.json_report import clear_status, json_target, show_status, write_json
 from padfree.cli.main import COMMANDS
-from padfree.cli.paths import path_word
 from padfree.cli.talk_options import DEVICES, DTYPES, OneLineHelp
 from padfree.config.hub import check_name
+from padfree.config.inputs import path_word
 from padfree.errors import UserError, check_choice, need
 from padfree.tools.talk.find_model import find_model
 

@@ -17,11 +17,11 @@ from contextlib import nullcontext, redirect_stdout, suppress
 
 from padfree.cli.json_report import json_target, write_json
 from padfree.cli.main import COMMANDS
-from padfree.cli.paths import path_word
 from padfree.cli.progress import Lines
 from padfree.cli.talk_options import DEVICES, DTYPES
 from padfree.config import load_config
 from padfree.config.hub import check_names
+from padfree.config.inputs import path_word
 from padfree.config.processes import processes_of
 from padfree.errors import UserError, need
 from padfree.tools.talk.find_model import find_model

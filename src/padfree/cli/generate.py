@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.paths import path_word
 from padfree.cli.talk_options import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.config.inputs import path_word
 from padfree.errors import UserError
 
 if TYPE_CHECKING:

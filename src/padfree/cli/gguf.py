@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from padfree.cli.main import COMMANDS
-from padfree.cli.paths import path_word
+from padfree.config.inputs import path_word
 from padfree.errors import UserError
 from padfree.tools.talk.find_model import find_model
 

@@ -36,8 +36,8 @@ from padfree.cli.host_connection import (
 )
 from padfree.cli.main import COMMANDS, parsed
 from padfree.cli.on_host import RELEASE, shutdown_seconds, source_digest
-from padfree.cli.paths import path_word
 from padfree.cli.slurm import write_script
+from padfree.config.inputs import path_word
 from padfree.config.loss import TASKS
 from padfree.errors import UserError
 

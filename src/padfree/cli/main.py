@@ -18,11 +18,11 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from padfree.cli.flags import OVERRIDE, normalised_words, suggestion, with_marks, without_mark
 from padfree.cli.output import ErrorRecordingStream, error_recording_stdout, open_closed_descriptors, surviving_streams
-from padfree.cli.paths import expand_paths
+from padfree.config.inputs import PathWord, user_path
 from padfree.config.loss import TASKS
 from padfree.config.recipe_files import default_recipe
 from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
@@ -117,6 +117,15 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     return settings
 
 
+def checked_paths(value: Any) -> Any:
+    """Return the value of an argument, with `~` expanded if it is a path or a list of paths. Raise a `UserError` if a
+    path is empty or names an unknown home.
+    """
+    if isinstance(value, list):
+        return [checked_paths(entry) for entry in value]
+    return user_path(value, value.option) if isinstance(value, PathWord) else value
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. docs/guides/runs.md lists the codes.
 
@@ -143,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 listening as settings.signals,
                 refusing,
             ):
-                expand_paths(settings)
+                for name, value in list(vars(settings).items()):
+                    setattr(settings, name, checked_paths(value))
                 code: int | None = settings.run(settings)
         except StopRequested as stop:
             return 128 + stop.number  # `StopSignals` has printed the message

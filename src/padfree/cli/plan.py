@@ -20,9 +20,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from padfree.cli.paths import path_word
 from padfree.config import Config, load_config
 from padfree.config.hub import check_name, check_names
+from padfree.config.inputs import path_word
 from padfree.config.output_sections import check_output
 from padfree.errors import UserError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from padfree.cli.paths import path_word
+from padfree.config.inputs import path_word
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from padfree.cli.paths import path_word
+from padfree.config.inputs import path_word
 from padfree.errors import UserError
 from padfree.tools.json_objects import parsed_object
 from padfree.tools.talk.find_model import find_model

@@ -22,11 +22,10 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.cli.main import STOPPED
-from padfree.cli.paths import path_word
 from padfree.cli.progress import Lines, progress
 from padfree.cli.slurm import is_job_description, processes_of_job, recipe_script, write_recipe_script
 from padfree.config import Config, load_config
-from padfree.config.inputs import check_regular
+from padfree.config.inputs import check_regular, path_word
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
 from padfree.config.recipe_files import default_recipe, recipe_path

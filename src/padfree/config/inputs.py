@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from padfree.errors import UserError
@@ -35,6 +36,23 @@ def user_path(path: str, setting: str) -> str:
         fix = f"give the full path, or ./{path} if the name of the file begins with ~"
         raise UserError(setting, "names the home folder of an unknown user", fix, value=path)
     return found
+
+
+class PathWord(str):
+    """A path on the command line. `option`: the name of its option or argument, for error messages."""
+
+    option: str
+
+
+def path_word(option: str) -> Callable[[str], PathWord]:
+    """Return the `type` of an argument of argparse that is a path. `padfree.cli.main` checks the path later."""
+
+    def made(text: str) -> PathWord:
+        word = PathWord(text)
+        word.option = option
+        return word
+
+    return made
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:

@@ -392,6 +392,13 @@ def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool)
             )
     own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
     yield from _warmup_notes(config, source)
+    loss, updates = config.loss, config.loss.epochs * config.loss.mini_batches
+    reused = loss.task.command == "rl" and loss.old_policy == "current" and updates > 1
+    if reused and hasattr(loss.policy().objective, "high"):
+        yield (
+            f"loss.old_policy=current: the ratio is 1 in all {updates} updates with a rollout batch, so "
+            f"loss.kind={loss.kind} clips nothing; set loss.old_policy=trainer"
+        )
     if dry and own_function and config.rollout.reward not in BUILT_IN:
         yield f"rollout.reward {config.rollout.reward} is not imported by a dry run, so it has not been checked"
     if dry and config.rollout.environment is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from padfree.cli.paths import path_word
+from padfree.config.inputs import path_word
 from padfree.errors import UserError, need
 from padfree.tools.demo.demo_folder import Demo, DemoSizes, console
 from padfree.tools.demo.real_stages import REAL_STAGES, RealDemo, RealSizes, real_result_rows

@@ -1,11 +1,14 @@
 """A table of responses of an RL run.
 
-    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a block of 4 lines per batch
+    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     blocks of 4 lines, which most batches write
     lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, including first and last
 
-In this example, the table shows every second block. A page shows at most `MOST_ROWS` responses, whose texts have
-`MOST_LETTERS` characters in total; the middle of long texts is cut out. The page says how many responses it omits. The
-file is read line by line, because it can be larger than memory.
+In this example, the table shows every second block. A block can begin or end within a batch, because a small batch
+writes fewer lines, and `failures.jsonl` has any number. Each row names its batch.
+
+A page shows at most `MOST_ROWS` responses, whose texts have `MOST_LETTERS` characters in total; the middle of long
+texts is cut out. The page says how many responses it omits. The file is read line by line, because it can be larger
+than memory.
 """
 
 from __future__ import annotations
