@@ -27,6 +27,7 @@ The start and the end of a run:
 
 run             train: a whole run, from its settings to the exported model
 preflight       checks settings, data and model before anything is written and before weights are loaded
+run_notes       names unusual facts that are not errors, before the first step
 check_data      refuses data that a run cannot train on
 vocabulary      checks that all models of a run use the same token ids
 training_data   loads the tokenizer and the samples, and prepares the reading of images
