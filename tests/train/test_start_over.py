@@ -50,3 +50,19 @@ def test_the_earlier_run_is_out_of_reach(
     assert sorted(path.name for path in run.iterdir()) == sorted(path.name for path in fresh.iterdir())
     for name in ("model/model.safetensors", *(("checkpoints/latest",) if every[-1] == "2" else ())):
         assert (run / name).read_bytes() == (fresh / name).read_bytes()
+
+
+def test_a_run_killed_at_its_very_end_leaves_no_earlier_run(
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert main([*recipe, *FIRST]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("padfree.train.run.remove_replaced", killed)
+        assert main([*recipe, *SECOND, ANEW]) == 1
+    assert (tmp_path / "run" / "replaced").exists()
+    assert main([*recipe, *SECOND]) == 0
+    assert not (tmp_path / "run" / "replaced").exists()
+    assert losses(tmp_path / "run").keys() == set(range(7))

@@ -108,6 +108,7 @@ def train(
             )
             finished = _finished(config, mesh, preflight_result)
             if finished is not None:
+                check_on_first_rank(mesh, remove_replaced, Path(config.run.folder))  # if the run was killed at its end
                 newest = latest_in(Path(config.run.folder) / CHECKPOINTS)
                 return RunResult(step=finished, stopped=False, checkpoint=newest, was_finished=True)
             check_on_first_rank(mesh, check_can_continue, config.run, config.checkpoint)
