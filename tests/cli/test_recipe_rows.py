@@ -11,6 +11,7 @@ import pytest
 from padfree.cli.main import TRAINING, main
 from padfree.config import load_config
 from padfree.config.loss import TASKS
+from padfree.config.reader import read_recipe
 from padfree.config.recipe_files import shipped_recipes
 from padfree.testing.models import save_with_tokenizer
 from padfree.testing.tokenizers import TEMPLATES
@@ -87,6 +88,12 @@ def words_of(recipe: str, models: dict[str, Path], data: Path) -> list[str]:
 
 def test_every_recipe_has_rows() -> None:
     assert ROWS.keys() == shipped_recipes().keys()
+
+
+@pytest.mark.parametrize("recipe", shipped_recipes())
+def test_every_recipe_names_its_loss(recipe: str) -> None:
+    """Otherwise `padfree rl sft` would train the task of the command on the data of another."""
+    assert read_recipe(recipe)["loss"]["kind"] == load_config(recipe).loss.kind
 
 
 @pytest.mark.parametrize(("recipe", "row"), CASES)

@@ -159,18 +159,18 @@ def odd_text(rng: random.Random) -> str:
 def odd_values(rng: random.Random) -> dict[str, dict[str, Any]]:
     """Settings that accept any text, any table of texts, infinity or none."""
     table = {odd_text(rng): odd_text(rng) for _ in range(rng.randint(0, 3))}
-    texts = [odd_text(rng) for _ in range(rng.randint(0, 3))]
+    texts = [f"p{odd_text(rng)}" for _ in range(rng.randint(0, 3))]
     return {
         "data": {
-            "path": [*texts, odd_text(rng)],
+            "path": [*texts, f"p{odd_text(rng)}"],
             "system": rng.choice([None, odd_text(rng)]),
             "columns": table,
-            "chat_template": odd_text(rng),
+            "chat_template": f"p{odd_text(rng)}",
             "max_length": None,
         },
-        "model": {"tokenizer": odd_text(rng)},
+        "model": {"tokenizer": f"p{odd_text(rng)}"},
         "track": {"wandb": rng.choice([None, odd_text(rng)])},
-        "run": {"folder": odd_text(rng)},
+        "run": {"folder": f"p{odd_text(rng)}"},
         "optimizer": {"max_grad_norm": rng.choice([None, 1e-30, 3e38]), "lr": rng.choice([0.0, 1e-300, 0.1, 1 / 3])},
         "schedule": {"final": rng.choice([0.0, 0.25])},
     }
