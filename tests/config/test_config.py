@@ -438,7 +438,6 @@ def test_a_source_takes_from_data_what_it_does_not_say() -> None:
         ("[]", "data.path"),
         ("3", "data.sources"),
         ('["a.jsonl"]', "data.sources"),
-        ("none", "data.sources"),
         ('[{path="a",wieght=2}]', "data.sources.0.wieght"),
         ("[{weight=2}]", "data.sources.0.path"),
         ('[{path="a",weight="2"}]', "data.sources.0.weight"),

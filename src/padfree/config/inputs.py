@@ -1,4 +1,4 @@
-"""Refuse FIFOs, sockets and devices among the files that a setting names.
+"""Paths that a user gives: expand `~`, and refuse paths that no file can have, FIFOs, sockets and devices.
 
 Opening a FIFO blocks until another process writes to it, possibly for ever.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from padfree.errors import UserError
@@ -20,6 +21,38 @@ KINDS = {
 }
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 """Matches paths of open file descriptors, such as `/dev/stdin` and a shell's `<(...)`."""
+
+
+def user_path(path: str, setting: str) -> str:
+    """Return the path with `~` expanded. Raise a `UserError` about `setting` for an empty path, a null character or an
+    unknown home.
+    """
+    if not path.strip():
+        raise UserError(setting, "is empty", "give a path", value=path)
+    if "\0" in path:
+        raise UserError(setting, "", "remove the null character", value=path)
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        fix = f"give the full path, or ./{path} if the name of the file begins with ~"
+        raise UserError(setting, "names the home folder of an unknown user", fix, value=path)
+    return found
+
+
+class PathWord(str):
+    """A path on the command line. `option`: the name of its option or argument, for error messages."""
+
+    option: str
+
+
+def path_word(option: str) -> Callable[[str], PathWord]:
+    """Return the `type` of an argument of argparse that is a path. `padfree.cli.main` checks the path later."""
+
+    def made(text: str) -> PathWord:
+        word = PathWord(text)
+        word.option = option
+        return word
+
+    return made
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:

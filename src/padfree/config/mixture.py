@@ -50,7 +50,7 @@ class DataSource:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "data.sources.", "path")
 
     @property
     def label(self) -> str:

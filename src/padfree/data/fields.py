@@ -132,7 +132,8 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
             raise UserError(
                 "data.columns",
                 f"the columns {both} are all mapped to {name!r}",
-                f"map only one of them, as in {setting({both[0]: name})}",
+                "map only one of them, as in "
+                f"{_whole({other: target for other, target in mapping.items() if other not in both[1:]})}",
             )
 
 
@@ -140,15 +141,24 @@ def setting(mapping: Mapping[str, str]) -> str:
     """Format a mapping as command-line arguments: `data.columns.question=prompt data.columns.answer=response`."""
     if all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name in mapping):
         return " ".join(f"data.columns.{name}={target}" for name, target in mapping.items())
+    return _whole(mapping)
+
+
+def _whole(mapping: Mapping[str, str]) -> str:
+    """Format a mapping as one command-line argument, which replaces the whole mapping of a recipe."""
     pairs = ",".join(f"{json.dumps(name)}={json.dumps(target)}" for name, target in mapping.items())
-    return f"data.columns={shlex.quote('{' + pairs + '}')}"
+    return f"data.columns={shlex.quote('{' + pairs + '}')}" if mapping else "data.columns=none"
 
 
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """Return command-line arguments that map the columns `more`, in addition to those of `mapping`."""
-    words = setting(more)
+    """Return command-line arguments that map the columns `more`, in addition to those of `mapping`.
+
+    A column of `mapping` loses its field if a column of `more` has the same field.
+    """
+    words, fields = setting(more), {*more.values()} - {UNUSED}
+    kept = {column: name for column, name in mapping.items() if column in more or name not in fields}
     # `data.columns={...}` replaces the whole mapping, so it must contain `mapping` as well.
-    return setting({**mapping, **more}) if words.startswith("data.columns=") else words
+    return _whole({**kept, **more}) if kept != dict(mapping) or words.startswith("data.columns=") else words
 
 
 def resolve(
@@ -164,7 +174,8 @@ def resolve(
             raise UserError(
                 "data.columns",
                 f"(mapped to {name!r}) is not a column of {file}, which has {sorted(first)}",
-                "correct the name of the column",
+                "correct the name of the column, or set "
+                f"{_whole({other: target for other, target in mapping.items() if other != column})}",
                 value=column,
             )
     readings = [reading for format in schema.formats for reading in _readings(format, first, mapping, schema)]
@@ -173,7 +184,7 @@ def resolve(
         raise UserError(
             "data.columns",
             f"{file} has the columns {sorted(first)}; expected {schema.expected()}",
-            f"{_cure(first, schema)}",
+            f"{_cure(first, mapping, schema)}",
         )
     if len(readings) > 1:
         ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
@@ -317,12 +328,12 @@ def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, s
     return added(mapping, {column: name for column, name in chosen.items() if mapping.get(column) != name} or chosen)
 
 
-def _cure(first: Mapping[str, Any], schema: Schema) -> str:
+def _cure(first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
     """Return the advice in the error message about a file that matches none of the formats."""
     likely = _likely(first, schema)
     ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
     if likely is not None:
-        ways.append(f"map its columns, as in {setting(likely)}")
+        ways.append(f"map its columns, as in {_whole(likely) if mapping else setting(likely)}")
     return "; or ".join(ways) or "add the missing columns"
 
 
