@@ -76,6 +76,13 @@ HUMAN = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
         ({"prompt": user("Hi"), "completion": assistant("Hello")}, TWO, "Hello"),
         ({"prompt": json.dumps([user("Hi")]), "completion": json.dumps([assistant("Hello")])}, TWO, "Hello"),
         ({"prompt": [user("Hi")], "completion": [user("Hi "), assistant("Hello")]}, TWO, "Hello"),
+        ({"prompt": json.dumps(user("Hi")), "completion": f" {json.dumps(assistant('Hello'))}"}, TWO, "Hello"),
+        ({"prompt": json.dumps(HUMAN[:1]), "completion": json.dumps(HUMAN[1])}, TWO, "Hello"),
+        ({"prompt": [user("A"), {"role": "Assistant", "content": "B"}, user("Hi")], "completion": "Hello"},
+         turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
+        ({"prompt": [user("A"), {"role": "gpt", "content": "B"}, {"role": "User", "content": "Hi"}],
+          "completion": {"role": "Assistant", "content": "Hello"}},
+         turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
         ({"prompt": [user("A"), assistant("B"), user("Hi")], "completion": [assistant("Hello")]},
          turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
         ({"Question": "Hi", "Answer": "Hello"}, TWO, "Hello"),
@@ -89,12 +96,28 @@ HUMAN = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
         ({"instruction": "Hi", "output": "Hello", "history": [user("A"), assistant("B")]},
          turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
         ({"prompt": "[1, 2]", "response": "Hello"}, turns(("user", "[1, 2]"), ("assistant", "Hello")), "Hello"),
+        ({"prompt": "Hi", "response": '{"role": "admin", "from": "x"}'},
+         turns(("user", "Hi"), ("assistant", '{"role": "admin", "from": "x"}')), '{"role": "admin", "from": "x"}'),
         ({"prompt": '[{"role": 1}]', "response": "x"}, turns(("user", '[{"role": 1}]'), ("assistant", "x")), "x"),
     ],
 )  # fmt: skip
 def test_rows_become_the_conversation_that_they_say(load: Load, row: Any, text: str, trained: str) -> None:
     (sample,) = load(row)
     assert texts(sample) == (text, trained + END)
+
+
+@pytest.mark.parametrize("column", ["response", "chosen", "prompt"])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+@pytest.mark.parametrize("one", [True, False])
+def test_json_text_of_a_tool_call_is_read_as_a_message(load: Load, column: str, key: str, one: bool) -> None:
+    """The template drops tool calls, so both are refused: the message, and the same message as JSON text."""
+    call = {"name": "add", "arguments": {"a": 1}}
+    message = {"role": "assistant", key: [{"function": call}] if key == "tool_calls" else call}
+    called = message if one else [message]
+    row = {"prompt": "Hi", "response": "Hello"} if column != "chosen" else {"prompt": "Hi", "rejected": "No"}
+    for value in (called, json.dumps(called)):
+        with pytest.raises(ValueError, match=r"tool_calls\[0\]|ends with an assistant message"):
+            load({**row, column: value}, pairs=column == "chosen")
 
 
 def test_a_completion_of_several_turns_trains_its_own_assistant_turns(load: Load) -> None:

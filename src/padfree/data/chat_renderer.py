@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from padfree.choices import LossOn, Turns
 from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
+from padfree.data.chat_roles import ROLES, usual_role
 from padfree.data.chat_shape import MAX_LEAVES, ConversationShape, Skeleton, Span, TemplateValue, shape_of, written
 from padfree.data.chat_turns import TurnCut, TurnCutter
 from padfree.data.conversation import Conversation, Message
@@ -37,24 +38,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 MAX_SHAPES = 2048
-ROLES = ("system", "user", "assistant", "tool")
-ROLE_ALIASES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "developer": "system",
-    "function": "tool",
-    "observation": "tool",
-}
-"""Aliases of roles, which may be written in upper or lower case in the data.
-
-An alias is replaced by the usual name of the role (one of `ROLES`), unless the template compares roles with the alias
-itself. Aliases of `assistant` are always replaced.
-"""
-
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -304,19 +287,17 @@ class ChatRenderer:
         return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
-        """Replace the aliases of roles, such as `human` by `user` (`ROLE_ALIASES`).
+        """Replace the aliases of roles, such as `human` by `user` (see `usual_role`).
 
-        An alias is kept if the template itself compares the role with this alias. Aliases of `assistant` are always
-        replaced.
+        An alias is kept if the template itself compares the role with this alias.
         """
         source = self._sources[conversation.tools is not None]
         messages = []
         for message in conversation.messages:
             role = message["role"]
             if role not in ROLES:
-                plain = role.lower()
-                usual = plain if plain in ROLES else ROLE_ALIASES.get(plain)
-                if usual == "assistant" or (usual and role not in compared_texts(source)):
+                usual = usual_role(role)
+                if usual in ROLES and role not in compared_texts(source):
                     message = {**message, "role": usual}
             messages.append(message)
         return replace(conversation, messages=tuple(messages))

@@ -25,7 +25,7 @@ from padfree.data.image_processor import ImageSettings
 from padfree.data.image_store import StoredImages
 from padfree.data.record_source import RecordSource
 from padfree.data.records import bad_row, no_usable_row
-from padfree.data.rows import is_messages
+from padfree.data.rows import listed_messages
 from padfree.data.sources import open_sources, optional_package
 from padfree.data.store import (
     FORMAT,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """A function that is called with the number of bytes read so far, and the total number of bytes of the sources."""
 
-READING = 1
+READING = 2
 """The version of the code that turns rows into samples. It is part of the cache key."""
 
 
@@ -284,7 +284,7 @@ def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, re
 
     For example: `; as plain text; data.system does not apply`.
     """
-    plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
+    plain = not renders_chat or (fields.kind == "implicit" and listed_messages(first.get(fields["chosen"])) is None)
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):
         how = "; as plain text" if plain else "; through the chat template"

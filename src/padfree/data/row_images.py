@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from padfree.data.chat_roles import usual_role
 from padfree.data.conversation import Conversation, Message, image_parts
 from padfree.data.image_references import ImageReference, read_reference
 from padfree.data.records import RowError
@@ -95,7 +96,7 @@ def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Mes
         return tuple({**message, "content": _split(message["content"])} for message in messages)
     if not count:
         return messages
-    first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "human")), None)
+    first = next((index for index, message in enumerate(messages) if usual_role(message["role"]) == "user"), None)
     if first is None:
         raise RowError(
             f"{column!r} has {count} images, but no message is from the user; mark the place of each image: {PLACE!r}"
