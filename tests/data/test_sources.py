@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from padfree.data import sources
+from padfree.data.folders import left_out_notes
 from padfree.data.record_source import RecordSource
 from padfree.data.records import RowError
 from padfree.data.sources import open_sources, record_of
@@ -142,6 +144,60 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     assert [source.name for source in open_sources(tmp_path / "a")] == ["b/c.json", "z.jsonl"]
     (tmp_path / "a" / "z.jsonl").unlink()
     assert [source.name for source in open_sources(tmp_path / "a")] == ["b/c.json"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_suffixes_may_be_in_upper_case(suffix: str, tmp_path: Path) -> None:
+    if suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.PARQUET")
+    else:
+        (tmp_path / f"a{suffix.upper()}").write_text(json.dumps(ROWS) if suffix == ".json" else json.dumps(ROWS[0]))
+    for given in (tmp_path, tmp_path / f"a{suffix.upper()}"):
+        assert packs_of(open_sources(given)[0])[0] == (1, ROWS[0])
+    with refused("data", r"b\.JSONL does not exist"):
+        open_sources("b.JSONL")
+
+
+def test_links_to_folders_are_followed_and_no_folder_is_read_twice(tmp_path: Path) -> None:
+    folder, other = tmp_path / "data", tmp_path / "other"
+    for path in (folder / "a.jsonl", folder / "b" / "c.jsonl", other / "d" / "e.jsonl"):
+        write_lines(path, ROWS)
+    (folder / "link").symlink_to(other)
+    assert [source.name for source in open_sources(folder)] == ["a.jsonl", "b/c.jsonl", "link/d/e.jsonl"]
+    assert left_out_notes([str(folder)]) == ()
+    (other / "loop").symlink_to(folder)
+    (folder / "z").symlink_to(folder / "b")
+    assert [source.name for source in open_sources(folder)] == ["a.jsonl", "b/c.jsonl", "link/d/e.jsonl"]
+    assert left_out_notes([str(folder)]) == (f"data: 2 files of {folder} are left out: link/loop, z",)
+
+
+def test_files_that_a_folder_leaves_out_are_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ROWS)
+    names = ["b.jsonl.gz", "c.csv", "d.jsonl.zst", "e.arrow", "f.txt", "sub/g.gz", "sub/noext"]
+    for name in (*names, ".h.csv", ".git/i.csv"):
+        write_lines(tmp_path / name, ROWS)
+    (note,) = left_out_notes([str(tmp_path), str(tmp_path / "a.jsonl"), "openai/gsm8k"])
+    assert note == f"data: 7 files of {tmp_path} are left out: {', '.join(names[:5])} and 2 more"
+    (tmp_path / "a.jsonl").unlink()
+    with refused("data", r".*has no .jsonl, .json, .parquet file \(it has b\.jsonl\.gz, c\.csv,"):
+        open_sources(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path / "a.jsonl", ROWS)
+    write_lines(tmp_path / "closed" / "b.jsonl", ROWS)
+    scan = os.scandir
+
+    def denied(path: Any) -> Any:  # the tests may run as root, who may read everything
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with refused("data", r"the folder .*closed cannot be read \(Permission denied\)"):
+        open_sources(tmp_path)
 
 
 def test_files_are_named_from_their_common_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

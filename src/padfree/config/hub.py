@@ -27,6 +27,11 @@ KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.
 
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
+"""The suffixes of data files, in upper or lower case."""
+
+
+def is_data_file(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in DATA_FILES
 
 
 GIVEN_TEXT = ("rollout.reward", "eval.reward")
@@ -54,7 +59,7 @@ def check_names(config: Config) -> None:
         check_name(model, setting)
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
         for name in names:
-            if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
+            if is_data_file(name) and len(name) < 255 and not Path(name).expanduser().exists():
                 raise UserError(part, f"{name} does not exist", "give a file, a folder or a Hub id")
 
 

@@ -20,9 +20,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from padfree.config.hub import check_name, shortened
+from padfree.config.hub import DATA_FILES, check_name, is_data_file, shortened
 from padfree.config.inputs import check_regular
 from padfree.config.packaged import VERIFIERS, is_packaged
+from padfree.data.folders import MOST_NAMED, files_below, is_saved_dataset
 from padfree.data.record_source import CHUNK_ROWS, Chunk, Record, RecordSource
 from padfree.data.records import RowError, as_record, parse_line, shown
 from padfree.data.verifiers_rows import open_verifiers
@@ -33,8 +34,6 @@ LINE_BYTES = 1 << 28
 """The maximum number of bytes in a line of a JSON Lines file. If a line is longer, the file probably has no line
 breaks.
 """
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class FileSource(RecordSource):
@@ -217,7 +216,7 @@ def open_sources(
             continue
         try:
             path = Path(entry).expanduser().absolute()
-            if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+            if path.is_dir() and is_saved_dataset(path):
                 found.append(_saved_dataset(path, split))
             elif path.is_dir():
                 bases.append(path)
@@ -252,27 +251,26 @@ def _packaged_rows(name: str) -> RecordSource:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    inside = (path.relative_to(folder) for path in folder.rglob("*"))
-    visible = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and not (folder / path).is_dir())
+    found, left_out = files_below(folder)
     if not found:
+        others = f" (it has {', '.join(path.name for path in left_out[:MOST_NAMED])})" if left_out else ""
         raise UserError(
-            "data", f"the folder {folder} has no {', '.join(SUFFIXES)} file", "give a folder with data files"
+            "data", f"the folder {folder} has no {', '.join(DATA_FILES)} file{others}", "give a folder with data files"
         )
     return found
 
 
 def _file_source(path: Path, name: str) -> FileSource:
-    if path.suffix not in SUFFIXES:
+    if not is_data_file(path):
         raise UserError(
             "data",
             f"{path} has the suffix {path.suffix!r}, which is not supported",
-            f"give a {', '.join(SUFFIXES)} file, or a folder of them",
+            f"give a {', '.join(DATA_FILES)} file, or a folder of them",
         )
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return ParquetFile(path, name)
     lines = JsonLinesFile(path, name)  # the constructor also checks that the path is a readable regular file
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"{"):  # most .json files that begin with a record are JSON Lines
@@ -293,7 +291,7 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
 
 
 def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
-    if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+    if is_data_file(name) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise UserError("data", f"{name} does not exist", "give a file, a folder or a Hub id")
     datasets = optional_package(
         "datasets", "data", f"{name} is not a local path, so it is read as a Hub id", install="datasets"
