@@ -20,6 +20,7 @@ from padfree.data.folders import left_out_notes
 from padfree.data.record_source import RecordSource
 from padfree.data.records import RowError
 from padfree.data.sources import open_sources, record_of
+from padfree.errors import UserError
 from tests.refused import refused
 
 ROWS = [{"text": f"row {index}"} for index in range(5)]
@@ -222,6 +223,58 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
         open_sources(tmp_path / "a.parquet")[0].columns()
 
 
+def _parquet(path: Path, columns: dict[str, Any]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    arrays = [pyarrow.array(values) if isinstance(values, list) else values for values in columns.values()]
+    parquet.write_table(pyarrow.Table.from_arrays(arrays, names=[name.strip() for name in columns]), path)
+    return path
+
+
+def _unreadable(kind: str) -> Any:
+    """A column of three values, of which Python cannot represent the second."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    if kind == "text":
+        return pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    moments = pyarrow.array([0, 2**62, 1], pyarrow.int64()).cast(pyarrow.timestamp("us"), safe=False)
+    inside = pyarrow.StructArray.from_arrays([moments], names=["at"])
+    return {"moment": moments, "list": pyarrow.ListArray.from_arrays([0, 1, 2, 3], moments), "object": inside}[kind]
+
+
+@pytest.mark.parametrize("kind", ["text", "moment", "list", "object"])
+def test_a_value_that_python_cannot_represent_is_a_bad_row_if_its_column_is_used(tmp_path: Path, kind: str) -> None:
+    values = _unreadable(kind)
+    for start in (0, 1):  # also as the first row
+        own = values[start:]
+        path = _parquet(tmp_path / "a.parquet", {"text": ["x"] * len(own), "other": own})
+        (source,) = open_sources(path)
+        assert source.columns() == ["text", "other"]
+        assert [row for _, row in packs_of(source)] == [{"text": "x"}] * len(own)
+        (chunk,) = source.chunks(("text", "other"))
+        bad = [isinstance(record, RowError) for record in chunk.records]
+        assert bad == [index == 1 - start for index in range(len(own))]
+        with pytest.raises(RowError, match=r"^'other' cannot be read"):
+            record_of(chunk.records[bad.index(True)])
+
+
+def test_a_parquet_file_with_damaged_pages_is_refused(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", {"text": [f"{index}" for index in range(5000)], "other": [1] * 5000})
+    content = bytearray(path.read_bytes())
+    content[4:2000] = b"\xff" * 1996
+    path.write_bytes(content)
+    (source,) = open_sources(path)
+    assert source.columns() == ["text", "other"]
+    with refused("a.parquet", "is damaged .*; write the file again, or remove it"):
+        packs_of(source)
+    assert len(list(source.chunks(("other",)))) == 10  # the damaged column is not read
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", {"text": ["a"], "text ": ["b"]})
+    with refused("a.parquet", "has 2 columns named 'text'; rename or remove one of them"):
+        open_sources(path)[0].columns()
+
+
 def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
@@ -295,6 +348,40 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     assert test.digest() != one.digest()
     with pytest.raises(ValueError, match=r"split: 'dev' is not a split of .*many; set it to one of train, test"):
         open_sources(tmp_path / "many", split="dev")
+
+
+@pytest.mark.parametrize("damage", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"cut"])
+def test_a_damaged_folder_of_datasets_is_refused(tmp_path: Path, damage: str, content: bytes | None) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "many"))
+    for path in (folder, tmp_path / "many" / "train"):
+        (path / damage).unlink()
+        if content is not None:
+            (path / damage).write_bytes(content)
+    if (damage, content) == ("dataset_info.json", b"{}"):  # datasets takes the columns from the Arrow file
+        assert len(packs_of(open_sources(folder)[0])) == len(ROWS)
+        return
+    with pytest.raises(UserError):
+        packs_of(open_sources(folder)[0])
+    with refused("data", r".*many is not a complete data set of save_to_disk"):
+        open_sources(tmp_path / "many")
+
+
+def test_a_damaged_image_of_a_hub_data_set_is_a_bad_row(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    rows = [{"text": "a", "image": {"bytes": b"no image", "path": None}}] * 2
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "one"))
+    (source,) = open_sources(tmp_path / "one")
+    assert source.columns() == ["text", "image"]
+    assert packs_of(source) == [(1, {"text": "a"}), (2, {"text": "a"})]
+    (chunk,) = source.chunks(("text", "image"))
+    assert chunk.numbers == [1, 2]
+    with pytest.raises(RowError, match=r"^cannot be read"):
+        record_of(chunk.records[1])
 
 
 # Inputs that must not hang, and files that are not data

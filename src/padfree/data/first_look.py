@@ -17,8 +17,9 @@ from pathlib import Path
 from padfree.config import Config
 from padfree.config.hub import check_names, is_data_file
 from padfree.config.model_folder import check_model_folders
-from padfree.data.fields import check_mapping, resolve
+from padfree.data.fields import check_mapping
 from padfree.data.formats import SCHEMAS, reading_images
+from padfree.data.record_source import resolve_source
 from padfree.data.sources import open_sources
 
 LARGE = 1 << 24
@@ -47,6 +48,4 @@ def check_columns(config: Config) -> None:
         schema = reading_images(schema)
     check_mapping(config.data.columns, schema)
     for source in open_sources(list(config.data.path)) if paths else ():
-        first = source.first_row()
-        if first is not None:
-            resolve(first, config.data.columns, schema, source.name)
+        resolve_source(source, config.data.columns, schema, on_bad_row=config.data.on_bad_row)

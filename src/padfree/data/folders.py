@@ -29,7 +29,8 @@ def is_saved_dataset(folder: Path) -> bool:
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:
     """Return the data files below a folder, sorted by path, and the files and links to folders that are left out."""
-    read, left_out = [], []
+    read: list[Path] = []
+    left_out: list[Path] = []
     for path in _visible(folder):
         (read if is_data_file(path) and not path.is_dir() else left_out).append(path)
     return sorted(read), sorted(left_out)

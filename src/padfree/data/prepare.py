@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from padfree.data.chat_renderer import chat_renderer
 from padfree.data.data_settings import SFTDataSettings
 from padfree.data.dataset import PairDataset, TokenizedDataset
-from padfree.data.fields import Fields, Schema, check_mapping, resolve
+from padfree.data.fields import Fields, Schema, check_mapping
 from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described, reading_images
 from padfree.data.hashing import hash_of
 from padfree.data.image_processor import ImageSettings
 from padfree.data.image_store import StoredImages
-from padfree.data.record_source import RecordSource
+from padfree.data.record_source import RecordSource, resolve_source
 from padfree.data.records import bad_row, no_usable_row
 from padfree.data.rows import listed_messages
 from padfree.data.sources import open_sources, optional_package
@@ -258,10 +258,12 @@ def _reading_of(
 
     Return None if no row of the file can be parsed.
     """
-    first = source.first_row()
-    if first is None:
+    found = resolve_source(
+        source, settings.columns, schema, tokenize.reader.template_names, on_bad_row=settings.on_bad_row
+    )
+    if found is None:
         return None
-    fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
+    first, fields = found
     if fields.kind in ("messages", "continued") and not tokenize.renders_chat:
         raise UserError(
             "data.prompt_format",

@@ -17,6 +17,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from padfree.data.folders import MOST_NAMED, files_below, is_saved_dataset
 from padfree.data.record_source import CHUNK_ROWS, Chunk, Record, RecordSource
 from padfree.data.records import RowError, as_record, parse_line, shown
 from padfree.data.verifiers_rows import open_verifiers
-from padfree.errors import UserError, first_line
+from padfree.errors import UserError, first_line, shown_error
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 28
@@ -83,13 +84,10 @@ class JsonLinesFile(FileSource):
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 number += 1
 
-    def first_row(self) -> dict[str, Any] | None:
+    def first_rows(self) -> Iterator[dict[str, Any]]:
         for _, line in self._lines():
-            try:
-                return parse_line(line)
-            except RowError:  # reported later, when the chunks are read
-                continue
-        return None
+            with suppress(RowError):  # reported later, when the chunks are read
+                yield parse_line(line)
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         numbers: list[int] = []
@@ -127,8 +125,8 @@ class JsonFile(FileSource):
             )
         return records
 
-    def first_row(self) -> dict[str, Any] | None:
-        return next((record for record in self._records() if isinstance(record, dict)), None)
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        return (record for record in self._records() if isinstance(record, dict))
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         records = self._records()
@@ -140,22 +138,57 @@ class ParquetFile(FileSource):
     def _open(self) -> Any:
         parquet = optional_package("pyarrow.parquet", "data", f"{self.name} is Parquet", install="pyarrow")
         try:
-            return parquet.ParquetFile(self.path)
-        except ValueError as error:  # pyarrow's own errors are ValueErrors
+            file = parquet.ParquetFile(self.path)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             raise UserError(
                 self.name, f"is not a valid Parquet file ({first_line(error)})", "replace or remove the file"
             ) from None
+        for name, count in Counter(file.schema_arrow.names).items():
+            if count > 1:
+                raise UserError(self.name, f"has {count} columns named {name!r}", "rename or remove one of them")
+        return file
 
-    def first_row(self) -> dict[str, Any] | None:
-        batch = next(self._open().iter_batches(batch_size=1), None)
-        found: list[dict[str, Any]] = [] if batch is None else batch.to_pylist()
-        return found[0] if found else None
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        file = self._open()
+        if file.metadata.num_rows:
+            yield {name: self._first_value(file, name) for name in file.schema_arrow.names}
+
+    def _first_value(self, file: Any, column: str) -> Any:
+        """Return the first value of a column, or None if it cannot be read. `chunks` reports this if it is needed."""
+        with suppress(Exception):  # see `_converted`
+            return next(file.iter_batches(batch_size=1, columns=[column]))[column].to_pylist()[0]
+        return None
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         file = self._open()
         wanted = [name for name in file.schema_arrow.names if name in columns]
-        parts = (batch.to_pylist() for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted))
-        yield from self._numbered(parts, file.metadata.num_rows)
+        yield from self._numbered(map(_converted, self._batches(file, wanted)), file.metadata.num_rows)
+
+    def _batches(self, file: Any, columns: list[str]) -> Iterator[Any]:
+        try:
+            yield from file.iter_batches(batch_size=CHUNK_ROWS, columns=columns)
+        except Exception as error:  # pyarrow raises errors of many kinds for damaged pages
+            raise UserError(
+                self.name, f"is damaged ({shown_error(error)})", "write the file again, or remove it"
+            ) from error
+
+
+def _converted(batch: Any) -> list[Any]:
+    """Convert a batch of Arrow to rows. A row with a value that Python cannot represent becomes a `RowError`."""
+    try:
+        return list(batch.to_pylist())
+    except Exception:  # for example text that is not UTF-8, or a date outside of Python's range
+        return [_converted_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+
+
+def _converted_row(batch: Any) -> dict[str, Any] | RowError:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            (row[name],) = column.to_pylist()
+        except Exception as error:
+            return RowError(f"{name!r} cannot be read ({shown_error(error)}); expected a valid value")
+    return row
 
 
 class HubSource(RecordSource):
@@ -174,18 +207,33 @@ class HubSource(RecordSource):
     def check_unchanged(self) -> None:
         """Do nothing, because a loaded data set does not change."""
 
-    def first_row(self) -> dict[str, Any] | None:
-        if not len(self.dataset):
-            return None
-        return {name: values[0] for name, values in self.dataset[:1].items()}
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        if len(self.dataset):
+            yield {name: self._first_value(name) for name in self.dataset.column_names}
+
+    def _first_value(self, column: str) -> Any:
+        """Return the first value of a column, or None if it cannot be read. `chunks` reports this if it is needed."""
+        with suppress(Exception):  # see `_records`
+            return self.dataset.select_columns([column])[:1][column][0]
+        return None
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         wanted = self.dataset.select_columns([name for name in self.dataset.column_names if name in columns])
-        tables = (wanted[start : start + CHUNK_ROWS] for start in range(0, len(wanted), CHUNK_ROWS))
-        parts = (
-            [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] for table in tables
-        )
+        parts = (_records(wanted, start, start + CHUNK_ROWS) for start in range(0, len(wanted), CHUNK_ROWS))
         yield from self._numbered(parts, len(wanted))
+
+
+def _records(dataset: Any, start: int, end: int) -> list[Any]:
+    """Return some rows of a `datasets.Dataset`. A row that cannot be decoded becomes a `RowError`."""
+    try:
+        table = dataset[start:end]
+    except Exception as error:  # for example a damaged image, or text that is not UTF-8
+        if end - start == 1:
+            return [RowError(f"cannot be read ({shown_error(error)}); expected valid values")]
+        return [
+            record for index in range(start, min(end, len(dataset))) for record in _records(dataset, index, index + 1)
+        ]
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
 
 
 def optional_package(module: str, setting: str, reason: str, *, install: str) -> Any:
@@ -198,6 +246,8 @@ def optional_package(module: str, setting: str, reason: str, *, install: str) ->
 
 
 def record_of(record: Record) -> dict[str, Any]:
+    if isinstance(record, RowError):
+        raise record
     return parse_line(record) if isinstance(record, bytes) else as_record(record)
 
 
@@ -280,7 +330,14 @@ def _file_source(path: Path, name: str) -> FileSource:
 
 def _saved_dataset(folder: Path, split: str) -> HubSource:
     datasets = optional_package("datasets", "data", f"{folder} was saved by datasets", install="datasets")
-    loaded = datasets.load_from_disk(str(folder))
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # damaged or missing files make datasets raise errors of many kinds
+        raise UserError(
+            "data",
+            f"{folder} is not a complete data set of save_to_disk ({shown_error(error)})",
+            "save the data set again",
+        ) from error
     if isinstance(loaded, dict):
         if split not in loaded:
             raise UserError(
