@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from padfree.choices import LossOn, Turns
@@ -176,8 +176,9 @@ class ChatRenderer:
 
     def _planned(self, shape: ConversationShape, task: _Task, form: Form) -> _Plan:
         cuts = self._cut(shape.twin, task, form)
+        alone = self._alone(shape.twin, form)
         for cut in cuts:
-            check_twin(shape, self._shown(shape.twin, cut, task, form), keep_thoughts=task.loss_on == "all")
+            check_twin(shape, self._shown(cut, task, form, alone), keep_thoughts=task.loss_on == "all")
         return _Plan(form=form, cuts=tuple((cut, Skeleton.of(cut.text, cut.spans)) for cut in cuts))
 
     def _predicted(
@@ -208,8 +209,9 @@ class ChatRenderer:
         self, conversation: Conversation, shape: ConversationShape, task: _Task, form: Form
     ) -> list[RenderedSample]:
         made = []
+        alone = self._alone(conversation, form)
         for cut in self._cut(conversation, task, form):
-            shown = self._shown(conversation, cut, task, form)
+            shown = self._shown(cut, task, form, alone)
             check_row(shape, conversation, shown, keep_thoughts=task.loss_on == "all")
             message_spans = _message_spans(cut, shape.leaves)
             made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(message_spans), stop=cut.stop))
@@ -249,18 +251,19 @@ class ChatRenderer:
             closing=self._closing,
         )
 
-    def _shown(self, conversation: Conversation, cut: TurnCut, task: _Task, form: Form) -> Shown:
+    def _shown(self, cut: TurnCut, task: _Task, form: Form, alone: Callable[[int], str | None]) -> Shown:
         def again(other: Conversation) -> str | None:
             messages, tools = formed(other, form)
             if cut.joined:
                 return _attempted(lambda: self._cutter(tools).apart(messages, len(messages) - 1).text)
             return _attempted(lambda: self._rendered(messages, tools, task.prompt)[0])
 
-        def alone(index: int) -> str | None:
-            messages, tools = formed(conversation, form)
-            return _attempted(lambda: self._rendered(messages[: index + 1], tools)[0])
-
         return Shown(text=cut.text, stop=cut.stop, prompt=task.prompt, again=again, alone=alone)
+
+    def _alone(self, conversation: Conversation, form: Form) -> Callable[[int], str | None]:
+        """Return `Shown.alone` of a conversation. It renders each message once, because all samples ask for it."""
+        messages, tools = formed(conversation, form)
+        return cache(lambda index: _attempted(lambda: self._rendered(messages[: index + 1], tools)[0]))
 
     def _rendered(
         self,
