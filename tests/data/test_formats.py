@@ -265,7 +265,21 @@ def test_token_ids_are_taken_as_they_are(load: Load, row: Any, tokens: Any, trai
 )
 def test_token_ids_that_do_not_fit_together_are_bad_rows(load: Load, row: Any, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^a\.jsonl line 2: {words}"):
-        load({"input_ids": [5, 6]}, row)
+        load({"input_ids": [5, 6], **({"labels": [5, 6]} if "labels" in row else {})}, row)
+
+
+@pytest.mark.parametrize("column", ["labels", "completion_mask", "loss_mask", "attention_mask"])
+@pytest.mark.parametrize("lacking", [{}, {"null": True}])
+def test_a_column_that_decides_what_is_trained_is_in_all_rows_or_in_none(
+    load: Load, column: str, lacking: dict[str, bool]
+) -> None:
+    given = {"input_ids": [5, 6], column: [1, 1] if "mask" in column else [5, 6]}
+    without = {"input_ids": [5, 6], **({column: None} if lacking else {})}
+    for first, second in ((given, without), (without, given)):
+        with pytest.raises(ValueError, match=rf"^a\.jsonl line 2: '{column}' is"):
+            load(first, second)
+        assert len(load(first, second, first, on_bad_row="skip")) == 2
+        assert len(load(first, first)) == 2
 
 
 def test_token_ids_have_no_last_turn(load: Load) -> None:

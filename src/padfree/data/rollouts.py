@@ -214,6 +214,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
 
 
 def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
+    fields.check_uniform(row)
     tokens, response_start, mask = found
     if not len(tokens):
         raise RowError("the row has no tokens; expected one or more")
@@ -376,7 +377,10 @@ class _CollectedRollouts:
         for _, file, line, unit in self._unnamed:
             self.skip(file, line, unit, error)
         unnamed = {id(sample) for sample, *_ in self._unnamed}
-        self.samples = [sample for sample in self.samples if id(sample) not in unnamed]
+        kept = [
+            (sample, line) for sample, line in zip(self.samples, self.lines, strict=True) if id(sample) not in unnamed
+        ]
+        self.samples, self.lines = [sample for sample, _ in kept], [line for _, line in kept]
 
     def _limited(self, sample: Sample, file: str, line: int) -> None:
         limit = self._settings.max_length

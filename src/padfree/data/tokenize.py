@@ -212,6 +212,7 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
             where = int(np.flatnonzero(trained & ~seen)[0])
             raise RowError(f"{column}[{where}] is 0, but the token has a label; give padding the label {IGNORED}")
         tokens, trained = tokens[seen], trained[seen]
+    fields.check_uniform(row)
     return Encoded(tokens, np.ones_like(trained) if everything else trained)
 
 
