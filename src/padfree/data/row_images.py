@@ -66,6 +66,13 @@ def with_images(
     return replace(conversation, messages=tuple(map(_without_images, messages)), images=tuple(images))
 
 
+def need_no_places(conversation: Conversation, column: str) -> Conversation:
+    """Return the conversation of a row without image column; raise a `RowError` if its messages have `<image>`."""
+    if any(PLACE in text_of(message["content"]) for message in conversation.messages):
+        raise RowError(f"{column!r} is missing, but the messages have the text {PLACE!r}; add the images of the row")
+    return conversation
+
+
 def num_images(messages: Sequence[Message]) -> int:
     """Return the number of images that these messages show."""
     return sum(len(image_parts(message)) for message in messages)

@@ -22,7 +22,7 @@ from padfree.data.conversation import THOUGHTS, Conversation, Message, need_no_i
 from padfree.data.data_settings import TextSettings
 from padfree.data.fields import Fields, has_value
 from padfree.data.records import RowError, check_encodable, present, shown, string
-from padfree.data.row_images import read_column, text_of, with_images
+from padfree.data.row_images import need_no_places, read_column, text_of, with_images
 from padfree.errors import UserError
 
 SAID = ("content", "value", "tool_calls", "function_call", "refusal", *THOUGHTS)
@@ -153,7 +153,9 @@ class RowReader:
             return need_no_images(found)
         column = fields.columns.get("images", "images")
         value = row.get(column)
-        return with_images(found, None if value is None else read_column(value, column), column)
+        if value is None:
+            return with_images(need_no_places(found, column), None, column)
+        return with_images(found, read_column(value, column), column)
 
     # Plain text
 
