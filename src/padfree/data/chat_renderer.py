@@ -284,8 +284,8 @@ class ChatRenderer:
             ) from error
         if template.environment.clock_reads and not self.depends_on_day:
             raise RowError(
-                "the chat template reads the current date for this row but not for other rows; set the date in "
-                "data.template_arguments"
+                "the chat template reads the current date for this row but not for other rows; set data.chat_template "
+                "to a template that does not read it"
             )
         return found
 
@@ -331,7 +331,7 @@ def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             json.dumps(value)
         except (TypeError, ValueError):
             raise UserError(
-                f"data.template_arguments.{name}",
+                f"template_arguments.{name}",
                 f"has the type {type(value).__name__}, which JSON does not have",
                 "give a string, a number, a boolean, or a list or table of such values",
             ) from None

@@ -51,7 +51,7 @@ GUARDED = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), _NO_TEXT),
     **dict.fromkeys(("input", "context", "passage"), _PROMPT),
     "functions": "which holds tools in an old OpenAI format; convert it to 'tools'",
-    "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
+    "chat_template_kwargs": "which sets template arguments per row; data.chat_template can set them for all rows",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
 """Columns that would change the meaning of a row, each with the reason that the error message gives."""
