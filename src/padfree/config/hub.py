@@ -16,7 +16,7 @@ from typing import Literal
 
 from padfree.config.config import Config
 from padfree.config.functions import model_of
-from padfree.config.inputs import check_regular
+from padfree.config.inputs import check_regular, is_data_file
 from padfree.errors import UserError
 
 SECONDS = 10.0
@@ -24,14 +24,6 @@ SECONDS = 10.0
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
 """Files that show that the Hub's cache holds a model or a data set."""
-
-
-DATA_FILES = (".jsonl", ".json", ".parquet")
-"""The suffixes of data files, in upper or lower case."""
-
-
-def is_data_file(path: str | Path) -> bool:
-    return Path(path).suffix.lower() in DATA_FILES
 
 
 GIVEN_TEXT = ("rollout.reward", "eval.reward")

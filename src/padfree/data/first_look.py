@@ -15,7 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from padfree.config import Config
-from padfree.config.hub import check_names, is_data_file
+from padfree.config.hub import check_names
+from padfree.config.inputs import is_data_file
 from padfree.config.model_folder import check_model_folders
 from padfree.data.fields import check_mapping
 from padfree.data.formats import SCHEMAS, reading_images

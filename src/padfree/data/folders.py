@@ -13,18 +13,11 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from padfree.config.hub import is_data_file
+from padfree.config.inputs import is_data_file, is_saved_dataset
 from padfree.config.packaged import is_packaged
 from padfree.errors import UserError
 
 MOST_NAMED = 5
-SAVED = ("state.json", "dataset_dict.json")
-"""The files that the datasets package writes into a folder with `save_to_disk`."""
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk` of the datasets package."""
-    return any((folder / name).exists() for name in SAVED)
 
 
 def files_below(folder: Path) -> tuple[list[Path], list[Path]]:

@@ -21,10 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from padfree.config.hub import DATA_FILES, check_name, is_data_file, shortened
-from padfree.config.inputs import check_regular
+from padfree.config.hub import check_name, shortened
+from padfree.config.inputs import DATA_FILES, check_regular, is_data_file, is_saved_dataset
 from padfree.config.packaged import VERIFIERS, is_packaged
-from padfree.data.folders import MOST_NAMED, files_below, is_saved_dataset
+from padfree.data.folders import MOST_NAMED, files_below
 from padfree.data.record_source import CHUNK_ROWS, Chunk, Record, RecordSource
 from padfree.data.records import RowError, as_record, parse_line, shown
 from padfree.data.verifiers_rows import open_verifiers
