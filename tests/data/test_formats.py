@@ -576,6 +576,34 @@ def test_not_a_number_and_deep_nesting_are_bad_rows_with_their_field(load: Load,
         load(row)
 
 
+CONTENT = '{"role": "assistant", "content": "a", "content": "b"}'
+ARGUMENTS = '{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{\\"x\\": 1, \\"x\\": 2}"}]}'
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ('{"prompt": "a", "prompt": "b", "response": "c"}', "prompt"),
+        (f'{{"messages": [{{"role": "user", "content": "a"}}, {CONTENT}]}}', "content"),
+        (f'{{"messages": [{{"role": "user", "content": "a"}}, {ARGUMENTS}]}}', "x"),
+        (json.dumps({"messages": f'[{{"role": "user", "content": "a"}}, {CONTENT}]'}), "content"),
+        (json.dumps({"prompt": "a", "response": CONTENT}), "content"),
+        (json.dumps({"prompt": "a", "response": f"[{CONTENT}]"}), "content"),
+        (json.dumps({"prompt": "a", "response": "c", "tools": '[{"name": "f", "name": "g"}]'}), "name"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_a_bad_row(load: Load, row: str, key: str) -> None:
+    good = {"messages": [user("Hi"), assistant("x")]} if "messages" in row else {"prompt": "Hi", "response": "x"}
+    assert len(load(good, row, on_bad_row="skip")) == 1
+    with pytest.raises(ValueError, match=rf"an object has the key '{key}' twice; expected each key once"):
+        load(row)
+
+
+def test_a_text_may_be_json_with_a_key_twice(load: Load) -> None:
+    text = '{"a": 1, "a": 2}'
+    assert texts(load({"prompt": "Hi", "response": text})[0])[1] == f"{text}{END}"
+
+
 def test_a_template_number_must_be_finite(load: Load) -> None:
     with pytest.raises(ValueError, match=r"^a\.jsonl line 1: 'level' is nan; expected a string or a finite number"):
         load('{"prompt": "Hi", "level": NaN, "response": "x"}', prompt_template="{prompt} {level}")

@@ -118,6 +118,7 @@ def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> Non
     [
         (b"[{]", r"a\.json: is not valid JSON in UTF-8 \(.*\); give one list of objects"),
         (b'["\xff"]', r"a\.json: is not valid JSON in UTF-8"),
+        (b'[{"a": 1}, {"b": {"c": 1, "c": 2}}]', r"a\.json: an object has the key 'c' twice; .*; correct the file"),
         (b"", r"a\.json: is not valid JSON in UTF-8"),
         (b'"text"', r"a\.json: holds 'text', not a list of objects; give one list of objects"),
     ],

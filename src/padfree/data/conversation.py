@@ -12,8 +12,6 @@ given as JSON text are kept.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +19,7 @@ from typing import Any
 
 from padfree.data.chat_roles import SHAREGPT_ROLES, usual_role
 from padfree.data.image_references import OTHER_MEDIA, ImageReference, is_image_part, read_part
-from padfree.data.records import RowError, check_encodable, shown
+from padfree.data.records import RowError, check_encodable, parse_json, shown
 
 Message = dict[str, Any]
 
@@ -123,8 +121,12 @@ def image_parts(message: Message) -> list[Message]:
 def _listed(value: object, column: str, expected: str) -> list[Any]:
     found = value
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(value)
+        try:
+            found = parse_json(value)
+        except RowError as error:
+            raise RowError(f"{column}: {error.problem}") from None
+        except (ValueError, RecursionError):
+            pass
     if isinstance(found, tuple):
         found = list(found)
     if not isinstance(found, list):
@@ -134,7 +136,9 @@ def _listed(value: object, column: str, expected: str) -> list[Any]:
 
 def _parsed(text: str, name: str, expected: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
+    except RowError as error:
+        raise RowError(f"{name}: {error.problem}") from None
     except (ValueError, RecursionError):
         raise RowError(f"{name} is {shown(text)}, which is not JSON; expected {expected}") from None
 

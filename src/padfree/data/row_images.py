@@ -12,7 +12,6 @@ In rules 1 and 2, the column must have as many images as there are such parts or
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Any
 from padfree.data.chat_roles import usual_role
 from padfree.data.conversation import Conversation, Message, image_parts
 from padfree.data.image_references import ImageReference, read_reference
-from padfree.data.records import RowError
+from padfree.data.records import RowError, parse_json
 
 PLACE = "<image>"
 """The text in a message that marks the place of an image of the column `images`."""
@@ -31,7 +30,7 @@ def read_column(value: object, column: str) -> tuple[ImageReference, ...]:
     """Read the column with the images of a row: a list, JSON text of a list, or a single image."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
-            value = json.loads(value)
+            value = parse_json(value)
     if isinstance(value, (list, tuple)):
         return tuple(read_reference(one, f"{column}[{index}]") for index, one in enumerate(value))
     return (read_reference(value, column),)

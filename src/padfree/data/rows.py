@@ -21,7 +21,7 @@ from padfree.data.chat_roles import usual_role
 from padfree.data.conversation import THOUGHTS, Conversation, Message, need_no_images, read_conversation
 from padfree.data.data_settings import TextSettings
 from padfree.data.fields import Fields, has_value
-from padfree.data.records import RowError, check_encodable, present, shown, string
+from padfree.data.records import RowError, check_encodable, parse_json, present, shown, string
 from padfree.data.row_images import need_no_places, read_column, text_of, with_images
 from padfree.errors import UserError
 
@@ -230,7 +230,10 @@ def listed_messages(value: object) -> list[Any] | None:
         return None
     listed = found if isinstance(found, list) else [found]
     senders = all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in listed)
-    return listed if senders and any(one.keys() & SAID for one in listed) else None
+    if not senders or not any(one.keys() & SAID for one in listed):
+        return None
+    parse_json(value)  # raises an error for keys that are given twice, which a plain text may have
+    return listed
 
 
 def _are_texts(row: Mapping[str, Any], columns: Sequence[str]) -> bool:

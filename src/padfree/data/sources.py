@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 import re
 from collections import Counter
@@ -26,7 +25,7 @@ from padfree.config.inputs import DATA_FILES, check_regular, is_data_file, is_sa
 from padfree.config.packaged import VERIFIERS, is_packaged
 from padfree.data.folders import MOST_NAMED, files_below
 from padfree.data.record_source import CHUNK_ROWS, Chunk, Record, RecordSource
-from padfree.data.records import RowError, as_record, parse_line, shown
+from padfree.data.records import RowError, as_record, parse_json, parse_line, shown
 from padfree.data.verifiers_rows import open_verifiers
 from padfree.errors import UserError, first_line, shown_error
 
@@ -112,7 +111,9 @@ class JsonFile(FileSource):
     def _records(self) -> list[Any]:
         text = self.path.read_bytes().removeprefix(b"\xef\xbb\xbf")
         try:
-            records = json.loads(text.decode("utf-8"))
+            records = parse_json(text.decode("utf-8"))
+        except RowError as error:
+            raise UserError(self.name, error.problem, "correct the file") from None
         except (ValueError, RecursionError) as error:
             raise UserError(
                 self.name, f"is not valid JSON in UTF-8 ({error})", "give one list of objects, or use JSON Lines"
