@@ -14,7 +14,7 @@ from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
 from padfree.rollout import read_prompts
 from padfree.sample import Sample
-from padfree.testing.tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from tests.refused import refused
 
 CHAT = tiny_tokenizer("chatml")
@@ -56,6 +56,11 @@ def texts(sample: Sample, tokenizer: Any = CHAT) -> tuple[str, str]:
     return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.mask])
 
 
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+UNTRAINED_END = TEMPLATES["chatml_marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
 TWO = turns(("user", "Hi"), ("assistant", "Hello"))
 HUMAN = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 
@@ -497,6 +502,26 @@ def test_rollouts_in_text_have_the_same_prompts(tmp_path: Path) -> None:
         ({"text": "Hi there"}, {"system": "Be.", "prompt_template": "{prompt}"},
          "text (text); data.system and data.prompt_template do not apply"),
         ({"input_ids": [5, 6]}, {}, "token ids (input_ids)"),
+        ({"input_ids": [5, 6]}, {"append_eos": False, "turns": "apart"},
+         "token ids (input_ids); data.turns and data.append_eos do not apply"),
+        ({"text": "Hi there"}, {"append_eos": False, "prompt_format": "chat", "turns": "together"},
+         "text (text); data.prompt_format and data.turns do not apply"),
+        ({"text": "Hi there"}, {"chat_template": TEMPLATES["chatml"]},
+         "text (text); data.chat_template does not apply"),
+        ({"prompt": "Hi", "response": "x"}, {"append_eos": False},
+         "prompt and response (prompt, response); through the chat template; data.append_eos does not apply"),
+        ({"prompt": "Hi", "response": "x"}, {"prompt_format": "plain", "append_eos": False, "turns": "apart"},
+         "prompt and response (prompt, response); as plain text; data.turns does not apply"),
+        ({"messages": [user("Hi"), assistant("x")]}, {"append_eos": False, "turns": "apart", "prompt_format": "chat"},
+         "messages (messages); data.append_eos does not apply"),
+        ({"messages": [user("Hi"), assistant("x")]}, {"chat_template": NO_END},
+         "messages (messages); the chat template ends turns without a special token that is trained, so the model may "
+         "not learn to stop"),
+        ({"prompt": "Hi", "response": "x"}, {"chat_template": UNTRAINED_END},
+         "prompt and response (prompt, response); through the chat template; the chat template ends turns without a "
+         "special token that is trained, so the model may not learn to stop"),
+        ({"prompt": "Hi", "response": "x"}, {"chat_template": NO_END, "prompt_format": "plain"},
+         "prompt and response (prompt, response); as plain text"),
         ({"messages": [user("Hi"), assistant("x")], "weight": 1}, {"columns": {"weight": "unused"}},
          "messages (messages)"),
     ],

@@ -180,11 +180,16 @@ READ_BY: dict[str, Reason | None] = {
     "data.columns": None,
     "data.sources": None,
     "data.loss_on": _conversations,
-    "data.turns": _conversations,
+    "data.turns": _first(
+        _conversations, _unless(lambda config: config.data.loss_on != "all", lambda _: "with data.loss_on=all")
+    ),
     "data.system": None,
     "data.prompt_template": None,
     "data.prompt_format": None,
-    "data.chat_template": None,
+    "data.chat_template": _unless(
+        lambda config: config.data.prompt_format != "plain" or config.rollout.has_episodes,
+        lambda _: "with data.prompt_format=plain",
+    ),
     "data.append_eos": _unless(
         lambda config: config.rollout.source is None or model_of(config.rollout.reward) is not None,
         lambda _: "in a run that samples responses",

@@ -129,7 +129,9 @@ class DataConfig:
         resume=SAMPLES,
     )
     append_eos: bool = setting(
-        True, about="Append the end-of-sequence token to plain text and responses.", resume=SAMPLES
+        True,
+        about="Append the end-of-sequence token to plain text and to responses that the chat template does not render.",
+        resume=SAMPLES,
     )
     max_length: int | None = setting(None, least=2, about="Maximum length of a sample in tokens.", resume=SAMPLES)
     overlong: Overlong = setting(

@@ -124,6 +124,19 @@ class ChatRenderer:
                     return True
         return False
 
+    @cached_property
+    def ends_turns(self) -> bool:
+        """Whether the trained text of an assistant turn ends with a special token, at which the model learns to stop.
+
+        True if the template raises an error for the conversation that is tried.
+        """
+        said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+        try:
+            (sample,) = self.samples(Conversation(messages=said), loss_on="assistant", turns="auto")
+        except RowError:
+            return True
+        return sample.text[: sample.spans[-1][1]].rstrip().endswith(self._closing) if sample.spans else True
+
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
     ) -> str:

@@ -278,7 +278,12 @@ def _reading_of(
             f"'last' needs conversations, but {source.name} has the column {column!r}, which has no turns",
             "set data.loss_on=assistant",
         )
-    return fields, described(fields, first, schema) + _how(fields, first, settings, tokenize.renders_chat)
+    how = _how(fields, first, settings, tokenize.renders_chat)
+    if fields.kind in ("messages", "pair") and not tokenize.ends_turns:
+        how += (
+            "; the chat template ends turns without a special token that is trained, so the model may not learn to stop"
+        )
+    return fields, described(fields, first, schema) + how
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
@@ -290,12 +295,26 @@ def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, re
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):
         how = "; as plain text" if plain else "; through the chat template"
-    idle = []
-    if settings.system is not None and (plain or fields.kind in ("text", "tokens")):
-        idle.append("data.system")
-    if settings.prompt_template is not None and "prompt" not in fields.columns:
-        idle.append("data.prompt_template")
+    idle = _idle(settings, fields, plain=plain)
     return how + (f"; {' and '.join(idle)} {'do' if len(idle) > 1 else 'does'} not apply" if idle else "")
+
+
+def _idle(settings: SFTDataSettings, fields: Fields, *, plain: bool) -> list[str]:
+    """Return the settings that do not apply to a file. `plain`: whether prompts and responses are plain text."""
+    unrendered = fields.kind in ("text", "tokens")
+    appends_eos = fields.kind == "text" or (plain and fields.kind != "tokens")
+    given = {
+        "data.system": settings.system is not None and (plain or unrendered),
+        "data.prompt_template": settings.prompt_template is not None and "prompt" not in fields.columns,
+        "data.prompt_format": settings.prompt_format != "auto" and unrendered,
+        # With data.prompt_format=plain, a run notes elsewhere that the template has no effect.
+        "data.chat_template": settings.chat_template is not None
+        and settings.prompt_format != "plain"
+        and (plain or unrendered),
+        "data.turns": settings.turns != "auto" and (plain or unrendered),
+        "data.append_eos": not settings.append_eos and not appends_eos,
+    }
+    return [name for name, idle in given.items() if idle]
 
 
 @contextlib.contextmanager

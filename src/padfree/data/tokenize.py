@@ -64,6 +64,11 @@ class RowTokenizer:
     def renders_chat(self) -> bool:
         return self._chat is not None
 
+    @property
+    def ends_turns(self) -> bool:
+        """Whether the trained text of a turn ends with a special token. Without a chat template: True."""
+        return self._chat is None or self._chat.ends_turns
+
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
         """Tokenise a chunk of rows. If `fields` is None, no row of the file can be parsed, and all rows are skipped."""
         rows: list[tuple[int, float, Sequence[_WithImages]]] = []
