@@ -1,4 +1,4 @@
-"""Paths that a user gives: expand `~`, and refuse paths that no file can have, FIFOs, sockets and devices.
+"""Paths that a user gives: expand `~`, tell files, folders and Hub ids apart, refuse FIFOs, sockets and devices.
 
 Opening a FIFO blocks until another process writes to it, possibly for ever.
 """
@@ -11,8 +11,13 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from padfree.config.packaged import is_packaged
 from padfree.errors import UserError
 
+DATA_FILES = (".jsonl", ".json", ".parquet")
+"""The suffixes of data files, in upper or lower case."""
+SAVED = ("state.json", "dataset_dict.json")
+"""The files that the datasets package writes into a folder with `save_to_disk`. The second has several splits."""
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -53,6 +58,25 @@ def path_word(option: str) -> Callable[[str], PathWord]:
         return word
 
     return made
+
+
+def is_data_file(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in DATA_FILES
+
+
+def is_saved_dataset(folder: str | Path) -> bool:
+    """Return whether a folder was written by `save_to_disk` of the datasets package."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in SAVED)
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a data path is the id of a data set of the Hub: it is neither on disk nor a data file."""
+    return not (is_data_file(name) or is_packaged(name) or os.path.exists(os.path.expanduser(name)))
+
+
+def has_splits(name: str) -> bool:
+    """Return whether a data path can have several splits: a Hub id, or a folder of `DatasetDict.save_to_disk`."""
+    return is_hub_id(name) or os.path.exists(os.path.join(os.path.expanduser(name), SAVED[1]))
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:

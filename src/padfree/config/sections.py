@@ -79,7 +79,10 @@ class DataConfig:
         resume=SAMPLES,
     )
     split: str = setting(
-        "train", about="The split of a Hub data set.", filled="give the name of a split, such as train", resume=SAMPLES
+        "train",
+        about="The split of a Hub data set, or of a folder of `DatasetDict.save_to_disk`.",
+        filled="give the name of a split, such as train",
+        resume=SAMPLES,
     )
     columns: dict[str, str] = setting(
         factory=dict,
@@ -127,7 +130,9 @@ class DataConfig:
         resume=SAMPLES,
     )
     append_eos: bool = setting(
-        True, about="Append the end-of-sequence token to plain text and responses.", resume=SAMPLES
+        True,
+        about="Append the end-of-sequence token to plain text and to responses that the chat template does not render.",
+        resume=SAMPLES,
     )
     max_length: int | None = setting(None, least=2, about="Maximum length of a sample in tokens.", resume=SAMPLES)
     overlong: Overlong = setting(
@@ -175,7 +180,7 @@ class DataConfig:
         both = bool(self.path and self.sources)
         fix = "set data.path=[] to use only data.sources, or set data.sources=[] to use only data.path"
         need(not both, "data.path", list(self.path), fix)
-        check_sources(self.sources)
+        check_sources(self.sources, self.columns, self.split, self.subset)
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "data.")
         if self.prompt_template is not None:
@@ -200,7 +205,11 @@ class EvalConfig:
     path: tuple[str, ...] = setting(
         (), about="Files, folders or Hub ids with held-out data; without them nothing is evaluated."
     )
-    split: str = setting("test", about="The split of a Hub data set.", filled="give the name of a split, such as test")
+    split: str = setting(
+        "test",
+        about="The split of a Hub data set, or of a folder of `DatasetDict.save_to_disk`.",
+        filled="give the name of a split, such as test",
+    )
     every: int | None = setting(
         None,
         least=1,

@@ -36,11 +36,15 @@ In all other cases, a column is appended only if `data.columns` maps it to `inpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A format of rows: the fields that a row must have (`needs`), and the optional fields (`may`)."""
+    """A format of rows: the fields that a row must have (`needs`), and the optional fields (`may`).
+
+    All rows of a file or none have the optional fields in `uniform`, which decide which tokens are trained.
+    """
 
     kind: str
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
+    uniform: tuple[str, ...] = ()
 
     def takes(self, fields: Iterable[str]) -> bool:
         return set(fields) <= {*self.needs, *self.may}
@@ -86,6 +90,7 @@ class Fields:
     # columns (in lower case) that must be empty, because a value would change the meaning of a row; each with a reason
     watched: Mapping[str, str] = field(default_factory=dict)
     resolved: frozenset[str] = frozenset()  # columns that `check` accepts with any value
+    uniform: Mapping[str, bool] = field(default_factory=dict)  # columns that all rows have (True) or none has (False)
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -105,6 +110,16 @@ class Fields:
             if why is not None and has_value(row[column]):
                 value = shown(row[column])
                 raise RowError(f"{column!r} is {value}, {why}; set {setting({column: UNUSED})} to ignore the column")
+
+    def check_uniform(self, row: Mapping[str, Any]) -> None:
+        """Raise a `RowError` unless the row has those columns of `uniform` that the first row of the file has."""
+        for column, expected in self.uniform.items():
+            if (row.get(column) is not None) != expected:
+                state = "is missing" if expected else "is given"
+                raise RowError(
+                    f"{column!r} {state}, unlike in the first row of the file; give it in all rows or in none, because "
+                    "it decides which tokens are trained"
+                )
 
 
 def has_value(value: object) -> bool:
@@ -289,13 +304,15 @@ def _fields(
     # rows.
     optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
     taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))
+    columns = {name: reading.columns.get(name, name) for name in taken}
     unforeseen = dict.fromkeys(_all_names(schema), "which the first row of the file does not have")
     return Fields(
         kind=reading.format.kind,
-        columns={name: reading.columns.get(name, name) for name in taken},
+        columns=columns,
         used=tuple(column for column in first if column in used),
         unused=tuple(left),
         watched={**unforeseen, **schema.guarded},
+        uniform={columns[name]: first.get(columns[name]) is not None for name in reading.format.uniform},
         resolved=frozenset(
             {*used, *ignored, *optional, *(each for each in left if each.lower() not in schema.guarded)}
         ),
