@@ -39,7 +39,7 @@ from padfree.model.expert_adapters import has_expert_adapters, merged_weight, st
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_tensor
-from padfree.model.split_weight import is_split
+from padfree.model.split_weight import plain_tensor
 from padfree.model.structure import keep_in_float32
 from padfree.model.wrapper import copy_processor, save_whole, wrapper_of
 from padfree.version import __version__
@@ -74,7 +74,7 @@ def export_model(
     for name, whole in whole_tensors(model):
         if first:
             kept = whole.to(dtypes[name]) if dtype is not None and name in parameters else whole
-            tensors[name] = (kept.joined() if is_split(kept) else kept).cpu().contiguous()
+            tensors[name] = kept.cpu().contiguous()
     raise_together(_not_finite(tensors, parameters, dtype or model.dtype))
 
     wrapper = wrapper_of(model)
@@ -211,13 +211,15 @@ def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded, on every rank. All ranks must call this function."""
+    """Return the whole of a tensor that may be sharded or a `SplitWeight`, as a plain tensor, on every rank. All ranks
+    must call this function.
+    """
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
         assert isinstance(tensor, DTensor)
         tensor = tensor.full_tensor()
-    return tensor.detach()
+    return plain_tensor(tensor.detach())
 
 
 def _is_first() -> bool:
