@@ -477,6 +477,7 @@ MAY_OPEN = {"rollout/engines/servers/server_processes.py"}
 MAY_SET = {
     "train/determinism.py": {"torch.backends.cudnn.benchmark"},
     "train/engine.py": {"parameter.grad"},
+    "train/training_data.py": {"tokenizer.chat_template"},
     "rollout/loop_thread.py": {"task._log_destroy_pending"},
     "rollout/environment/gateway.py": {"episode.tree.failure"},
     "rollout/environment/episode_policy.py": {"self._branch.reward"},

@@ -268,7 +268,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_adapters_are_merged_and_a_run_has_its_chat_template(tmp_path: Path) -> None:
+def test_adapters_are_merged_and_the_template_is_that_of_the_exported_tokenizer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     base, run = tmp_path / "base", tmp_path / "run"
     tiny("llama").save_pretrained(base)
@@ -281,10 +281,11 @@ def test_adapters_are_merged_and_a_run_has_its_chat_template(tmp_path: Path) -> 
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(run / "model")
-    tiny_tokenizer("chatml").save_pretrained(run / "model")
-    (tmp_path / "template.jinja").write_text("{{ messages[0]['content'] }}")
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(run / "model")
     (run / "run.json").write_text(json.dumps({"made_by": "padfree", "run": "x"}))
-    (run / "config.json").write_text(json.dumps({"data": {"chat_template": str(tmp_path / "template.jinja")}}))
+    (run / "config.json").write_text(json.dumps({"data": {"chat_template": "moved.jinja"}}))
     assert main(["export", str(run), str(tmp_path / "model.gguf")]) == 0
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).state_dict()
     expected, name = adapted.merge_and_unload().state_dict(), "model.layers.0.mlp.down_proj.weight"
